@@ -1,4 +1,4 @@
-"""Start the ranks of a job, and find the rank of a process in its job.
+"""Start the ranks of a job, and determine the rank of a process in its job.
 
 Every program calls `runtime.init`.  `local.launch` is the launcher behind `--ranks`.
 """

@@ -1,6 +1,6 @@
 """Run the ranks of one host with torch's elastic agent.
 
-The agent starts the ranks and gives them torchrun's variables.  A `RankMonitor` handles failures and signals.
+The agent starts the ranks and sets torchrun's variables for them.  A `RankMonitor` handles failures and signals.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from farandole.launch.monitor import SIGNALS, RankMonitor, signals_to_handle
 from farandole.launch.rendezvous import LauncherRendezvous
 from farandole.launch.reports import RankFailure, explain_failures, notify, read_report
 
-# `reports` explains a failed rank better than the agent's log does.
+# `reports` explains failed ranks better than the agent's log.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 
 class Agent(LocalElasticAgent):
-    """Starts the ranks of this host and follows the rules of `RankMonitor` until they have ended."""
+    """Starts the ranks of this host and applies the rules of `RankMonitor` until all ranks have ended."""
 
     def __init__(
         self, spec: WorkerSpec, logs: LogsSpecs, rendezvous: LauncherRendezvous, verbose: bool
@@ -34,7 +34,7 @@ class Agent(LocalElasticAgent):
         self.verbose = verbose
         self.rendezvous = rendezvous
         self.rank_monitor = RankMonitor({}, {})
-        """The monitor of the ranks; empty until the ranks have been started."""
+        """The monitor of the ranks; empty until the ranks have started."""
         self._to_handle = signals_to_handle()
 
     def failures(self, result: RunResult) -> list[RankFailure]:
@@ -61,7 +61,9 @@ class Agent(LocalElasticAgent):
         pids: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         if not isinstance(context, SubprocessContext):
-            raise TypeError(f"expected a command context for ranks, got {type(context).__name__}")
+            raise TypeError(
+                f"expected a SubprocessContext from torch's elastic agent, got {type(context).__name__}"
+            )
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
         self.rank_monitor = RankMonitor(processes, context.error_files)
         for number in SIGNALS:
@@ -70,7 +72,7 @@ class Agent(LocalElasticAgent):
             size = int(worker_group.workers[0].world_size)
             for local_rank, process in processes.items():
                 rank = self.global_ranks([local_rank])[0]
-                notify(f"rank {rank}: process {process.pid} on {socket.gethostname()}, of {size} ranks")
+                notify(f"rank {rank} of {size}: process {process.pid} on {socket.gethostname()}")
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -90,7 +92,7 @@ class Agent(LocalElasticAgent):
             return
         total = self.get_worker_group().spec.max_restarts
         notify(explain_failures(self.failures(result)))
-        notify(f"restart {total - self._remaining_restarts + 1} of {total}: all ranks start again")
+        notify(f"restart {total - self._remaining_restarts + 1} of {total}: restarting all ranks")
 
     def _exit_barrier(self) -> None:
         self.rendezvous.wait_for_others(give_up=lambda: bool(self.rank_monitor.interrupted_by))

@@ -1,9 +1,9 @@
-"""Open the key-value store through which the ranks of a job build their process group.
+"""Open the key-value store with which the ranks of a job create their process group.
 
-Ranks of one host need an address that all ranks can derive, that no other job has, and that leaves nothing behind
-when the job ends.  A name in Linux's *abstract* socket space, derived from the job's identity, has these properties.
-Rank 0 listens there and sends the port of its store to the other ranks.  The kernel reports the user of each
-connection, so another user of the machine can neither pose as rank 0 nor learn the port.
+The ranks of one host need an address that all of them can derive, that no other job uses, and that leaves nothing
+behind when the job ends.  A name in Linux's *abstract* socket namespace, derived from the job's identity, has these
+properties. Rank 0 listens at this name and sends the port of its store to the other ranks.  The kernel reports the user
+of each connection, so another user of the machine can neither impersonate rank 0 nor learn the port.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from farandole.launch.placement import Address, LaunchError, NoRendezvous, Place
 def open_store(placement: Placement, timeout_s: float) -> dist.Store:
     """Return the store that all ranks of the job share.
 
-    A launcher's store outlives the process groups that are created with it.  Each time the ranks join, they use a
-    new key prefix, so old keys are not visible.
+    A launcher's store outlives the process groups that use it.  Each time the ranks join, they use a new key prefix, so
+    old keys are not visible.
 
     Raises:
         LaunchError: The ranks cannot rendezvous within `timeout_s` seconds.
@@ -41,7 +41,7 @@ def open_store(placement: Placement, timeout_s: float) -> dist.Store:
 
 
 def wait_for_readers(store: dist.Store, placement: Placement) -> None:
-    """Wait on rank 0 until the other ranks have finished reading the store, which may end with rank 0.
+    """On rank 0, wait until the other ranks have finished reading the store, which may end with rank 0.
 
     All ranks call this function.
     """
@@ -61,7 +61,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 def rendezvous_name(job: str) -> str:
-    """Return the name in the abstract socket space at which the ranks of a job on this host rendezvous."""
+    """Return the abstract socket name at which the ranks of a job on this host rendezvous."""
     return "farandole-" + hashlib.sha256(f"{os.getuid()} {job}".encode()).hexdigest()[:32]
 
 
@@ -90,7 +90,8 @@ def _open_at_address(host: str, port: int, placement: Placement, timeout: timede
     except (RuntimeError, ValueError) as error:  # torch raises both: DistNetworkError is a RuntimeError
         raise LaunchError(
             f"rank {placement.rank} of {placement.size} ({placement.launcher}) could not reach the store at "
-            f"{host}:{port}: {error}; MASTER_ADDR and MASTER_PORT choose another address"
+            f"{host}:{port}: {error}; check that rank 0 is running, or choose another address with MASTER_ADDR "
+            "and MASTER_PORT"
         ) from error
 
 
@@ -112,7 +113,7 @@ def _open_on_host(job: str, placement: Placement, timeout: timedelta) -> dist.St
 
 
 def _serve_port(name: str, port: int, others: int, timeout_s: float) -> None:
-    """Listen at `name` and, in a thread, send `port` to each of the `others`."""
+    """Listen at `name` and, in a thread, send `port` to each of the `others` other ranks."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(name)
@@ -120,7 +121,7 @@ def _serve_port(name: str, port: int, others: int, timeout_s: float) -> None:
         listener.close()
         raise LaunchError(
             f"another process already serves the ranks of this job: {error}; if two programs of one job call "
-            f"farandole.init() at once, give each its own MASTER_ADDR and MASTER_PORT"
+            f"farandole.init() at the same time, set a different MASTER_ADDR and MASTER_PORT for each program"
         ) from error
     listener.listen(others)
 
@@ -134,7 +135,7 @@ def _serve_port(name: str, port: int, others: int, timeout_s: float) -> None:
                     peer, _ = listener.accept()
                 except TimeoutError:
                     return  # the missing rank and this rank's store report the timeout
-                with peer, contextlib.suppress(ConnectionError):  # a rank that has just died
+                with peer, contextlib.suppress(ConnectionError):  # the rank has just died
                     if _user_of(peer) == os.getuid():
                         peer.sendall(b"%d\n" % port)
                         served += 1
@@ -143,7 +144,7 @@ def _serve_port(name: str, port: int, others: int, timeout_s: float) -> None:
 
 
 def _request_port(name: str, placement: Placement, timeout_s: float) -> int:
-    """Request the port of rank 0's store, and retry until rank 0 listens."""
+    """Request the port of rank 0's store; retry until rank 0 listens."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
@@ -152,15 +153,15 @@ def _request_port(name: str, placement: Placement, timeout_s: float) -> int:
                 peer.connect(name)
                 if _user_of(peer) == os.getuid() and (answer := peer.recv(16)):
                     return int(answer)
-            except OSError:  # rank 0 does not listen yet
+            except OSError:  # rank 0 is not listening yet
                 time.sleep(0.02)
     raise LaunchError(
         f"rank {placement.rank} of {placement.size} waited {timeout_s:g} s for rank 0 of its job on this host "
-        f"({placement.launcher}); rank 0 ended, or never called farandole.init()"
+        f"({placement.launcher}); check that rank 0 is running and calls farandole.init()"
     )
 
 
 def _user_of(peer: socket.socket) -> int:
-    """Return the user of the process at the other end, as the kernel reports it."""
+    """Return the user of the peer process, as reported by the kernel."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])

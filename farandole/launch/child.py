@@ -1,4 +1,4 @@
-"""Run the program in one rank of `farandole launch`: `python -m farandole.launch.child SPEC TARGET ARGS...`.
+"""Run the program as one rank of `farandole launch`: `python -m farandole.launch.child SPEC TARGET ARGS...`.
 
 This module pins the rank to its cores, makes the kernel kill the rank when the launcher ends, and runs the program as
 Python would.  An exception that ends the program is written to a file for the launcher, which prints it once.  This
@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The settings of the ranks of a host; passed as JSON in one argument of their command lines."""
+    """The settings for the ranks of a host, passed as JSON in one command-line argument."""
 
     launcher_pid: int
     shares: tuple[Share, ...]
@@ -51,7 +51,7 @@ class RankSpec:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the program that the launcher named, as rank LOCAL_RANK of this host; exit with its status if it fails."""
+    """Run the launcher's program as rank LOCAL_RANK of this host; on failure, exit with its status."""
     text, target, *program_arguments = arguments
     spec = RankSpec.load(text)
     die_with_parent(spec.launcher_pid)
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     if spec.output is not None:
         _redirect_output(spec.output)
     if hasattr(sys.stdout, "reconfigure"):
-        # Lines of different ranks do not mix, and a killed rank loses no line.
+        # Lines from different ranks do not interleave, and a killed rank loses no line.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = [target, *program_arguments]
     own = spec.kind == "module" and target.startswith("farandole.")
@@ -80,13 +80,13 @@ def main(arguments: list[str]) -> None:
         if end.code in (None, 0):
             raise
         _fail(_exit_report(end.code))
-    except BaseException as error:  # reported, and the process ends
-        sys.last_value = error  # as the interpreter does; this rank sends it to the other ranks
+    except BaseException as error:  # report it and end the process
+        sys.last_value = error  # as the interpreter does; the other ranks receive it from here
         _fail(_error_report(error))
 
 
 def _run_command(name: str, arguments: list[str]) -> NoReturn:
-    """Replace this process by a command, which keeps the cores and still ends with the launcher."""
+    """Replace this process by a command, which keeps the cores and also ends with the launcher."""
     sys.stdout.flush()
     os.execvp(name, [name, *arguments])
 
@@ -136,14 +136,14 @@ def _error_report(error: BaseException) -> ErrorReport:
 
 
 def _exit_report(code: object) -> ErrorReport:
-    """Return the report of sys.exit(7), or of sys.exit("message"), which has a message and no traceback."""
+    """Return the report for sys.exit(7) or sys.exit("message"); a message has no traceback."""
     if isinstance(code, int):
         return ErrorReport(kind="SystemExit", message=f"exit status {code}", trace="", status=code & 0xFF)
     return ErrorReport(kind="SystemExit", message=str(code), trace=f"{code}\n")
 
 
 def _fail(report: ErrorReport) -> NoReturn:
-    """Write the report for the launcher, or print it if it cannot be written, and exit."""
+    """Write the report for the launcher, or print the report if it cannot be written, and exit."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         write_report(path or "", report)
@@ -164,7 +164,7 @@ def _program_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Return whether *another* rank's failure caused `error`: a communication error of this package or of Gloo."""
+    """Return whether *another* rank's failure caused `error`, a communication error of this package or of Gloo."""
     errors = sys.modules.get("farandole.comm.errors")
     while error is not None:
         if errors is not None and isinstance(error, errors.CommunicationError):

@@ -1,6 +1,6 @@
-"""The limits that control groups set for a container, a Kubernetes pod or a Slurm job.
+"""Read the limits that control groups set for a container, a Kubernetes pod or a Slurm job.
 
-The functions read both versions of control groups and consider every enclosing group: see cgroups(7) and
+The functions support both versions of control groups and consider every enclosing group: see cgroups(7) and
 https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -13,11 +13,11 @@ from pathlib import Path
 MOUNT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 UNLIMITED = 1 << 60
-"""Without a limit, version 1 shows a larger number of bytes than this."""
+"""Version 1 reports a number of bytes above this value if there is no limit."""
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that this process can still use, on the host and under its control groups."""
+    """Return the bytes of memory that this process can still use on this host and in its control groups."""
     kib = read_field(Path("/proc/meminfo"), "MemAvailable:")
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kib is None else kib << 10
     granted = free_memory()
@@ -25,9 +25,9 @@ def available_memory() -> int:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that the control groups still grant; None if they are unlimited.
+    """Return the bytes that are still free in the control groups; None if they are unlimited.
 
-    Cached files count as free: the kernel drops them when memory is needed.
+    Cached files count as free, because the kernel drops them when memory is needed.
     """
     found = []
     for folder in _folders("memory"):
@@ -55,9 +55,9 @@ def free_tasks() -> int | None:
 
 
 def processor_quota() -> float | None:
-    """Return the processor time, in processors, that the control groups grant; None if it is unlimited.
+    """Return the processor time, in processors, that the control groups allow; None if it is unlimited.
 
-    `docker run --cpus` and the limits of Kubernetes are such quotas.
+    `docker run --cpus` and Kubernetes limits set this quota.
     """
     found = []
     for folder in _folders("cpu"):
@@ -71,7 +71,7 @@ def processor_quota() -> float | None:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes of this control group the kernel has killed for lack of memory; None if unknown."""
+    """Return the number of processes in this control group killed for lack of memory; None if unknown."""
     for folder in _folders("memory"):
         for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
             kills = read_field(folder / name, "oom_kill")
@@ -81,7 +81,7 @@ def oom_kills() -> int | None:
 
 
 def read_field(path: Path, name: str) -> int | None:
-    """Return the number after `name` in a file with lines of a name and a number, or None."""
+    """Return the number after `name` in a file with a name and a number per line, or None."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -90,7 +90,7 @@ def read_field(path: Path, name: str) -> int | None:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of the enclosing groups, the innermost first."""
+    """Yield the folders of this process's control group and its enclosing groups, the innermost first."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
@@ -112,6 +112,6 @@ def _read_words(path: Path) -> list[str]:
 
 
 def _read_number(path: Path) -> int | None:
-    """Return the number in a file; None without a number, as for "max"."""
+    """Return the number in a file, or None if the content is not a number, such as "max"."""
     words = _read_words(path)
     return int(words[0]) if words and words[0].isdecimal() else None

@@ -1,13 +1,13 @@
-"""Divide the cores of a host among the ranks of a job, without the cores that other jobs have reserved.
+"""Divide a host's cores among the ranks of a job, excluding cores reserved by other jobs.
 
-Every rank of a data-parallel job waits for the slowest, so all ranks get the same number of threads, on cores that
-no other rank uses.  The launcher divides the processors of its own affinity mask, within the processor time that
-its container grants.  The hardware threads of a physical core stay together.
+Every rank of a data-parallel job waits for the slowest rank, so all ranks get the same number of threads, on cores that
+no other rank uses.  The launcher divides the processors of its own affinity mask, within the processor time that its
+container allows.  The hardware threads of a physical core stay together.
 
-A job reserves a processor by binding a name in Linux's *abstract* socket space.  A name has one owner at a time,
-even among different users, and leaves nothing on disk.  The kernel releases the name when the launcher ends, in any
-way; the ranks end with the launcher.  Reservations are advisory: any process can still use the processor.  Containers
-with their own network namespace do not see each other's reservations.
+A job reserves a processor by binding a name in Linux's *abstract* socket namespace.  A name has one owner at a time,
+even among different users, and leaves nothing on disk.  The kernel releases the name when the launcher ends for any
+reason, and the ranks end with the launcher.  Reservations are advisory: any process can still use the processor.
+Containers with separate network namespaces do not see each other's reservations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOCK_S = 2.0
 
 @dataclass(frozen=True)
 class Share:
-    """The number of threads of one rank, and its processors; empty if the rank is not pinned."""
+    """The number of threads and the processors of one rank; a rank without processors is not pinned."""
 
     threads: int
     processors: Sequence[int] = ()
@@ -44,7 +44,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Division:
-    """The share of each rank of a host, and a line for the user that describes the division."""
+    """The share of each rank of a host, and a one-line description for the user."""
 
     shares: tuple[Share, ...]
     summary: str
@@ -66,7 +66,7 @@ def affinity(pid: int = 0) -> frozenset[int]:
 
 
 def usable_cores() -> int:
-    """Return how many physical cores this process may use, within the quota of its container."""
+    """Return the number of physical cores that this process may use, within the quota of its container."""
     cores = len(physical_cores(affinity()))
     quota = processor_quota()
     return cores if quota is None else max(1, min(cores, math.floor(quota)))
@@ -75,13 +75,13 @@ def usable_cores() -> int:
 def physical_cores(
     processors: frozenset[int], siblings: Callable[[int], frozenset[int]] | None = None
 ) -> list[Core]:
-    """Group logical processors by physical core, in the order of their numbers."""
+    """Group logical processors by physical core, in ascending order."""
     find = siblings or _siblings
     return sorted({tuple(sorted((find(p) | {p}) & processors)) for p in processors})
 
 
 def _siblings(processor: int) -> frozenset[int]:
-    """Return the logical processors on the physical core of `processor`, as Linux lists them."""
+    """Return the logical processors on the physical core of `processor`, as listed by Linux."""
     path = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
     try:
         text = path.read_text()
@@ -109,12 +109,12 @@ def divide_cores(
     """Divide `cores` among the `ranks` of this host.
 
     Args:
-        quota: The processor time that is granted, in processors; None if it is unlimited.
-        pin: Pin each rank to its own cores, or the same number of ranks to each core.  Without pinning the kernel may
-            run more ranks on one core than on another, and every collective waits for the slower ranks.  Ranks are
-            not pinned if they do not divide evenly, if other jobs have reserved required cores, or if `quota` grants
-            less time than the cores have.
-        threads: The number of threads of each rank; None divides the cores by the ranks.
+        quota: The available processor time, in processors; None if it is unlimited.
+        pin: Pin each rank to its own cores, or pin the same number of ranks to each core.  Without pinning, the kernel
+            may run more ranks on one core than on another, and every collective waits for the slower ranks.  Ranks are
+            not pinned if they cannot be divided evenly, if other jobs have reserved required cores, or if `quota`
+            allows less time than the cores provide.
+        threads: The number of threads per rank; None divides the cores by the number of ranks.
         reserved: The processors that other jobs have reserved.
     """
     free = [core for core in cores if not set(core).intersection(reserved)]
@@ -134,18 +134,18 @@ def divide_cores(
     elif too_few_free:
         why_not = f", not pinned: other jobs have reserved {count(reserved_cores, 'core')}"
     elif number < ranks and ranks % number:
-        why_not = f", not pinned: {ranks} ranks do not divide evenly among {number} cores"
+        why_not = f", not pinned: {ranks} ranks cannot be divided evenly among {number} cores"
     elif number < len(units):
-        why_not = ", not pinned: a quota limits the time, not the cores"
+        why_not = ", not pinned: a quota limits processor time, not the cores"
     elif not pin:
         why_not = ", not pinned"
     elif sys.platform != "linux":
-        why_not = ", not pinned: pinning needs Linux"
+        why_not = ", not pinned: pinning requires Linux"
     else:
         starts = [rank * number // ranks for rank in range(ranks + 1)]
         blocks = [units[start : max(start + 1, end)] for start, end in pairwise(starts)]
         shares = tuple(Share(each, tuple(p for core in block for p in core)) for block in blocks)
-        return Division(shares, f"{what}, pinned ({_describe(shares)}); --no-pin turns it off")
+        return Division(shares, f"{what}, pinned ({_describe(shares)}); --no-pin turns pinning off")
     return Division(tuple(Share(each) for _ in range(ranks)), what + why_not)
 
 
@@ -179,13 +179,13 @@ def _format_processors(processors: Sequence[int]) -> str:
 
 
 class CoreReservation:
-    """The processors that this job has reserved, until `release` or the end of the process."""
+    """The processors that this job has reserved, until `release` is called or the process ends."""
 
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}
         self.reserved_by_others: set[int] = set()
         self.error: OSError | None = None
-        """The reason that the reservations of other jobs are not visible, or None."""
+        """The reason why reservations of other jobs are not visible, or None."""
 
     @property
     def held(self) -> frozenset[int]:
@@ -193,7 +193,7 @@ class CoreReservation:
         return frozenset(self._sockets)
 
     def reserve(self, processors: Collection[int]) -> None:
-        """Reserve the given processors, except processors that another job has reserved."""
+        """Reserve the given processors, except processors reserved by another job."""
         for processor in sorted(processors):
             try:
                 self._sockets[processor] = _bind(f"processor {processor}")
@@ -204,7 +204,7 @@ class CoreReservation:
                 self.reserved_by_others.add(processor)
 
     def keep_only(self, processors: Collection[int]) -> None:
-        """Release all processors but these."""
+        """Release all processors except `processors`."""
         for processor in self.held.difference(processors):
             self._sockets.pop(processor).close()
 
@@ -215,7 +215,7 @@ class CoreReservation:
 
 @contextlib.contextmanager
 def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Division]:
-    """Divide the cores of this host that no other job has reserved, and reserve them during the block."""
+    """Reserve cores that no other job has reserved, for the duration of the context, and divide them."""
     processors = affinity()
     reservation = CoreReservation()
     try:
@@ -232,7 +232,7 @@ def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Divisi
             )
             reservation.keep_only(division.processors)
         if reservation.error is not None:
-            unknown = f"; the cores that other jobs have reserved are not known: {reservation.error}"
+            unknown = f"; cores reserved by other jobs are unknown: {reservation.error}"
             division = replace(division, summary=division.summary + unknown)
         yield division
     finally:
@@ -241,7 +241,7 @@ def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Divisi
 
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
-    """Prevent two jobs that start at the same time from each reserving only a part of the cores."""
+    """Prevent two jobs that start at the same time from each reserving only some of their cores."""
     deadline = time.monotonic() + LOCK_S
     held = None
     while held is None and time.monotonic() < deadline:
@@ -249,7 +249,7 @@ def _lock() -> Iterator[None]:
             held = _bind("lock")
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                break  # processors cannot be reserved either; `CoreReservation.error` has the reason
+                break  # processors cannot be reserved either, for the reason in `CoreReservation.error`
             time.sleep(0.01)
     try:
         yield

@@ -1,8 +1,9 @@
-"""Find the launcher that started this process, and read the rank from the launcher's environment variables.
+"""Identify the launcher that started this process, and read the rank from the launcher's environment variables.
 
-Each launcher has one function that takes `environ` and returns a `Placement`, or None if the launcher's variables are
-not set.  The order of `LAUNCHERS` puts inner launchers first: torchrun started by srun is torchrun, mpirun inside a
-Slurm allocation is mpirun (srun numbers its helper processes differently), and srun with its own PMI is srun.
+Each launcher has one function, which takes `environ` and returns a `Placement`, or None if the launcher's variables are
+not set.  The order of `LAUNCHERS` puts inner launchers first: torchrun started by srun counts as torchrun, mpirun
+inside a Slurm allocation counts as mpirun (srun numbers its helper processes differently), and srun with its own PMI
+counts as srun.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ RUN_ID_PREFIX = "farandole-"
 """The prefix of the run ids of `farandole launch`; torch's agent passes the run id to its ranks."""
 
 FIRST_PORT, PORTS = 10_000, 20_000
-"""The range of ports: below the ephemeral ports of Linux (32768 and up)."""
+"""The range of ports, below Linux's ephemeral ports (32768 and up)."""
 
 
 def find_placement(environ: Mapping[str, str]) -> Placement:
-    """Return the placement that `environ` describes, or `ALONE`, a world of one, without a launcher.
+    """Return the placement that `environ` describes, or `ALONE` (one rank without a launcher).
 
     find_placement({"RANK": "1", "WORLD_SIZE": "2", ...}).rank == 1
     find_placement({}).launcher == "alone"
@@ -45,7 +46,7 @@ def find_placement(environ: Mapping[str, str]) -> Placement:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Placement | None:
-    """Read the variables that torch's elastic agent (torchrun, `farandole launch`) or the user has set.
+    """Read the variables set by torch's elastic agent (torchrun, `farandole launch`) or by the user.
 
     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
@@ -73,12 +74,12 @@ def _torchrun(environ: Mapping[str, str]) -> Placement | None:
 def _hydra(environ: Mapping[str, str]) -> Placement | None:
     """Read the variables of Hydra, the mpiexec of MPICH, MVAPICH and Intel MPI.
 
-    No variable names the job, but on each host all ranks descend from one `hydra_pmi_proxy`.
+    No variable identifies the job, but on each host all ranks descend from one `hydra_pmi_proxy`.
     """
     if "MPI_LOCALRANKID" not in environ or "PMI_RANK" not in environ:
         return None
     one_host = environ.get("MPI_LOCALNRANKS") == environ.get("PMI_SIZE")
-    advice = "start them on the first host with mpiexec -genv MASTER_ADDR $(hostname) -genv MASTER_PORT 29500"
+    advice = "on the first host, run mpiexec -genv MASTER_ADDR $(hostname) -genv MASTER_PORT 29500"
     rendezvous = master_address(environ, "mpirun (Hydra)") or (
         SameHost(_job_of_ancestor("hydra_pmi_proxy")) if one_host else NoRendezvous(advice)
     )
@@ -89,13 +90,13 @@ def _hydra(environ: Mapping[str, str]) -> Placement | None:
 def _open_mpi(environ: Mapping[str, str]) -> Placement | None:
     """Read the variables of Open MPI, whose mpirun is PRRTE from version 5 on, and ORTE in older versions.
 
-    The PMIx name space identifies the job: it contains the process id of mpirun.
+    The PMIx namespace, which contains the process id of mpirun, identifies the job.
     """
     if "OMPI_COMM_WORLD_RANK" not in environ and "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     one_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ.get("OMPI_COMM_WORLD_SIZE")
     job = environ.get("PMIX_NAMESPACE") or _job_of_ancestor("mpirun", "orterun", "orted", "prterun", "prted")
-    advice = "start them on the first host with mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500"
+    advice = "on the first host, run mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500"
     rendezvous = master_address(environ, "mpirun (Open MPI)") or (
         SameHost(job) if one_host else NoRendezvous(advice)
     )
@@ -104,7 +105,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _pmi(environ: Mapping[str, str]) -> Placement | None:
-    """Read the rank and the size that every PMI provides; they do not describe hosts."""
+    """Read the rank and the size that every PMI provides; PMI does not describe hosts."""
     if "PMI_RANK" in environ:
         advice = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
         rendezvous = master_address(environ, "PMI") or NoRendezvous(advice)
@@ -119,7 +120,7 @@ def _pmi(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _job_of_ancestor(*names: str) -> str:
-    """Name a job after the nearest ancestor process with one of these names, or else after the parent process.
+    """Name a job after its nearest ancestor process with one of these names, or else after its parent process.
 
     The start time is part of the name, because process ids are reused.
     """
@@ -147,10 +148,10 @@ def _process(pid: int) -> tuple[str, int, int]:
 
 
 def _slurm(environ: Mapping[str, str]) -> Placement | None:
-    """Read the variables of a task that srun started.
+    """Read the variables of a task started by srun.
 
-    https://slurm.schedmd.com/srun.html, "Output environment variables".  The script given to sbatch also has
-    task number 0, but srun did not start it.
+    https://slurm.schedmd.com/srun.html, "Output environment variables".  The script given to sbatch also has task
+    number 0, but srun did not start this script.
     """
     is_batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     if "SLURM_PROCID" not in environ or is_batch_script:
@@ -188,7 +189,7 @@ def tasks_per_node(counts: str) -> list[int]:
 
 
 def _slurm_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
-    """Return the rendezvous at the first host of the step, at a port derived from the numbers of job and step."""
+    """Return the rendezvous at the first host of the step, with a port derived from the job and step ids."""
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "0")
     node_lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[name] for name in node_lists if name in environ), "")

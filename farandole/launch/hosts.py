@@ -1,4 +1,7 @@
-"""The hosts of a job: their names and slots, and the rendezvous of their launchers.  Does not import torch."""
+"""The hosts of a job: their names and slots, and the rendezvous of their launchers.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Host:
-    """The name of a host for the remote shell, and the maximum number of ranks on the host."""
+    """A host's name, as used by the remote shell, and its maximum number of ranks."""
 
     name: str
     slots: int
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Parse `--hosts`: names with slots, by default 1.
+    """Parse `--hosts`: host names with slots, by default 1.
 
     >>> parse_hosts("a:4,b")
     [Host(name='a', slots=4), Host(name='b', slots=1)]
@@ -38,7 +41,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Read a file with lines like `a slots=4` or `a:4`; a comment starts with a #."""
+    """Read a file with lines such as `a slots=4` or `a:4`; comments start with #."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -54,7 +57,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """Return the hosts that run ranks, with the number of ranks as slots; the first hosts are filled first.
+    """Return the hosts that run ranks, with their numbers of ranks as slots; the first hosts are filled first.
 
     If `ranks` is None, every slot gets a rank.
     """
@@ -63,7 +66,10 @@ def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
         return list(hosts)
     if ranks > slots:
         named = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise LaunchError(f"--ranks {ranks}: the hosts have only {count(slots, 'slot')} in total ({named})")
+        raise LaunchError(
+            f"--ranks {ranks}: the hosts have only {count(slots, 'slot')} in total ({named}); add hosts or slots, or "
+            f"use fewer ranks"
+        )
     filled = []
     for host in hosts:
         if ranks > 0:
@@ -73,7 +79,7 @@ def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
 
 
 def is_this_host(name: str) -> bool:
-    """Return whether `name` is a name of this machine: a process can listen at its address."""
+    """Return whether `name` is a name of this machine, that is, a process can listen at its address."""
     if name in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(OSError):
@@ -102,7 +108,7 @@ def _distinct(hosts: list[Host], source: str) -> list[Host]:
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """Launcher `node_rank` of `nodes`, one per host, and the address of the store that they share.
+    """Launcher `node_rank` of `nodes`, one per host, and the address of the shared store.
 
     A job on one host has no address: its store is at a free port of the loopback interface.
     """
@@ -113,13 +119,13 @@ class RendezvousConfig:
     """The possible addresses of the store; the first address that answers is used."""
     port: int = 0
     serves_store: bool = True
-    """Whether this launcher serves the store, which then ends with it."""
+    """Whether this launcher serves the store, which then ends with the launcher."""
     on_store_host: bool = True
-    """Whether this launcher runs on the host of the store; True if that is unknown."""
+    """Whether this launcher runs on the host of the store; True if this is unknown."""
     interfaces: str | None = None
-    """The network interfaces that the user named for the ranks ("eth0,eth1")."""
+    """The network interfaces that the user selected for the ranks ("eth0,eth1")."""
     choose_interface: bool = False
-    """Whether the ranks use the network interface by which the store was reached."""
+    """Whether the ranks use the network interface through which the store was reached."""
     timeout_s: float = START_TIMEOUT_S
     """How long to wait for the other launchers, in seconds."""
 
@@ -133,7 +139,7 @@ def parse_rendezvous(
     """
     if nodes < 1 or not 0 <= node_rank < nodes:
         raise LaunchError(
-            f"--node-rank {node_rank} of --nodes {nodes}: the hosts of a job of {max(nodes, 1)} are numbered "
+            f"--node-rank {node_rank} of --nodes {nodes}: the hosts of this job are numbered "
             f"from 0 to {max(nodes, 1) - 1}"
         )
     config = RendezvousConfig(nodes, node_rank, interfaces=interfaces, timeout_s=timeout_s)
@@ -151,12 +157,12 @@ def parse_rendezvous(
 
 
 def find_interfaces(names: str | None) -> dict[str, str]:
-    """Return the addresses of the named interfaces ("eth0,eth1"), or of all but the loopback.
+    """Return the addresses of the named interfaces ("eth0,eth1"), or of all interfaces except the loopback.
 
     Raises:
-        LaunchError: This host lacks one of the named interfaces.
+        LaunchError: This host does not have one of the named interfaces.
     """
-    with uncollected():  # this loads torch
+    with uncollected():  # loads torch
         from farandole.comm.interfaces import interface_addresses, is_loopback
 
     found = interface_addresses()
@@ -166,16 +172,16 @@ def find_interfaces(names: str | None) -> dict[str, str]:
         if name not in found:
             raise LaunchError(
                 f"--network-interface {name}: this host ({socket.gethostname()}) has no such interface with an "
-                f"IPv4 address; it has {', '.join(f'{n} ({a})' for n, a in found.items()) or 'none'}"
+                f"IPv4 address; choose from: {', '.join(f'{n} ({a})' for n, a in found.items()) or 'none'}"
             )
     return {name: found[name] for name in names.split(",")}
 
 
 def use_interfaces(names: Iterable[str]) -> None:
-    """Let the ranks that this process starts use these network interfaces between hosts."""
+    """Make the ranks that this process starts use these network interfaces between hosts."""
     os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, ",".join(names)))
 
 
 def interfaces_are_set() -> bool:
-    """Return whether the user has named interfaces in the environment."""
+    """Return whether the environment specifies network interfaces."""
     return any(variable in os.environ for variable in INTERFACE_VARIABLES)

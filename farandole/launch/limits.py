@@ -1,4 +1,4 @@
-"""Check how many ranks a host can start: by memory, processes and open files."""
+"""Check how many ranks a host can start, given its memory, processes and open files."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from farandole.launch.cores import usable_cores
 from farandole.launch.placement import LaunchError
 
 RANK_BYTES = 140 << 20
-"""Memory of a rank before it computes anything: Python and torch 2.13, measured on Linux."""
+"""The memory of a rank before any computation: Python and torch 2.13, measured on Linux."""
 RANK_TASKS = 2
 """The processes and threads of an idle rank."""
 LAUNCHER_FILES = 64
-"""Open files of a launcher, without the one connection to each rank."""
+"""The open files of a launcher, except its connection to each rank."""
 START_S = 2.0
-"""Core seconds that a rank needs to load torch."""
+"""The core seconds that a rank needs to load torch."""
 MAX_RANKS_PER_CORE = 4
-"""More ranks than this on each core cause a warning."""
+"""A larger number of ranks per core causes a warning."""
 
 
 ACCELERATOR_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
-"""The device files of the drivers of NVIDIA and AMD."""
+"""The device files of the NVIDIA and AMD drivers."""
 
 
 def offered_accelerators() -> int:
-    """Return the number of accelerators that torch sees; torch is loaded only if a driver is installed."""
+    """Return the number of accelerators visible to torch; torch is loaded only if a driver is installed."""
     if not any(os.path.exists(path) for path in ACCELERATOR_DRIVERS):
         return 0
     import torch
@@ -46,7 +46,7 @@ def check_rank_limits(ranks: int) -> None:
     """Raise `LaunchError` if this host cannot start this many ranks."""
     for most, why in _limits(ranks):
         if ranks > most:
-            advice = f"use at most --ranks {most}" if most > 0 else "not even one rank fits"
+            advice = f"use at most --ranks {most}" if most > 0 else "this host cannot start even one rank"
             raise LaunchError(f"--ranks {ranks}: {why}; {advice}")
 
 
@@ -57,17 +57,17 @@ def oversubscription_warning(ranks: int, cores: int) -> str | None:
     seconds = ranks * START_S / cores
     duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     return (
-        f"warning: {ranks} ranks on {cores} cores take about {duration} to start and "
-        f"{_gib(ranks * RANK_BYTES)} of memory before they compute anything, and every collective waits until "
-        f"each rank has run on a core; --ranks {cores} uses every core"
+        f"warning: {ranks} ranks on {cores} cores take about {duration} and {_gib(ranks * RANK_BYTES)} of memory to "
+        f"start, and every collective waits until each rank has run on a core; use --ranks {cores} for one rank "
+        "per core"
     )
 
 
 def _limits(ranks: int) -> list[tuple[int, str]]:
-    """Return each limit of this host as a number of ranks, with an explanation for an error message."""
+    """Return this host's limits as numbers of ranks, each with an explanation for an error message."""
     free = control_groups.available_memory()
     need = f"{_gib(ranks * RANK_BYTES)} of memory for Python and torch alone ({RANK_BYTES >> 20} MiB each)"
-    limits = [(free // RANK_BYTES, f"the ranks need {need}, but {_gib(free)} is free")]
+    limits = [(free // RANK_BYTES, f"the ranks need {need}, but only {_gib(free)} is free")]
     for tasks in (control_groups.free_tasks(), _free_user_tasks()):
         if tasks is not None:
             limits.append(
@@ -75,7 +75,7 @@ def _limits(ranks: int) -> list[tuple[int, str]]:
             )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY:
-        why = f"the launcher has a connection to each rank, but may open only {files} files (ulimit -n)"
+        why = f"the launcher needs a connection to each rank, but may open only {files} files (ulimit -n)"
         limits.append((files - LAUNCHER_FILES, why))
     return limits
 

@@ -44,7 +44,7 @@ SCRATCH_PREFIX = "farandole-launch-"
 def launch(
     target: str, arguments: Sequence[str] = (), *, ranks: int, module: bool = False, pin: bool = True
 ) -> int:
-    """Run a Python script, or a module, in `ranks` processes on this host; return the exit status.
+    """Run a Python script or module in `ranks` processes on this host; return the exit status.
 
         status = launch("train.py", ["--lr", "0.1"], ranks=2)
         status = launch("farandole.train.worker", ["run.toml"], ranks=2, module=True)
@@ -52,10 +52,10 @@ def launch(
     Each process finds its rank with `farandole.init()`.  Call this function in the main thread.
 
     Args:
-        pin: Pin each rank to its own cores.  One line on stderr describes how the cores are divided.
+        pin: Pin each rank to its own cores.  A line on stderr describes the division of the cores.
 
     Returns:
-        The exit status of the rank that failed first, or 0.  When a rank fails the others are stopped, and the
+        The exit status of the rank that failed first, or 0.  When a rank fails, the other ranks are stopped, and the
         cause is printed once on stderr.  Ctrl-C and SIGTERM are forwarded to the ranks; see `monitor`.
 
     Raises:
@@ -71,8 +71,8 @@ def run_on_this_host(
     """Run the ranks of this host; return the exit status.
 
     Args:
-        name: The name of this host, if the command of another host started this launcher.  That command then
-            prints how the job ended.
+        name: The name of this host, if a command on another host started this launcher.  That command then prints how
+            the job ended.
     """
     if ranks < 1:
         raise LaunchError(f"--ranks {ranks}: expected at least 1 rank on each host")
@@ -91,7 +91,7 @@ def run_on_this_host(
     if rendezvous.interfaces is not None:
         use_interfaces(find_interfaces(rendezvous.interfaces))
     prefix = "" if rendezvous.nodes == 1 else f"{name or socket.gethostname()}: "
-    # several launchers of one job get the same key from the user, or from the command that started them
+    # The launchers of a multi-host job get the same key from the user, or from the command that started them.
     key = key_for_ranks() if rendezvous.nodes == 1 else contextlib.nullcontext()
     with key, reserve_cores(ranks, program.pin, program.threads or _threads_of_user()) as division:
         notify(prefix + division.summary)
@@ -99,7 +99,7 @@ def run_on_this_host(
             notify(prefix + warning)
         if program.output is not None:
             folder = os.path.join(program.output, "rank.N")
-            notify(f"{prefix}the output of the ranks goes to {folder}/stdout and stderr")
+            notify(f"{prefix}the ranks write their output to {folder}/stdout and stderr")
         spec = RankSpec(os.getpid(), division.shares, program.kind, program.output)
         command = ["-m", "farandole.launch.child", spec.dump(), program.target, *program.arguments]
         return _run_agent(command, ranks, rendezvous, program, print_end=name is None)
@@ -107,7 +107,7 @@ def run_on_this_host(
 
 @contextlib.contextmanager
 def key_for_ranks() -> Iterator[None]:
-    """Put a new job key into the environment during the block, unless the user has set a key."""
+    """Put a new job key into the environment for the duration of the context, unless the user has set a key."""
     try:
         is_set = _job_key.job_key() is not None
     except ValueError as error:
@@ -123,7 +123,7 @@ def key_for_ranks() -> Iterator[None]:
 
 
 def _threads_of_user() -> int | None:
-    """Return OMP_NUM_THREADS if the user has set it for the launcher; it applies to each rank."""
+    """Return OMP_NUM_THREADS if the user has set it for the launcher; the value applies to each rank."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
@@ -144,7 +144,7 @@ def _run_agent(
         role="rank",
         local_world_size=ranks,
         entrypoint=sys.executable,
-        args=tuple(argument.replace("$", "$$") for argument in command),  # the agent expands "$"
+        args=tuple(argument.replace("$", "$$") for argument in command),  # because the agent expands "$"
         rdzv_handler=rendezvous,
         max_restarts=program.max_restarts,
         monitor_interval=0.05,
@@ -154,7 +154,7 @@ def _run_agent(
         agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), rendezvous, program.verbose)
         try:
             result = agent.run()
-        except SignalException as stop:  # a signal before the ranks were monitored
+        except SignalException as stop:  # a signal that arrived before the ranks were monitored
             if print_end:
                 notify(describe_stop(stop.sigval, ()))
             return 128 + stop.sigval
@@ -164,13 +164,13 @@ def _run_agent(
 
 
 def _report(agent: Agent, failures: list[RankFailure], oom_kills: int | None, print_end: bool) -> int:
-    """Print why the job failed, if it did; return the exit status.
+    """Print the reason if the job failed; return the exit status.
 
     `oom_kills` is the number of processes that the kernel killed for lack of memory during the job, if known.
     """
     interrupted, elsewhere = agent.rank_monitor.interrupted_by, agent.rendezvous.remote_failure
     if interrupted or elsewhere:
-        # ranks that ended as a consequence are not reported
+        # omit ranks that failed as a consequence
         failures = [f for f in failures if f.report and f.report.trace and not f.report.consequence]
     if failures:
         text = explain_failures(failures, oom_kills)
@@ -189,7 +189,7 @@ def _report(agent: Agent, failures: list[RankFailure], oom_kills: int | None, pr
 
 @contextlib.contextmanager
 def _scratch_folder() -> Iterator[str]:
-    """Create a temporary folder for the duration of the block, and remove the folders of killed launchers.
+    """Create a temporary folder for the duration of the context, and remove the folders of killed launchers.
 
     Each launcher holds a lock in its folder.  The kernel releases the lock when the launcher ends, so an unlocked
     folder is not in use.

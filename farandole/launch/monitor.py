@@ -1,13 +1,13 @@
-"""Monitor the ranks of one host and stop them: the rules for ending a job, and the signals that stop one.
+"""Monitor the ranks of one host and stop them, according to these rules:
 
-1. When a rank fails, the other ranks get half a second to end, because their collectives raise an error.  Then they
+1. When a rank fails, the other ranks have half a second to end, because their collectives raise an error.  Then they
    get SIGTERM, and after a few seconds SIGKILL.
 2. The first signal to the launcher (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT) is forwarded to every rank once.  The ranks
-   get a minute to save and end.  A second signal kills them.
-3. The processes that a rank has started (data loaders, for example) end with the rank, unless it succeeded.
+   have one minute to save and end.  A second signal kills the ranks.
+3. The processes that a rank has started (data loaders, for example) end with the rank, unless the rank succeeded.
 
-A signal that was ignored when the launcher started stays ignored.  `nohup` ignores SIGHUP, and a shell without
-job control ignores SIGINT and SIGQUIT for its background jobs.
+A signal that was ignored when the launcher started stays ignored.  `nohup` ignores SIGHUP, and a shell without job
+control ignores SIGINT and SIGQUIT for its background jobs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def restore_ignored_signals() -> None:
 
 @contextlib.contextmanager
 def restored_handlers() -> Iterator[None]:
-    """Restore the handlers of `SIGNALS` after the block, which may install other handlers."""
+    """Restore the handlers of `SIGNALS` after the context, which may install other handlers."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -57,7 +57,7 @@ def restored_handlers() -> Iterator[None]:
 class RankMonitor:
     """The processes of the ranks, by local rank, and the signals that they have received.
 
-    Call `poll` repeatedly until it returns True: all ranks have ended.  `interrupt` may be called from a signal
+    Call `poll` repeatedly until it returns True, when all ranks have ended.  `interrupt` may be called from a signal
     handler.
     """
 
@@ -70,15 +70,15 @@ class RankMonitor:
         self._failed_at: float | None = None
         self._kill_at: float | None = None
         self.ended_at: dict[int, float] = {}
-        """The time at which the end of each rank was detected, in seconds since the epoch."""
+        """The time at which each rank was found to have ended, in seconds since the epoch."""
         self.stopped: set[int] = set()
-        """The ranks that were signalled before they had ended."""
+        """The ranks that received a signal before they had ended."""
         self.killed: set[int] = set()
         """The stopped ranks that were killed, because they were too slow or because of a second signal."""
 
     @property
     def interrupted_by(self) -> int:
-        """The first signal that the launcher received; 0 if none."""
+        """The first signal that the launcher received, or 0."""
         return self._signals[0] if self._signals else 0
 
     def interrupt(self, number: int) -> None:
@@ -109,7 +109,7 @@ class RankMonitor:
         return False
 
     def _find_running(self) -> list[int]:
-        """Return the ranks that still run; record ranks that ended or failed since the last call."""
+        """Return the ranks that are still running; record ranks that ended or failed since the last call."""
         running = []
         for rank, process in self._processes.items():
             status = self._poll(process)
@@ -123,9 +123,9 @@ class RankMonitor:
         return running
 
     def _poll(self, process: Popen[bytes]) -> int | None:
-        """Return a rank's exit status, or None while it runs; if it failed, kill the processes that it started.
+        """Return a rank's exit status, or None while it runs; if the rank failed, kill the processes that it started.
 
-        Until the rank is reaped, its process id names its process group and no other.
+        Until the rank is reaped, its process id can only refer to its own process group.
         """
         if process.returncode is None and sys.platform == "linux":
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -145,7 +145,7 @@ class RankMonitor:
             self._forwarded_at = None
             notify(
                 f"{signal_name(self._signals[0])}: {len(running)} of {len(self._processes)} ranks are still "
-                f"stopping; they have {SIGNAL_GRACE_S:g} s, and a second signal kills them"
+                f"stopping and will be killed after {SIGNAL_GRACE_S:g} s; a second signal kills them immediately"
             )
 
     def _send(self, number: signal.Signals, running: list[int]) -> None:

@@ -1,8 +1,7 @@
 """The launcher of one host, for a job that was started on another host: `python -m farandole.launch.node`.
 
-The command that started the job writes to this launcher's standard input: first a line with a `NodeSpec`, then a
-line with the number of each signal.  The end of the input means that the command has ended, so this launcher ends
-too.
+The command that started the job writes to this launcher's standard input: a line with a `NodeSpec`, then a line with
+the number of each signal.  The end of the input means that the command has ended, so this launcher also ends.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from farandole.launch.reports import notify
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """The part of a job that the launcher of one host runs."""
+    """The part of a job that one host's launcher runs."""
 
     host: str
-    """The name by which the remote shell reached the host."""
+    """The host's name, as used by the remote shell."""
     folder: str
     """The working directory of the ranks."""
     environment: Mapping[str, str]
@@ -41,7 +40,7 @@ class NodeSpec:
     rendezvous: RendezvousConfig
 
     def dump(self) -> str:
-        """Return the spec as JSON, in one line."""
+        """Return the spec as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -54,11 +53,14 @@ class NodeSpec:
 
 def main() -> None:
     """Run the part of the job that standard input describes."""
-    restore_ignored_signals()  # signals come through standard input only, and `_raise_signals` needs them
+    restore_ignored_signals()  # signals arrive through standard input only, and `_raise_signals` raises them
     control = _detach_input()
     text = control.readline()
     if not text:
-        sys.exit("farandole.launch.node is started by `farandole launch --hosts`, which writes to its input")
+        sys.exit(
+            "farandole.launch.node cannot be started directly; use `farandole launch --hosts`, which writes its "
+            "input"
+        )
     spec = NodeSpec.load(text)
     # A signal that arrives before the ranks are monitored ends this process.
     threading.Thread(target=_raise_signals, args=(control,), daemon=True).start()
@@ -78,7 +80,7 @@ def _run(spec: NodeSpec) -> int:
         os.chdir(spec.folder)
     except OSError as error:
         raise LaunchError(
-            f"cannot run in {spec.folder}: {error.strerror}; all hosts need the folder of the job"
+            f"cannot run in {spec.folder}: {error.strerror}; create the job's working directory on every host"
         ) from error
     if spec.program.kind != "module":
         sys.path[0] = ""
@@ -95,10 +97,10 @@ def _detach_input() -> TextIOWrapper:
 
 
 def _raise_signals(control: TextIOWrapper) -> None:
-    """Raise the signals that the input names; at the end of the input, end at once."""
+    """Raise the signals read from the input; at the end of the input, end this process immediately."""
     for line in control:
         os.kill(os.getpid(), int(line))
-    # Two different signals, because the kernel may merge equal signals.  The second signal kills the ranks.
+    # Use two different signals, because the kernel may merge equal signals.  The second signal kills the ranks.
     os.kill(os.getpid(), signal.SIGHUP)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,8 +1,8 @@
 """The rank of a process in its job, and the rendezvous of the ranks.
 
-A launcher (torchrun, mpirun, srun, `farandole launch`) tells each process its rank through environment variables
-with names of its own.  `environments.py` reads the variables into a `Placement`; no other code depends on the launcher.
-This module does not import torch and does not use the network.
+A launcher (torchrun, mpirun, srun, `farandole launch`) sets each process's rank in launcher-specific environment
+variables.  `environments.py` reads these variables into a `Placement`; no other code depends on the launcher.  This
+module does not import torch or use the network.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 
 class LaunchError(RuntimeError):
-    """The ranks of a job cannot be started, or cannot find each other; the message suggests a solution."""
+    """The ranks of a job cannot be started, or cannot connect to each other; the message suggests a solution."""
 
 
 @dataclass(frozen=True)
 class TorchVariables:
-    """Rendezvous as torch does: at MASTER_ADDR and MASTER_PORT, in torchrun's store."""
+    """Rendezvous as in torch: at MASTER_ADDR and MASTER_PORT, in torchrun's store."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Address:
 
 @dataclass(frozen=True)
 class SameHost:
-    """All ranks share a host; they rendezvous under the name `job`, which is unique on the host."""
+    """Rendezvous of ranks on the same host, under the name `job`, which is unique on the host."""
 
     job: str
 
 
 @dataclass(frozen=True)
 class NoRendezvous:
-    """The ranks span hosts and no environment variable names a rendezvous; `advice` suggests variables to set."""
+    """The ranks span hosts but no environment variable specifies a rendezvous; `advice` suggests variables to set."""
 
     advice: str
 
@@ -49,8 +49,7 @@ Rendezvous = TorchVariables | Address | SameHost | NoRendezvous
 class Placement:
     """One rank: `rank` of `size` in the world, `local_rank` of `local_size` on its host.
 
-    The local numbers are None if the launcher does not provide them.  The ranks then exchange the names of their
-    hosts.
+    The local numbers are None if the launcher does not provide them.  The ranks then exchange their host names.
     """
 
     launcher: str
@@ -73,7 +72,7 @@ def read_placement(
     local_rank: str | None = None,
     local_size: str | None = None,
 ) -> Placement:
-    """Build a placement from the variables of the given names.
+    """Build a placement from the variables with the given names.
 
     Raises:
         LaunchError: `rank` or `size` is missing, a variable is not a number, or the numbers contradict each other.
@@ -92,8 +91,8 @@ def read_placement(
         _check_range(launcher, "local rank", found.local_rank, found.local_size, variables)
     if found.local_size is not None and found.local_size > found.size:
         raise LaunchError(
-            f"{launcher} reports {found.local_size} ranks on this host and {found.size} in the job "
-            f"({local_size}={found.local_size}, {size}={found.size}); a host cannot have more ranks than the job"
+            f"{launcher} reports {found.local_size} ranks on this host, but only {found.size} in the job "
+            f"({local_size}={found.local_size}, {size}={found.size}); correct these environment variables"
         )
     return found
 
@@ -107,7 +106,7 @@ def master_address(environ: Mapping[str, str], launcher: str) -> Address | None:
     if len(given) == 1:
         missing = names[1 - names.index(given[0])]
         raise LaunchError(
-            f"{given[0]}={environ[given[0]]} is set, but {missing} is not, under {launcher}; "
+            f"{given[0]}={environ[given[0]]} is set, but {missing} is not (launcher: {launcher}); "
             f"set both, or neither if all ranks share a host"
         )
     return Address(environ["MASTER_ADDR"], _required(environ, launcher, "MASTER_PORT", other="MASTER_ADDR"))
@@ -115,10 +114,10 @@ def master_address(environ: Mapping[str, str], launcher: str) -> Address | None:
 
 def _check_range(launcher: str, what: str, number: int, count: int, variables: str) -> None:
     if count < 1:
-        raise LaunchError(f"{launcher} started a job of {count} ranks ({variables}); a job has at least 1")
+        raise LaunchError(f"{launcher} started a job of {count} ranks ({variables}); expected at least 1")
     if not 0 <= number < count:
         raise LaunchError(
-            f"{launcher} gave this process {what} {number} of {count} ({variables}); "
+            f"{launcher} set {what} {number} of {count} ({variables}); "
             f"expected a {what} from 0 to {count - 1}"
         )
 
@@ -128,7 +127,7 @@ def _required(environ: Mapping[str, str], launcher: str, name: str, other: str) 
     if number is None:
         found = f"{other}={environ[other]} is set" if other in environ else f"{other} is not set either"
         raise LaunchError(
-            f"this looks like a rank of {launcher}, but {name} is not set ({found}); "
+            f"this process seems to be a rank of {launcher}, but {name} is not set ({found}); "
             f"set both to join a job, or unset both to run alone"
         )
     return number

@@ -33,9 +33,9 @@ class Program:
     pin: bool = True
     """Whether each rank is pinned to its own cores."""
     threads: int | None = None
-    """The threads of each rank; None divides the cores by the ranks."""
+    """The number of threads per rank; None divides the cores by the number of ranks."""
     output: str | None = None
-    """The folder for the output of the ranks, with a subfolder for each rank; None passes the output through."""
+    """The folder for the output of the ranks, with a subfolder per rank; None prints the output."""
     verbose: bool = False
     """Whether to print the processes that are started."""
     max_restarts: int = 0
@@ -48,7 +48,7 @@ class Program:
         elif self.kind == "command":
             if which(self.target) is None:
                 raise LaunchError(
-                    f"there is no command {self.target!r} (omit --no-python for a Python script)"
+                    f"there is no command {self.target!r}; for a Python script, omit --no-python"
                 )
         else:
             _check_script(Path(self.target), self.target)
@@ -64,14 +64,14 @@ def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
     if not PYTHON.fullmatch(name) or Path(words[0]).suffix == ".py":
         return "script", words
     rest = list(words[1:])
-    while rest[:1] == ["-u"]:  # the output of ranks is written line by line
+    while rest[:1] == ["-u"]:  # ranks write their output line by line anyway
         rest.pop(0)
     kind: Kind = "script"
     if rest[:1] == ["-m"]:
         kind = "module"
         rest.pop(0)
     if not rest:
-        raise LaunchError(f"{words[0]} is not followed by a script; write farandole launch {name} script.py")
+        raise LaunchError(f"{words[0]} is not followed by a script; use farandole launch {name} script.py")
     if rest[0].startswith("-"):
         raise LaunchError(
             f"{words[0]} {rest[0]}: Python options are not supported; write --no-python {words[0]} {rest[0]} ..."
@@ -94,18 +94,18 @@ def _check_script(path: Path, target: str) -> None:
     nearest = difflib.get_close_matches(path.name, siblings, 1)
     hint = f"; nearest: {siblings[nearest[0]]}" if nearest else ""
     place = "here" if path.parent == Path(".") else f"in {path.parent}"
-    raise LaunchError(f"there is no script {target!r} {place}{hint} (launch a module with -m)")
+    raise LaunchError(f"there is no script {target!r} {place}{hint}; to launch a module, use -m")
 
 
 def _check_module(target: str) -> None:
     found = _find(target)
     if found is None:
         script = Path(target if target.endswith(".py") else f"{target.replace('.', '/')}.py")
-        hint = f"; launch the script {script} without -m" if script.is_file() else ""
+        hint = f"; to launch the script {script}, omit -m" if script.is_file() else ""
         raise LaunchError(f"there is no module {target!r} for this Python ({sys.executable}){hint}")
     if found.submodule_search_locations is not None and _find_in(found, "__main__") is None:
         raise LaunchError(
-            f"{target!r} is a package without a module to run, {target}.__main__; name one of its modules"
+            f"{target!r} is a package without a {target}.__main__ module to run; choose one of its modules"
         )
 
 
@@ -119,13 +119,13 @@ def _find(name: str) -> ModuleSpec | None:
 
 def _find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
     folders = package.submodule_search_locations
-    # Only the last part of the name: for a dotted name Python would import the parent packages.
+    # Pass only the last part of the name: for a dotted name, Python would import the parent packages.
     return None if folders is None else PathFinder.find_spec(name, list(folders))
 
 
 def _find_installed(name: str) -> ModuleSpec | None:
-    """Find a module through the other finders, such as the finders of editable installations."""
+    """Find a module with the other finders, such as the finders of editable installations."""
     try:
         return importlib.util.find_spec(name) if name else None
-    except ValueError:  # the module is loaded, and has no spec
+    except ValueError:  # the module is loaded but has no spec
         return None

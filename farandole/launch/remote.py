@@ -1,7 +1,7 @@
 """Start a job on several hosts: a launcher on each host, through a remote shell, and a store on this host.
 
-A launcher reads its `NodeSpec` and the numbers of signals from the standard input of the remote shell.  The end of
-the input means that this process has ended.  The output of the ranks is printed unchanged.
+A launcher reads its `NodeSpec` and signal numbers from the standard input of the remote shell.  The end of the input
+means that this process has ended.  The output of the ranks is printed unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RemoteShell:
     identity: Path | None = None
 
     def command_on(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs `command` on `host`; ssh runs without prompts for passwords."""
+        """Return the command line that runs `command` on `host`; ssh does not prompt for passwords."""
         words = shlex.split(self.command)
         if not words:
             raise LaunchError("--remote-shell is empty; expected a command such as ssh")
@@ -75,7 +75,7 @@ def launch_on_hosts(
     Every host needs this Python interpreter and this working directory at the same paths.
 
     Args:
-        interfaces: The network interfaces that hosts use ("eth0,eth1"); None chooses one on each host.
+        interfaces: The network interfaces that hosts use ("eth0,eth1"); None chooses an interface on each host.
         start_timeout_s: How long the hosts wait for each other at the start, in seconds.
 
     Returns:
@@ -92,7 +92,9 @@ def launch_on_hosts(
     loopback_only = all(here) and interfaces is None
     addresses = (LOOPBACK,) if loopback_only else tuple(find_interfaces(interfaces).values())
     if not addresses:
-        raise LaunchError("this host has no network interface that other hosts can reach over IPv4")
+        raise LaunchError(
+            "this host has no network interface that other hosts can reach over IPv4; configure an interface"
+        )
     listener = socket.create_server((LOOPBACK if loopback_only else "", 0))
     with key_for_ranks():
         environment = {name: text for name, text in os.environ.items() if not HOST_VARIABLES.fullmatch(name)}
@@ -115,7 +117,7 @@ def launch_on_hosts(
 
 
 def _launcher_command(host: str, here: bool, shell: RemoteShell) -> list[str]:
-    """Return the command that starts the launcher of a host, with this Python and this package."""
+    """Return the command that starts a host's launcher, with this Python and this package."""
     package = str(Path(farandole.__file__).parent.parent)
     paths = [package, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != package)]
     command = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", sys.executable, "-m", "farandole.launch.node"]
@@ -124,7 +126,7 @@ def _launcher_command(host: str, here: bool, shell: RemoteShell) -> list[str]:
 
 @dataclass
 class _RemoteJob:
-    """The launchers of a job's hosts, from their start to their end."""
+    """Runs the launchers of a job's hosts from start to end."""
 
     nodes: Sequence[tuple[NodeSpec, list[str]]]
     """The spec of each host, and the command that starts its launcher."""
@@ -151,23 +153,23 @@ class _RemoteJob:
             if self.verbose:
                 notify(f"{spec.host}: {count(spec.ranks, 'rank')}, started by {shlex.join(command)}")
             try:
-                # A session of its own: Ctrl-C in the terminal is forwarded, and must not arrive twice.
+                # In a separate session, because Ctrl-C in the terminal is forwarded and must not arrive twice.
                 launcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             except OSError as error:
                 raise LaunchError(
-                    f"cannot run {command[0]!r} to reach {spec.host}: {error.strerror}; --remote-shell names "
-                    f"another command"
+                    f"cannot run {command[0]!r} to reach {spec.host}: {error.strerror}; install it, or choose another "
+                    f"command with --remote-shell"
                 ) from error
             self._launchers[spec.host] = launcher
             _write(launcher, spec.dump())
 
     def _monitor(self) -> tuple[str, int] | None:
-        """Serve the store, forward signals, and stop all hosts when one fails.
+        """Serve the store, forward signals, and stop all hosts when one host fails.
 
         Returns:
             The host that failed first and the exit status of its launcher, or None.
         """
-        # torch takes seconds to import; the other launchers import it at the same time
+        # importing torch takes seconds; the other launchers import it at the same time
         import torch.distributed as dist
 
         from farandole.launch.rendezvous import FAILED
@@ -213,7 +215,7 @@ class _RemoteJob:
         self._signals.append(number)
 
     def _forward_signals(self, running: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Forward the first signal; after the second, close the input of every launcher, which ends it."""
+        """Forward the first signal; after the second, close the input of every launcher, which ends the launchers."""
         if len(self._signals) == self._forwarded:
             return
         for launcher in running:
@@ -226,29 +228,29 @@ class _RemoteJob:
 
 def _explain(host: str, status: int) -> str:
     if status == 255:  # ssh could not connect
-        return f"the remote shell could not reach {host}, or lost the connection (exit status {status})"
+        return f"the remote shell could not connect to {host}, or lost the connection (exit status {status})"
     if status == 127:  # `env` did not find the interpreter
-        return f"{host} has no {sys.executable}: the hosts of a job need the same Python at the same path"
+        return f"{host} has no {sys.executable}; install the same Python at the same path on all hosts"
     if status < 0:
-        return f"the launcher of {host} was killed by {signal.Signals(-status).name}"
+        return f"the launcher on {host} was killed by {signal.Signals(-status).name}"
     return f"the job ended on {host} with exit status {status}"
 
 
 def _write(launcher: subprocess.Popen[bytes], line: str) -> None:
     assert launcher.stdin is not None  # for the type checker: it is a pipe
-    with contextlib.suppress(BrokenPipeError):  # the launcher has ended, which `_monitor` detects
+    with contextlib.suppress(BrokenPipeError):  # the launcher has ended; `_monitor` detects this
         launcher.stdin.write(line.encode() + b"\n")
         launcher.stdin.flush()
 
 
 def _close(launcher: subprocess.Popen[bytes]) -> None:
     assert launcher.stdin is not None  # for the type checker: it is a pipe
-    with contextlib.suppress(BrokenPipeError):  # the launcher has ended, which `_monitor` detects
+    with contextlib.suppress(BrokenPipeError):  # the launcher has ended; `_monitor` detects this
         launcher.stdin.close()
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:
-    """End a launcher through the end of its input; kill it if it does not end."""
+    """End a launcher by closing its input; kill it if it does not end."""
     _close(launcher)
     try:
         launcher.wait(timeout=STOP_TIMEOUT_S)

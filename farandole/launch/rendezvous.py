@@ -1,7 +1,7 @@
-"""The rendezvous of the launchers of a job, one per host, and the exchange of failures between hosts.
+"""The rendezvous of a job's launchers, one per host, and the exchange of failures between hosts.
 
-The launchers share a store.  The store is served by the launcher of the first host, or by the command that started all
-launchers.  The ranks use the same store, which outlives every rank.
+The launchers share a store, served by the launcher of the first host or by the command that started all launchers.  The
+ranks use the same store, which outlives every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHECK_S = 1.0
 
 
 class LauncherRendezvous(StaticTCPRendezvous):
-    """torch's rendezvous of a fixed number of launchers, which names missing hosts and publishes failures."""
+    """Torch's rendezvous for a fixed number of launchers, extended to name missing hosts and publish failures."""
 
     def __init__(self, run_id: str, config: RendezvousConfig) -> None:
         super().__init__("", config.port, config.node_rank, config.nodes, run_id, math.ceil(config.timeout_s))
@@ -36,7 +36,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
         self._store: dist.TCPStore | None = None
         self._checked_at = 0.0
         self.remote_failure: str | None = None
-        """The failure that the launcher of another host published."""
+        """The failure that another host's launcher published."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the launchers of all hosts."""
@@ -58,7 +58,9 @@ class LauncherRendezvous(StaticTCPRendezvous):
             timeout, serves = timedelta(seconds=30), config.serves_store
             store = dist.TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timeout)
         except (RuntimeError, ValueError) as error:
-            raise LaunchError(f"cannot open the job's store at {host}:{port}: {error}") from error
+            raise LaunchError(
+                f"cannot open the job's store at {host}:{port}: {error}; choose another port"
+            ) from error
         if not config.on_store_host:
             store.set(REACHED_AT, host)
         if store.add(f"farandole/node/{config.node_rank}", 1) > 1:
@@ -81,13 +83,13 @@ class LauncherRendezvous(StaticTCPRendezvous):
                 raise LaunchError(store.get(FAILED).decode())
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"expected {nodes} hosts at {address}; missing after {timeout_s:g} s: "
-                    f"node {', '.join(map(str, missing))}"
+                    f"expected {nodes} hosts at {address}, but after {timeout_s:g} s these are missing: "
+                    f"node {', '.join(map(str, missing))}; start their launchers"
                 )
             time.sleep(0.05)
 
     def check_remote_failure(self) -> bool:
-        """Return whether ranks of another host failed; reads the store once a second."""
+        """Return whether ranks of another host failed; reads the store at most once per second."""
         now = time.monotonic()
         if self._config.nodes > 1 and self._store is not None and now >= self._checked_at + CHECK_S:
             self._checked_at = now
@@ -99,10 +101,10 @@ class LauncherRendezvous(StaticTCPRendezvous):
         return self.remote_failure is not None
 
     def publish_failure(self, message: str) -> None:
-        """Tell the launchers of the other hosts that ranks of this host failed."""
+        """Publish to the launchers of the other hosts that ranks of this host failed."""
         if self._config.nodes == 1 or self._store is None:
             return
-        with contextlib.suppress(RuntimeError):  # the store has ended, which the other launchers detect
+        with contextlib.suppress(RuntimeError):  # the store has ended; the other launchers detect this
             self._store.set(FAILED, f"node {self._config.node_rank}: {message}")
         if self._config.serves_store:
             time.sleep(1.5 * CHECK_S)
@@ -112,7 +114,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
         nodes = self._config.nodes
         if nodes == 1 or self._store is None:
             return
-        with contextlib.suppress(RuntimeError):  # node 0 has seen that all hosts are done, and has ended
+        with contextlib.suppress(RuntimeError):  # node 0 has ended, because all hosts are done
             self._store.add(DONE, 1)
             while self._store.add(DONE, 0) < nodes and not self.check_remote_failure() and not give_up():
                 time.sleep(0.1)
@@ -121,7 +123,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
 
 
 def _find_store(hosts: Sequence[str], port: int, deadline: float) -> str:
-    """Return the first host at which the store answers; polls in Python, where Ctrl-C works."""
+    """Return the first host at which the store answers; polls in Python so that Ctrl-C works."""
     while True:
         for host in hosts:
             try:
@@ -131,5 +133,7 @@ def _find_store(hosts: Sequence[str], port: int, deadline: float) -> str:
             else:
                 return host
         if time.monotonic() > deadline:
-            raise LaunchError(f"no launcher answers at {refusal} (tried {', '.join(hosts)})")
+            raise LaunchError(
+                f"no launcher answers at {refusal} (tried {', '.join(hosts)}); check the network and firewall"
+            )
         time.sleep(0.2)

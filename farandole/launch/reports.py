@@ -1,7 +1,7 @@
-"""Explain to the user why a job failed: one cause, printed once.
+"""Explain to the user why a job failed, and print the cause once.
 
-When a rank fails, other ranks fail as a consequence: their collectives raise an error, or the launcher stops the ranks.
-The cause is the first failure that is not a consequence.
+When a rank fails, other ranks fail as a consequence: their collectives raise an error, or the launcher stops them. The
+cause is the first failure that is not a consequence.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
 MAYBE_OUT_OF_MEMORY = (
-    "Either a user sent the signal (kill -9), or the kernel did because memory ran out. `dmesg` reports processes that "
-    "the kernel killed. Fewer ranks or smaller batches need less memory."
+    "Either a user sent the signal (kill -9), or the kernel killed the rank because memory ran out. `dmesg` lists "
+    "processes that the kernel killed. Fewer ranks or smaller batches need less memory."
 )
-OUT_OF_MEMORY = (
-    "The kernel killed it because memory ran out; fewer ranks or smaller batches need less memory."
+OUT_OF_MEMORY = "The kernel killed the rank because memory ran out; use fewer ranks or smaller batches."
+NOT_OUT_OF_MEMORY = (
+    "A user or a program sent the signal (kill -9); the kernel did not send it because of a lack of memory."
 )
-NOT_OUT_OF_MEMORY = "A user or a program sent the signal (kill -9): the kernel has not killed a process of this job for lack of memory."
 
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """An exception that ended a rank, as the rank wrote it to its error file."""
+    """An exception that ended a rank, as written by the rank to its error file."""
 
     kind: str
     message: str
     trace: str
-    """The text to print: a traceback, the text of sys.exit("text"), or nothing for sys.exit(7)."""
+    """The text to print: a traceback, the text of sys.exit("text"), or an empty string for sys.exit(7)."""
     consequence: bool = False
-    """Whether another rank's failure caused it: a communication error."""
+    """Whether another rank's failure caused the exception, which is then a communication error."""
     time: float = field(default_factory=time.time)
-    """The time at which it was raised, in seconds since the epoch."""
+    """The time at which the exception was raised, in seconds since the epoch."""
     status: int = 1
     """The exit status of the rank."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that failed: its exit status (negative: the number of a signal) and its report, if any."""
+    """A failed rank: its exit status (if negative, a signal number) and its report, if any."""
 
     rank: int
     pid: int
     status: int
     time: float
-    """The time of the failure in the report, or else the end of the rank; in seconds since the epoch."""
+    """The time of the failure in the report, or else the time at which the rank ended, in seconds since the epoch."""
     report: ErrorReport | None = None
     stopped: bool = False
     """Whether the launcher had sent the rank a signal to stop."""
@@ -98,7 +98,7 @@ def explain_failures(failures: Sequence[RankFailure], oom_kills: int | None = No
 
 
 def find_cause(failures: Sequence[RankFailure]) -> RankFailure:
-    """Return the first failure that is not the consequence of another."""
+    """Return the first failure that is not the consequence of another failure."""
 
     def order(failure: RankFailure) -> tuple[bool, bool, float]:
         consequence = failure.report is not None and failure.report.consequence
@@ -109,7 +109,7 @@ def find_cause(failures: Sequence[RankFailure]) -> RankFailure:
 
 def exit_status(failure: RankFailure) -> int:
     """Return the launcher's exit status for a cause, as a shell would report it."""
-    if failure.report is not None:  # the launcher may have stopped the rank while it was ending
+    if failure.report is not None:  # the launcher may also have signalled this rank
         return failure.report.status
     return 128 - failure.status if failure.status < 0 else failure.status
 
@@ -126,7 +126,7 @@ def _summary(failure: RankFailure) -> str:
 
 
 def _consequences(others: Sequence[RankFailure]) -> str:
-    """Return one line for the ranks that failed because of the cause, or that were stopped."""
+    """Return one line about the ranks that failed because of the cause, or that were stopped."""
     stopped = [f.rank for f in others if _was_stopped(f)]
     failed = [f for f in others if not _was_stopped(f)]
     clauses = []
@@ -157,7 +157,7 @@ def _same_report(one: RankFailure, other: RankFailure) -> bool:
 
 
 def notify(text: str) -> None:
-    """Print a line of the launcher to stderr."""
+    """Print a line to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -167,13 +167,13 @@ def count(number: int, noun: str) -> str:
 
 
 def describe_stop(number: int, killed: Collection[int]) -> str:
-    """Return the line that ends a job after a signal; `killed` are the ranks that had to be killed."""
+    """Return the line that ends a job after a signal; `killed` lists the ranks that had to be killed."""
     line = f"stopped by {signal_name(number)}"
     return f"{line}; {_format_ranks(sorted(killed))} had to be killed" if killed else line
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as `SIGTERM`; SIGINT is `Ctrl-C (SIGINT)`."""
+    """Return the name of a signal, such as `SIGTERM` or `Ctrl-C (SIGINT)`."""
     if number == signal.SIGINT:
         return "Ctrl-C (SIGINT)"
     try:

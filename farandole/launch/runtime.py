@@ -1,4 +1,4 @@
-"""`farandole.init()`: join the job of this process, under any launcher."""
+"""`farandole.init()`: make this process a rank of its job, under any launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from farandole.launch.placement import LaunchError, Placement
 
 @dataclass
 class Runtime:
-    """This process as a rank of its job: its numbers, its device and its communicator.
+    """This process as a rank of its job, with its ranks, device and communicator.
 
     with farandole.init() as runtime:
         print(f"rank {runtime.rank} of {runtime.size} on {runtime.host}")
@@ -30,11 +30,11 @@ class Runtime:
     """
 
     rank: int
-    """The number of this rank in the world, from 0 to `size` - 1."""
+    """The index of this rank in the world, from 0 to `size` - 1."""
     size: int
     """The number of ranks in the world."""
     local_rank: int
-    """The number of this rank on its host, from 0 to `local_size` - 1."""
+    """The index of this rank on its host, from 0 to `local_size` - 1."""
     local_size: int
     """The number of ranks on this host."""
     host: str
@@ -48,25 +48,25 @@ class Runtime:
 
     @property
     def comm(self) -> Communicator:
-        """The communicator of all ranks of the world."""
+        """The communicator of all ranks in the world."""
         if self._comm is None:
             raise LaunchError("this runtime is closed; call farandole.init() to join the job again")
         return self._comm
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called, or the program has destroyed the process group of this runtime."""
+        """Whether `close` was called, or the program has destroyed this runtime's process group."""
         return self._comm is None or self._comm.group is not dist.group.WORLD
 
     def close(self) -> None:
         """Leave the job: destroy torch's process group, unless the program created it before `init`.
 
-        The interpreter calls this function when it exits.  A repeated call does nothing.
+        The interpreter calls this method when it exits.  Further calls have no effect.
         """
         comm, self._comm = self._comm, None
         if comm is not None and self._owns_group and comm.group is dist.group.WORLD:
             dist.destroy_process_group()
-            # A Gloo group that is still referenced when the interpreter ends aborts the process.
+            # If the interpreter ends while a Gloo group is still referenced, the process aborts.
             del comm.group
 
     def __enter__(self) -> Runtime:
@@ -77,14 +77,15 @@ class Runtime:
 
 
 def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
-    """Join the job of this process and return its `Runtime`; a process without a launcher is a world of one.
+    """Join the job of this process and return its `Runtime`; without a launcher, the process is the only rank.
 
-    All ranks call this function.  It finds the rank under `farandole launch`, torchrun, mpirun (Hydra, as in MPICH, and
-    Open MPI) and srun, and creates torch's process group.  A process group that already exists is used unchanged.
+    All ranks call this function.  It determines the rank under `farandole launch`, torchrun, mpirun (Hydra, as in
+    MPICH, and Open MPI) and srun, and creates torch's process group.  A process group that already exists is used
+    unchanged.
 
     Args:
-        backend: Any backend of `torch.distributed`; None is "farandole", which falls back to Gloo if its C core is
-            not available.
+        backend: Any backend of `torch.distributed`; None is "farandole", or Gloo if farandole's C core is not
+            available.
         timeout_s: How long to wait for the other ranks, in seconds, in this call and in every collective.
 
     Raises:
@@ -112,8 +113,8 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
 
 
 def _runtime(placement: Placement | None, device: torch.device | None, *, owns_group: bool) -> Runtime:
-    """Return the runtime of torch's process group; `placement` is None if no launcher describes this group."""
-    assert dist.group.WORLD is not None  # for the type checker: a group exists here
+    """Return the runtime of torch's process group; `placement` is None if the group was not created from it."""
+    assert dist.group.WORLD is not None  # for the type checker
     comm = Communicator(dist.group.WORLD)
     host = socket.gethostname()
     if placement is None or placement.local_rank is None or placement.local_size is None:
@@ -136,7 +137,7 @@ def _runtime(placement: Placement | None, device: torch.device | None, *, owns_g
 
 
 def _find_local_rank(host: str, comm: Communicator) -> tuple[int, int]:
-    """Return the local rank and size if the launcher does not provide them: all ranks exchange host names."""
+    """Exchange host names between all ranks to determine the local rank and size."""
     hosts: list[str] = [""] * comm.size
     dist.all_gather_object(hosts, host, group=comm.group)
     return hosts[: comm.rank].count(host), hosts.count(host)
@@ -152,10 +153,10 @@ def _device(local_rank: int | None) -> torch.device:
 
 
 def _limit_threads(placement: Placement, environ: Mapping[str, str]) -> None:
-    """Divide the cores among the ranks of mpirun or srun: by default torch uses every core in each rank.
+    """Divide the cores among the ranks of mpirun or srun, because by default torch uses every core in each rank.
 
-    Nothing changes if the launcher has bound its ranks, so that they may use fewer cores than the launcher, or if
-    the user has set OMP_NUM_THREADS.
+    Nothing changes if the launcher has bound its ranks, so that they may use fewer cores than the launcher, or if the
+    user has set OMP_NUM_THREADS.
     """
     bound = affinity() < affinity(os.getppid())
     if placement.local_size is None or bound or environ.get("OMP_NUM_THREADS"):

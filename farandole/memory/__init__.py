@@ -1,1 +1,1 @@
-"""Save and measure the memory of training: recomputation, offloading, swapping, dry runs and trackers."""
+"""Save and measure training memory: recomputation, offloading, swapping, dry runs and trackers."""

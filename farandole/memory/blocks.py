@@ -1,4 +1,4 @@
-"""The blocks of a model: the units of recomputation, swapping, gathering and placement."""
+"""Split a model into blocks, the units of recomputation, swapping, weight gathering and placement."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from torch import nn
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
-"""Containers without a forward pass, which are not blocks."""
+"""Containers without a forward pass; their members are blocks."""
 
 
 def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the blocks of `module` with their names, each once, in the order of registration.
+    """Return the blocks of `module` and their names in registration order, without duplicates.
 
     - The blocks of an `nn.Sequential` are its children: `0`, `1`, ...
     - The blocks of another module are the members of its outermost ModuleLists and Sequentials, such as
       `transformer.h.0`.  Modules outside these lists (an embedding, the last norm) belong to no block.
     - If there is no list, `module` is its only block, named ``""``.
 
-    A ModuleList or ModuleDict cannot be called, so its members are blocks in its place.  A block with two names has the
-    first one.
+    A ModuleList or ModuleDict cannot be called, so its members are blocks instead.  A block with two names is listed
+    under the first name.
     """
     members = _called(module, "") if isinstance(module, nn.Sequential) else _in_lists(module, "")
     found: dict[nn.Module, str] = {}
@@ -31,12 +31,13 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def group_by_block(
     model: nn.Module,
 ) -> tuple[list[list[nn.Parameter]], list[tuple[nn.Module, list[int]]]]:
-    """Group the parameters of `model` by the only block that contains them.
+    """Group the parameters of `model` by block.
 
     Returns:
-        The parameters of each group in the model's order: one group per block of `blocks_of(model)`, and a last group for
-        parameters of no block or of several blocks (groups may be empty).  For each block, and last for `model` if
-        some parameters are in no block: the module, and the numbers of the groups that its forward pass needs.
+        - One parameter list per block of `blocks_of(model)`, with the parameters that are in this block only, and a
+          last list with all other parameters.  Lists keep the model's order and may be empty.
+        - For each block, the block and the indices of the lists that its forward pass needs.  If some parameters are in
+          no block, the last entry is for `model`.
     """
     blocks = [block for _, block in blocks_of(model)]
     owners: dict[nn.Parameter, list[int]] = {parameter: [] for parameter in model.parameters()}

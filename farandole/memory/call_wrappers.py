@@ -1,11 +1,11 @@
-"""Wrap the calls of a module without changing names of parameters and submodules.
+"""Wrap the calls of a module without changing parameter and submodule names.
 
     wrap_calls(block, wrapper)          # block(x) calls wrapper(block, call, (x,), {}); call(x) is the original call
     unwrap_calls(block, type(wrapper))
 
-The class of the module is replaced by a subclass of the same name, as FSDP2 does: `isinstance`, parameters,
-`state_dict` and hooks do not change, and the hooks of the module run inside the wrapper.  A copy or a pickle of the
-module is a copy or a pickle of the plain module.
+The module's class is replaced by a subclass of the same name, as in FSDP2: `isinstance`, parameters,
+`state_dict` and hooks do not change, and the module's hooks run inside the wrapper.  Copies and pickles of the
+module contain the original class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WRAPPERS = "_farandole_wrappers"
 
 
 class Wrapper(Protocol):
-    """A replacement for a module's call, which returns the result, normally `call(*args, **kwargs)`."""
+    """A replacement for a module's call; it returns the result, normally `call(*args, **kwargs)`."""
 
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -33,13 +33,13 @@ WrapperT = TypeVar("WrapperT", bound=Wrapper)
 
 
 class _Wrapped(nn.Module):
-    """The first base of a wrapped class, which passes calls through the wrappers in `_WRAPPERS`."""
+    """The first base of a wrapped class; it passes calls through the wrappers in `_WRAPPERS`."""
 
     _plain: type[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = super().__call__
-        # the last wrapper is the outermost; a slice of an nn.Sequential has this class and no wrappers
+        # The last wrapper is the outermost.  A slice of an nn.Sequential has this class but no wrappers.
         for wrapper in self.__dict__.get(_WRAPPERS, ()):
             call = partial(_pass_through, wrapper, self, call)
         return call(*args, **kwargs)
@@ -51,7 +51,7 @@ class _Wrapped(nn.Module):
         state = reduced[2]
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != _WRAPPERS}
-        # `object.__new__(plain)` in the form of older protocols, which loads without this package
+        # the form that older pickle protocols use for `object.__new__(plain)`; it loads without this package
         return (copyreg._reconstructor, (self._plain, object, None), state, *reduced[3:])  # type: ignore[attr-defined]
 
 
@@ -63,7 +63,7 @@ def _pass_through(
 
 @cache
 def _wrapped(plain: Any) -> Any:
-    """Return the subclass of module class `plain`."""
+    """Return the wrapped subclass of module class `plain`."""
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     return type(plain.__name__, (_Wrapped, plain), {**names, "_plain": plain})
 
@@ -78,7 +78,7 @@ def wrap_calls(module: nn.Module, wrapper: Wrapper) -> None:
 
 
 def unwrap_calls(module: nn.Module, wrapper: type[Wrapper] | Wrapper) -> bool:
-    """Remove `wrapper`, or all wrappers of this type; return whether one was removed."""
+    """Remove `wrapper`, or all wrappers of this type; return whether any was removed."""
     before = module.__dict__.get(_WRAPPERS, [])
     kind = wrapper if isinstance(wrapper, type) else None
     after = [one for one in before if not (isinstance(one, kind) if kind else one is wrapper)]
@@ -92,5 +92,5 @@ def unwrap_calls(module: nn.Module, wrapper: type[Wrapper] | Wrapper) -> bool:
 
 
 def wrapper_of(module: nn.Module, kind: type[WrapperT]) -> WrapperT | None:
-    """Return the wrapper of `module` with type `kind`, or None."""
+    """Return the wrapper of type `kind` around `module`, or None."""
     return next((one for one in module.__dict__.get(_WRAPPERS, []) if isinstance(one, kind)), None)

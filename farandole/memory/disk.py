@@ -1,4 +1,4 @@
-"""Properties of a disk: file system, free space, bandwidth, and the cost of a training step."""
+"""Disk properties: file system, free space, bandwidth, and the I/O time per training step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 
 
 class OffloadError(RuntimeError):
-    """Offloaded state cannot be stored, read or written; the message names the state, the place and the reason."""
+    """Offloaded state cannot be stored, read or written; the message names the state, the location and the reason."""
 
 
 class NoSpace(OffloadError):
@@ -25,7 +25,7 @@ class NoSpace(OffloadError):
 
 @dataclass(frozen=True)
 class FileSystem:
-    """The file system of a folder: its kind (`ext4`), its device and where it is mounted."""
+    """The file system of a folder: its type (such as `ext4`), device and mount point."""
 
     kind: str
     device: str
@@ -33,7 +33,7 @@ class FileSystem:
 
     @property
     def in_memory(self) -> bool:
-        """Whether its files are in memory, so that offloading to it saves no memory."""
+        """Whether the file system is in memory, so that offloading to it saves no memory."""
         return self.kind in _IN_MEMORY
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class FileSystem:
 
 
 def file_system(folder: str | os.PathLike[str]) -> FileSystem:
-    """Return the file system of `folder`; of unknown kind on systems without /proc."""
+    """Return the file system of `folder`.  Without /proc, the type is unknown."""
     real = Path(folder).resolve()
     found = FileSystem("file system", "an unknown device", str(real))
     longest = -1
@@ -52,13 +52,13 @@ def file_system(folder: str | os.PathLike[str]) -> FileSystem:
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return the bytes that an unprivileged user can still write; sys.maxsize if the file system has no limit."""
+    """Return the number of bytes that an unprivileged user can still write, or sys.maxsize if there is no limit."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 def require_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return `folder` as a path, `~` expanded.  Raise `OffloadError` with the nearest existing folder if there is none."""
+    """Return `folder` as a path with `~` expanded.  Raise `OffloadError` if the folder does not exist."""
     path = Path(folder).expanduser()
     try:
         if stat.S_ISDIR(path.stat().st_mode):
@@ -66,18 +66,18 @@ def require_folder(folder: str | os.PathLike[str]) -> Path:
     except FileNotFoundError:
         nearest = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
         raise OffloadError(
-            f"cannot offload to {path}: there is no such folder; the nearest existing folder is {nearest}"
+            f"cannot offload to {path}: the folder does not exist; create it or use the nearest existing folder, "
+            f"{nearest}"
         ) from None
     except OSError as error:
         raise OffloadError(f"cannot offload to {path}: {error.strerror}") from error
-    raise OffloadError(f"cannot offload to {path}: it is not a folder; try {path.absolute().parent}")
+    raise OffloadError(f"cannot offload to {path}: this path is not a folder; use {path.absolute().parent}")
 
 
 def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -> None:
-    """Raise `NoSpace` unless `folder` has space for `needed` bytes of each of this host's `ranks`.
+    """Raise `NoSpace` unless `folder` has `needed` free bytes for each of `ranks` ranks on this host.
 
-    All ranks must check before the first of them creates its file, because the space that it reserves is not free for the
-    others.
+    All ranks must check before the first rank creates its file, because a file reserves its space.
     """
     path = require_folder(folder)
     total, free = needed * ranks, free_bytes(path)
@@ -86,7 +86,8 @@ def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -
     where = file_system(path)
     each = f" ({size(needed)} for each of {counted(ranks, 'rank')})" if ranks > 1 else ""
     raise NoSpace(
-        f"{size(total)} needed in {path}{each}, {size(free)} free ({where}); {_advice(total, free, where)}"
+        f"not enough disk space: {size(total)} needed in {path}{each}, {size(free)} free ({where}); "
+        f"{_advice(total, free, where)}"
     )
 
 
@@ -100,11 +101,11 @@ def _advice(needed: int, free: int, where: FileSystem) -> str:
             there = free_bytes(mount.mounted)
             if there > most:
                 best, most = f", or use {mount.mounted}, which has {size(there)}", there
-    return f"free {size(needed - free)} more there{best}"
+    return f"free {size(needed - free)} more in this file system{best}"
 
 
 def _mounts() -> list[FileSystem]:
-    """Return the mounted file systems, in the order of mounting."""
+    """Return the mounted file systems in mount order."""
     try:
         lines = _MOUNTS.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
@@ -118,13 +119,13 @@ def _mounts() -> list[FileSystem]:
 
 
 def _unescape(text: str) -> str:
-    """Decode the octal numbers that the kernel writes for spaces."""
+    """Decode the octal escapes that the kernel writes for spaces."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The bandwidth of a disk in bytes per second, one direction at a time, and how the disk is accessed."""
+    """A disk's read and write bandwidths in bytes per second, each measured alone, and the access mode."""
 
     read: float
     write: float
@@ -144,7 +145,7 @@ class Budget:
 
     @property
     def seconds(self) -> float | None:
-        """The seconds that the disk needs for a step if no other process uses it, or None."""
+        """The disk time of a step in seconds if no other process uses the disk, or None if the bandwidth is unknown."""
         if self.bandwidth is None:
             return None
         return self.read_bytes / self.bandwidth.read + self.written_bytes / self.bandwidth.write

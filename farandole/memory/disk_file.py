@@ -1,8 +1,8 @@
-"""A scratch file: unnamed, with reserved space, accessed without the page cache.
+"""An unnamed scratch file with reserved space, accessed without the page cache.
 
-Offloaded state is read once and written once per step, so the page cache would only cost a copy and the memory that
-offloading saves.  The file is opened with O_DIRECT, which needs addresses, offsets and lengths that
-are multiples of a block.
+Each step reads and writes the offloaded state once, so the page cache would cost a copy and use the memory that
+offloading saves.  The file is therefore opened with O_DIRECT, which requires addresses, offsets and lengths to be
+multiples of the block size.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from farandole.memory.disk import (
 )
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
-"""Offsets, lengths and buffers are multiples of this number of bytes; current disks have no larger blocks."""
+"""Offsets, lengths and buffers are multiples of this number of bytes, the largest block size of current disks."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR)
-"""EISDIR is the error of a kernel without O_TMPFILE, which tries to open the folder itself."""
+"""Kernels without O_TMPFILE try to open the folder itself, which fails with EISDIR."""
 
 
 def padded(nbytes: int) -> int:
@@ -40,15 +40,15 @@ def padded(nbytes: int) -> int:
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
-    """Return zeroed memory for `nbytes` bytes (1-D, uint8), page aligned and padded to whole blocks."""
+    """Return zeroed, page-aligned memory for `nbytes` bytes, padded to whole blocks (1-D, uint8)."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, padded(nbytes))
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages for the kernel to pin in each request
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # the kernel pins fewer pages in each request
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # the kernel has no huge pages
+            if error.errno != errno.EINVAL:  # the kernel does not support huge pages
                 raise
     return torch.frombuffer(memory, dtype=torch.uint8)  # the tensor keeps the memory alive
 
@@ -56,10 +56,10 @@ def aligned_buffer(nbytes: int) -> Tensor:
 class DiskFile:
     """An unnamed file in `folder`, which the kernel deletes when the process ends.
 
-    `name` is the name of the content in errors.  `direct` is whether the file is accessed without the page cache.
+    Error messages describe the file's content by `name`.  `direct` is true if the file bypasses the page cache.
 
     Raises:
-        OffloadError: if no file can be created there.
+        OffloadError: if the file cannot be created.
     """
 
     def __init__(self, folder: str | os.PathLike[str], name: str) -> None:
@@ -73,7 +73,7 @@ class DiskFile:
 
     @property
     def access(self) -> str:
-        """A description of the disk, and how it is accessed."""
+        """The disk and its access mode, as text."""
         if self.file_system.in_memory:
             how = "which is in memory, so offloading to it saves no memory"
         elif self.direct:
@@ -83,7 +83,7 @@ class DiskFile:
         return f"{self.file_system}, {how}"
 
     def extend(self, nbytes: int) -> None:
-        """Reserve `nbytes` more.  If that fails, raise `NoSpace` or `OffloadError` and reserve nothing."""
+        """Reserve `nbytes` more.  On failure, raise `NoSpace` or `OffloadError` and reserve nothing."""
         if nbytes:
             require_space(self.folder, nbytes)
             self._reserve(nbytes)
@@ -92,7 +92,7 @@ class DiskFile:
             self.nbytes += nbytes
 
     def read(self, part: memoryview, offset: int) -> None:
-        """Fill `part` from the bytes at `offset`.  Raise OSError if that fails or the file is too short."""
+        """Fill `part` from the bytes at `offset`.  Raise OSError if the read fails or the file is too short."""
         done = 0
         while done < len(part):
             count = os.preadv(self._descriptor, [part[done:]], offset + done)
@@ -102,7 +102,7 @@ class DiskFile:
         self._drop_cache(offset, len(part))
 
     def write(self, part: memoryview, offset: int) -> None:
-        """Write `part` at `offset` to the disk.  Raise OSError if that fails."""
+        """Write `part` to the disk at `offset`.  Raise OSError if the write fails."""
         done = 0
         while done < len(part):
             done += os.pwritev(self._descriptor, [part[done:]], offset + done)
@@ -111,11 +111,11 @@ class DiskFile:
             self._drop_cache(offset, len(part))
 
     def why(self, error: OSError) -> str:
-        """Return the reason and the place of a failure."""
+        """Return the reason and the location of a failure."""
         return f"{error.strerror or error} in {self.folder} ({self.file_system})"
 
     def close(self) -> None:
-        """Free the space; may be called again.  Later reads and writes are not allowed."""
+        """Free the space.  Further calls have no effect."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -155,11 +155,11 @@ class DiskFile:
                 raise OffloadError(needed) from error
             os.ftruncate(self._descriptor, start)
             free = free_bytes(self.folder)
-            more = f"free {size(nbytes - free)} more" if free < nbytes else "a quota or limit is lower"
+            more = f"free {size(nbytes - free)} more" if free < nbytes else "check quotas and `ulimit -f`"
             raise NoSpace(f"{needed}, {size(free)} free: {more}") from error
 
     def _make_direct(self) -> bool:
-        """Switch to direct access and test it, because some file systems accept the flag and refuse the access."""
+        """Switch to direct access and test it: some file systems accept the flag but reject the reads."""
         if not hasattr(os, "O_DIRECT"):
             return False
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)

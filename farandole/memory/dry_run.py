@@ -1,12 +1,12 @@
-"""Dry runs of a model on fake tensors: bytes saved for the backward pass, recomputed operations, attention modules.
+"""Dry runs of a model on fake tensors: saved bytes, recomputed operations and attention modules.
 
-    model = build_gpt(config)                             # or under torch.device("meta"): nothing is allocated
+    model = build_gpt(config)                             # or under torch.device("meta"), without allocations
     kept = saved_bytes(model, tokens, loss=lambda logits: next_token_loss(logits, targets))
     kept.total, kept.blocks["1"], kept.outside
 
-A fake tensor has a shape and no data.  A pass runs only the shape functions of kernels, without allocations, and autograd
-saves the same tensors as in a real pass.  PyTorch's FakeTensor follows the code paths of a real device, unlike the meta
-device, whose attention, for example, is unfused.
+A fake tensor has a shape but no data.  A pass runs only the shape functions of kernels, without allocations, and
+autograd saves the same tensors as in a real pass.  PyTorch's FakeTensor follows the code paths of a real device.  The
+meta device does not: for example, its attention is unfused.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ aten = torch.ops.aten
 
 _SOFTMAX = frozenset({aten._softmax, aten._safe_softmax})
 _BATCHED_PRODUCTS = frozenset({aten.bmm, aten.baddbmm})
-"""These include the scores of unfused attention."""
+"""Includes the score products of unfused attention."""
 
 _CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 OUTSIDE = None
-"""The key for tensors that are saved outside of blocks."""
+"""The key for tensors that are saved outside blocks."""
 
 
 def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments in `example`: the members of a tuple or list, the keywords of a dict, or the object itself."""
+    """Return `example` as arguments: the items of a tuple or list, the entries of a dict, or the object itself."""
     if isinstance(example, dict):
         return (), dict(example)
     if isinstance(example, tuple | list):
@@ -51,10 +51,10 @@ def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
-    """Return the device of a dry run: `device`, or that of `model`, or the CPU for a model on the meta device.
+    """Return the device for a dry run: `device`, the model's device, or the CPU for a model on the meta device.
 
     Raises:
-        ValueError: if this machine cannot imitate the device.
+        ValueError: if this machine cannot simulate the device.
     """
     if device is not None:
         wanted = torch.device(device)
@@ -63,11 +63,11 @@ def device_of(model: nn.Module, device: torch.device | str | None = None) -> tor
         wanted = torch.device("cpu") if first is None or first.device.type == "meta" else first.device
     if wanted.type == "meta":
         raise ValueError(
-            "device='meta': the saved tensors depend on the kernels of a device; use device='cpu' or 'cuda'"
+            "device='meta': the saved tensors depend on the device's kernels; use device='cpu' or 'cuda'"
         )
     if wanted.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"device={str(wanted)!r}: PyTorch can imitate a CUDA device only if there is one; "
+            f"device={str(wanted)!r}: PyTorch can simulate a CUDA device only if this machine has one; "
             "use device='cpu', whose result is similar"
         )
     return wanted
@@ -79,8 +79,8 @@ def fake_model(
 ) -> Iterator[Any]:
     """Replace the tensors of `model` by fake tensors on `device`; yield `example` as fake tensors.
 
-    With `dtype`, all floating-point tensors have this type.  Real parameters, buffers, gradients and the states
-    of random generators do not change.  No other thread may use the model within the context.
+    If `dtype` is given, all floating-point tensors have this dtype.  Real parameters, buffers, gradients and random
+    generator states do not change.  No other thread may use the model inside the context.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twins: dict[int, Tensor] = {}
@@ -112,14 +112,14 @@ def fake_model(
                 owned[name] = tensor
 
 
-# ---- bytes kept for the backward pass ----
+# ---- bytes saved for the backward pass ----
 
 
 @dataclass(frozen=True)
 class SavedBytes:
     """The bytes saved for the backward pass, by the name of the block that saves them.
 
-    `outside` counts the bytes saved outside of blocks, including those of the loss.
+    `outside` is the number of bytes saved outside blocks, including those saved by the loss.
     """
 
     blocks: dict[str, int]
@@ -127,7 +127,7 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
-        """The bytes of all blocks and outside of them."""
+        """The bytes saved inside and outside blocks."""
         return sum(self.blocks.values()) + self.outside
 
 
@@ -140,27 +140,28 @@ def saved_bytes(
     dtype: torch.dtype | None = None,
     real: bool = False,
 ) -> SavedBytes:
-    """Measure the bytes that `model(example)` saves for its backward pass, in its current mode and autocast.
+    """Measure the bytes that `model(example)` saves for its backward pass, in the current mode and autocast context.
 
-    The tensors that autograd and recomputation save are counted.  The memory of views of one tensor counts once, for the
-    block that saves it first.  Parameters, buffers and the example do not count.  Tensors that a custom
-    `autograd.Function` stores in attributes of `ctx`, or that the model itself stores, are not detected.
+    Tensors saved by autograd and by recomputation count.  Memory shared by several views counts once, for the block
+    that saves it first.  Parameters, buffers and the example do not count.  Tensors that a custom `autograd.Function`
+    stores as attributes of `ctx`, or that the model itself stores, are not detected.
 
     Args:
-        example: one tensor, a tuple of arguments or a dict of keywords; on the meta device if the model is there.
-        loss: a function of the output, whose saved tensors are counted.
-        device: the device of the fake tensors; by default that of the model, and the CPU for a model on the meta device.
-        dtype: the type of floating-point tensors; by default their own.
-        real: run a forward pass with the real tensors, and restore buffers and random states afterwards.
+        example: one tensor, a tuple of arguments or a dict of keyword arguments; on the meta device if the model is.
+        loss: a function of the output, whose saved tensors also count.
+        device: the device of the fake tensors; by default the model's device, or the CPU for a model on the meta
+            device.
+        dtype: the dtype of all floating-point tensors; by default, tensors keep their dtypes.
+        real: run a forward pass with the real tensors, then restore buffers and random states.
 
     Raises:
-        ValueError: if this machine cannot imitate the device.  Exceptions of the model are passed on.  A model whose
+        ValueError: if this machine cannot simulate the device.  The model's exceptions are passed on.  A model whose
             control flow depends on values (`.item()`) needs `real=True`.
     """
     if real:
         if device is not None or dtype is not None:
             raise ValueError(
-                f"device={device!r} and dtype={dtype} apply to fake tensors; omit them with real=True"
+                f"device={device!r} and dtype={dtype} apply to fake tensors only; omit them with real=True"
             )
         with _undone(model):
             return _measured(model, example, loss)
@@ -169,7 +170,7 @@ def saved_bytes(
 
 
 class _InBlock:
-    """Run a block, and assign the tensors that are saved meanwhile to it."""
+    """Run a block and attribute the tensors saved during the call to it."""
 
     def __init__(self, name: str, stack: list[str | None]) -> None:
         self.name, self.stack = name, stack
@@ -197,13 +198,13 @@ def _measured(model: nn.Module, example: Any, loss: Callable[[Any], Tensor] | No
     def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         known = found.get(storage._cdata)
-        gone = known is not None and known[0]() is None  # its address was reused
+        gone = known is not None and known[0]() is None  # another storage has this address
         if storage._cdata not in not_counted and (known is None or gone):
             found[storage._cdata] = (weakref.ref(storage), stack[-1])
 
     def pack(tensor: Tensor) -> Tensor:
         note(tensor)
-        return tensor.detach()  # saving an output itself would keep its own graph alive
+        return tensor.detach()  # an output would keep its graph alive
 
     args, kwargs = call_arguments(example)
     with ExitStack() as undo:
@@ -248,8 +249,9 @@ def _undone(model: nn.Module) -> Iterator[None]:
 def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the floating-point operations of one call of `kind` (an `OpOverloadPacket`) in products and attention.
 
-    The numbers are those of torch's `FlopCounterMode`, whose table lacks the fused attention of the CPU.  It counts like the
-    other kernels: two products forward, five backward (Dao et al., 2022, "FlashAttention": scores are recomputed).
+    The counts match torch's `FlopCounterMode`, which does not cover fused CPU attention.  CPU attention is counted like
+    the other attention kernels: two products forward and five backward, because scores are recomputed (Dao et al.,
+    2022, "FlashAttention").
     """
     if kind in FUSED_ATTENTION:
         return _attention_flops(args[0], args[1], args[2], score_products=1, value_products=1)
@@ -261,15 +263,15 @@ def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def _attention_flops(query: Any, key: Any, value: Any, score_products: int, value_products: int) -> int:
-    """Count `score_products` of (positions, width) by (width, positions), and `value_products` of scores and values."""
+    """Count products of queries and keys (`score_products`) and of scores and values (`value_products`)."""
     scores = 2 * query[..., 0].numel() * key.shape[-2]
     return int(scores * (score_products * query.shape[-1] + value_products * value.shape[-1]))
 
 
 def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None = None) -> Counter[str]:
-    """Count the operations (`flops_of`) that the recomputation of each module repeats, by the module's name.
+    """Count the operations (`flops_of`) that the recomputation of each module repeats, by module name.
 
-    Run one forward and backward pass of `model(example)`, from which recomputations also learn where they can stop.
+    Run one forward and backward pass of `model(example)`.  Recomputations also record in this pass where they can stop.
     `dtype` is as for `fake_model`.
     """
     counting = _CountRecomputed()
@@ -283,7 +285,7 @@ def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None =
 
 
 class _CountRecomputed(TorchDispatchMode):
-    """Counts the operations of recomputations.  Kept products are not counted: their mode returns before this one."""
+    """Counts recomputed operations.  Kept products are skipped: their mode returns before this mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,10 +308,10 @@ class _CountRecomputed(TorchDispatchMode):
 def attention_modules(
     model: nn.Module, example: Any, dtype: torch.dtype | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """Return the modules of `model`, by name, that compute attention directly, not in a submodule.
+    """Return the modules of `model` that compute attention themselves, not in a submodule, with their names.
 
-    Attention is a call of torch's scaled dot-product attention, or batched matrix products with a softmax, which may be
-    a separate module.  `dtype` is as for `fake_model`.
+    A module computes attention if it calls torch's scaled dot-product attention, or batched matrix products with a
+    softmax, which may be a separate module.  `dtype` is as for `fake_model`.
     """
     finder = _AttentionFinder()
     with ExitStack() as undo:
@@ -324,7 +326,7 @@ def attention_modules(
 
 
 class _AttentionFinder(TorchDispatchMode):
-    """Record the operations of the running calls of all modules, and collect attention modules in `found`."""
+    """Records the operations of each running module call, and collects attention modules in `found`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +344,7 @@ class _AttentionFinder(TorchDispatchMode):
             if "fused" in mine or {"products", "softmax"} <= mine:
                 self.found.append(module)
             else:
-                self.calls[-1] |= mine & {"softmax"}  # which may be a module of its own
+                self.calls[-1] |= mine & {"softmax"}  # the softmax may be a separate module
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Stores for state that is offloaded from the memory in which it is used: host memory, or a file on a disk.
+"""Stores for offloaded state: host memory, or a file on a disk.
 
     store = DiskStore("/scratch", "activations")     # or HostStore(pinned=True) for a CUDA device
     record, = store.allocate([data.nbytes])
@@ -6,11 +6,11 @@
     again = store.empty(record.nbytes, data.device)
     store.read(record, again).wait()
 
-Reads and writes run while the caller computes: on threads that wait in the kernel (disk), or on a CUDA
-stream (host).  The space of a record is reused after the record has been garbage-collected.
+Reads and writes run while the caller computes: on I/O threads (disk), or on a CUDA stream (host).  The space of a
+record is reused after the record has been garbage-collected.
 
-On a disk a record is transferred in parts, several at a time, because modern disks need several requests in their queue,
-following ZeRO-Infinity's offload engine (Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for
+A record on a disk is transferred in parts, several at a time, because modern disks need several requests in their
+queue, as in ZeRO-Infinity's offload engine (Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for
 Extreme Scale Deep Learning", section 6.3).
 """
 
@@ -35,23 +35,23 @@ from farandole.memory.disk import Bandwidth, NoSpace, OffloadError, free_bytes, 
 from farandole.memory.disk_file import ALIGNMENT, DiskFile, aligned_buffer, padded
 
 PART_BYTES = 4 << 20
-"""The size of one request to the kernel in bytes."""
+"""The size of one kernel request in bytes."""
 
 DEPTH = 4
-"""Requests in flight: with 4 MiB each, the smallest number that reached the full bandwidth of the tested disks."""
+"""The number of requests in flight, the smallest that reached the full bandwidth of the tested disks."""
 
 _PROBE_BYTES = 256 << 20
 _PROBE_S = 1.0
 
 
 class Transfer:
-    """A read or write of a record; an instance of this base class has already finished.
+    """A read or write of a record; the base class represents a finished transfer.
 
-    Until it is `done`, the caller must keep a reference to it, and must not use the memory of the transfer.
+    The caller must keep a reference to the transfer, and must not use its memory, until it is `done`.
     """
 
     error: OffloadError | None = None
-    """The error of a failed transfer, once it is done."""
+    """The error of a failed transfer, set before `done` is true."""
 
     @property
     def done(self) -> bool:
@@ -62,65 +62,65 @@ class Transfer:
         """Wait until the transfer has finished or failed."""
 
     def synchronize(self) -> None:
-        """Wait until the transfer is done.  Raise `OffloadError` with the record if it failed."""
+        """Wait until the transfer is done.  Raise `OffloadError`, which names the record, if it failed."""
         self.settle()
         if self.error is not None:
             raise self.error
 
     def wait(self) -> None:
-        """Make later computation wait: that of this thread, or of the current stream of a CUDA device."""
+        """Make later computation of this thread, or of the current CUDA stream, wait for the transfer."""
         self.synchronize()
 
 
 class Record:
-    """Space for `nbytes` bytes in a store; `memory` is its content if the store is in memory."""
+    """Space for `nbytes` bytes in a store.  For a store in memory, `memory` is the content."""
 
     def __init__(self, index: int, nbytes: int, memory: Tensor | None = None) -> None:
         self.index, self.nbytes, self.memory = index, nbytes, memory
 
 
 class OffloadStore(ABC):
-    """Records of fixed sizes; `name` is the name of their content in errors.
+    """Records of fixed sizes.  Error messages describe their content by `name`.
 
     The caller must order transfers of the same record or memory, for example with `after`.
     """
 
     name: str
     in_memory: bool
-    """Whether records have `memory`."""
+    """Whether the records have `memory`."""
 
     @property
     @abstractmethod
     def access(self) -> str:
-        """A description of the store, and how it is accessed."""
+        """The store and its access mode, as text."""
 
     @abstractmethod
     def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
-        """Reserve space for records of these sizes.  If that fails, raise `NoSpace` or `OffloadError` and reserve nothing."""
+        """Reserve space for records of these sizes.  Raise `NoSpace` or `OffloadError` on failure."""
 
     @abstractmethod
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory on `device` into which a record of `nbytes` can be read (1-D, uint8, of at least this size)."""
+        """Return memory on `device` for reading a record of `nbytes` (1-D, uint8, at least `nbytes` long)."""
 
     @abstractmethod
     def write(self, record: Any, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start to copy the first bytes of `data` (1-D, uint8) to `record`, once all of `after` are done."""
+        """Start to copy the first bytes of `data` (1-D, uint8) to `record` when all transfers in `after` are done."""
 
     @abstractmethod
     def read(self, record: Any, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start to fill the first bytes of `into` (1-D, uint8) with `record`, once all of `after` are done."""
+        """Start to fill the first bytes of `into` (1-D, uint8) from `record` when all transfers in `after` are done."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Block until nothing is read or written any more, failed or not."""
+        """Block until all transfers have finished or failed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish transfers and free the space; may be called again."""
+        """Finish transfers and free the space.  Further calls have no effect."""
 
 
 class HostStore(OffloadStore):
-    """Records in host memory, with `pinned` for fast copies from and to a CUDA device while kernels run.
+    """Records in host memory.  With `pinned`, copies from and to a CUDA device run at full speed beside kernels.
 
     Copies from and to a device run in order on a separate stream.
     """
@@ -139,7 +139,7 @@ class HostStore(OffloadStore):
 
     @property
     def access(self) -> str:
-        """A description of the store."""
+        """The type of host memory, as text."""
         return f"{'pinned ' if self._pinned else ''}memory, {size(self._nbytes)}"
 
     def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
@@ -155,20 +155,20 @@ class HostStore(OffloadStore):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Copy `data`; from a CUDA device after the kernels that are already queued."""
+        """Copy `data` to `record`.  A copy from a CUDA device starts after the kernels that are already queued."""
         return self._copy(record.memory, data, data)
 
     def read(self, record: Record, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Copy to `into`, after the kernels of the current stream, which may have used this memory before."""
+        """Copy `record` to `into`, after the queued kernels of the current stream, which may still use this memory."""
         return self._copy(into, record.memory, into)
 
     def settle(self) -> None:
-        """Wait for the copies of all streams."""
+        """Wait for the copies on all streams."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def close(self) -> None:
-        """Wait for copies; the memory is freed with the records."""
+        """Wait for copies.  The memory is freed with the records."""
         self.settle()
 
     def _copy(self, to: Tensor | None, source: Tensor | None, outside: Tensor) -> Transfer:
@@ -187,7 +187,7 @@ class HostStore(OffloadStore):
         with torch.cuda.stream(stream):
             to[:count].copy_(source[:count], non_blocking=True)
             event = stream.record_event()
-        outside.record_stream(stream)  # its memory may be freed before the copy has run
+        outside.record_stream(stream)  # the caller may free this memory before the copy has run
         return _StreamTransfer(event, device)
 
 
@@ -209,7 +209,7 @@ class _StreamTransfer(Transfer):
 
 
 class _Extent(Record):
-    """A record in a file, whose space is `returned` when the record is garbage-collected."""
+    """A record in a file; its space is appended to `returned` when the record is garbage-collected."""
 
     def __init__(self, index: int, nbytes: int, offset: int, returned: deque[tuple[int, int]]) -> None:
         super().__init__(index, nbytes)
@@ -220,7 +220,7 @@ class _Extent(Record):
 
 
 class _DiskTransfer(Transfer):
-    """The transfer of `parts` (offsets in a record) by several threads, which call `work`."""
+    """A transfer split into `parts` (offsets in a record), run by all threads that call `work`."""
 
     def __init__(
         self, what: str, parts: Iterable[int], move: Callable[[int], None], after: Iterable[Transfer]
@@ -241,10 +241,10 @@ class _DiskTransfer(Transfer):
         self._finished.wait()
 
     def work(self) -> None:
-        """Transfer parts until none is left."""
+        """Transfer parts until all parts have been started."""
         for before in self._after:
             if isinstance(before, _DiskTransfer):
-                before.work()  # in case no other thread does
+                before.work()  # in case no other thread runs this transfer
             before.settle()
         move = self._move
         while True:
@@ -260,7 +260,7 @@ class _DiskTransfer(Transfer):
                 self._end_part()
 
     def fail(self, error: Exception) -> None:
-        """Fail the parts that no thread has started."""
+        """Fail the parts that have not started."""
         with suppress(IndexError):
             while True:
                 self._parts.pop()
@@ -272,7 +272,7 @@ class _DiskTransfer(Transfer):
             self.error = self.error or error
             if self._left:
                 return
-        self._after, self._move = (), _nothing  # they refer to memory and to earlier transfers
+        self._after, self._move = (), _nothing  # release memory and earlier transfers
         self._finished.set()
 
 
@@ -284,11 +284,11 @@ class DiskStore(OffloadStore):
     """Records in an unnamed scratch file of this process in `folder`, accessed without the page cache.
 
     `allocate` reserves the space.  `read` and `write` return immediately and may be called from any thread.  Unaligned
-    memory is copied through a buffer.  If several ranks share the disk, all of them must call
-    `require_space` with their number before they allocate.
+    memory is copied through a buffer.  If several ranks share the disk, all of them must call `require_space` with the
+    number of ranks before they allocate.
 
     Raises:
-        OffloadError: if no file can be created there.
+        OffloadError: if the file cannot be created.
     """
 
     in_memory = False
@@ -313,24 +313,24 @@ class DiskStore(OffloadStore):
 
     @property
     def access(self) -> str:
-        """A description of the disk, and how it is accessed."""
+        """The disk and its access mode, as text."""
         return self._file.access
 
     @property
     def nbytes(self) -> int:
-        """The length of the file."""
+        """The length of the file in bytes."""
         return self._file.nbytes
 
     def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
-        """Reserve space, if possible where earlier records of the same sizes were, because training steps are alike."""
+        """Reserve space, reusing the space of earlier records of the same sizes if possible."""
         if any(count < 0 for count in sizes):
-            raise ValueError(f"sizes={list(sizes)}: expected sizes of at least 0 bytes")
+            raise ValueError(f"sizes={list(sizes)}: expected at least 0 bytes per record")
         with self._lock:
             while self._returned:
                 offset, length = self._returned.popleft()
                 self._free.setdefault(length, []).append(offset)
                 self._in_use -= 1
-            if self._in_use == 0:  # records of other sizes may follow
+            if self._in_use == 0:  # later records may have other sizes
                 self._free, self._end = {}, 0
             reused = [places.pop() if (places := self._free.get(padded(n))) else None for n in sizes]
             end = self._end + sum(padded(n) for n, at in zip(sizes, reused, strict=True) if at is None)
@@ -350,21 +350,21 @@ class DiskStore(OffloadStore):
         return records
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return aligned memory, which returns to the kernel when it is freed."""
+        """Return aligned memory, which is returned to the kernel when it is freed."""
         if device.type != "cpu":
-            raise ValueError(f"expected a CPU device, got {device}: files are read into host memory")
+            raise ValueError(f"expected a CPU device, got {device}: DiskStore reads into host memory only")
         return aligned_buffer(nbytes)
 
     def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start to write."""
+        """Start to write `data` to `record`."""
         return self._start("writing", record, data, after)
 
     def read(self, record: Record, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start to read."""
+        """Start to read `record` into `into`."""
         return self._start("reading", record, into, after)
 
     def settle(self) -> None:
-        """Block until nothing is read or written any more, failed or not."""
+        """Block until all transfers have finished or failed."""
         with self._lock:
             moving = list(self._moving)
         for transfer in moving:
@@ -373,9 +373,9 @@ class DiskStore(OffloadStore):
             self._moving = [transfer for transfer in self._moving if not transfer.done]
 
     def close(self) -> None:
-        """Finish transfers and free the space; may be called again."""
+        """Finish transfers and free the space.  Further calls have no effect."""
         self._closed = True
-        if self._process == os.getpid():  # a forked process does not have the threads
+        if self._process == os.getpid():  # a forked process has no I/O threads
             self.settle()
             self._threads.shutdown()
         self._file.close()
@@ -399,7 +399,7 @@ class DiskStore(OffloadStore):
                 self._threads.submit(transfer.work)
         except RuntimeError as error:  # the interpreter is shutting down, or no thread can be started
             transfer.fail(error)
-        except BaseException:  # after Ctrl-C no record is half-written, and no thread waits forever
+        except BaseException:  # after Ctrl-C, finish the record, and let waiting threads continue
             self._threads.submit(transfer.work)
             raise
         return transfer
@@ -423,12 +423,12 @@ class DiskStore(OffloadStore):
             self._file.write(buffer.data, offset)
 
     def _check(self, what: str, record: Record, memory: Tensor) -> np.ndarray[Any, Any]:
-        """Return the bytes to transfer: those of the record, and its padding if `memory` contains it."""
+        """Return the bytes to transfer: the record's bytes, and the padding if `memory` includes space for it."""
         if self._closed:
-            raise OffloadError(f"{what}: the file has been closed")
+            raise OffloadError(f"{what}: the file is closed; create a new store")
         if self._process != os.getpid():
             raise OffloadError(
-                f"{what}: the file belongs to process {self._process} and cannot be used in its forked child"
+                f"{what}: the file belongs to process {self._process}; create another store in this forked process"
             )
         flat = memory.dim() == 1 and memory.is_contiguous()
         if (
@@ -454,12 +454,13 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
     allowed = min(limit_bytes, free_bytes(require_folder(folder)))
     if allowed < PART_BYTES:
         raise NoSpace(
-            f"measuring the disk in {folder} needs {size(PART_BYTES)}, but only {size(allowed)} may be used"
+            f"measuring the disk in {folder} needs {size(PART_BYTES)}, but the limit or the free space is "
+            f"{size(allowed)}"
         )
     store = DiskStore(folder, "random bytes")
     try:
         records = store.allocate([PART_BYTES] * (allowed // PART_BYTES))
-        own = torch.Generator().manual_seed(0)  # the measurement must not change the global generator
+        own = torch.Generator().manual_seed(0)  # does not change the global generator
         buffers = [aligned_buffer(PART_BYTES).random_(generator=own) for _ in range(2 * DEPTH)]
         written, write = _move_for_a_while(store.write, records, buffers)
         _, read = _move_for_a_while(store.read, records[:written], buffers)
@@ -471,7 +472,7 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
 def _move_for_a_while(
     move: Callable[[Record, Tensor], Transfer], records: Sequence[Record], buffers: list[Tensor]
 ) -> tuple[int, float]:
-    """Transfer records for at most half the time of the measurement; return their number and bytes per second."""
+    """Transfer records for at most half of the measuring time; return the number of records and bytes per second."""
     start = time.perf_counter()
     moving: list[Transfer] = []
     for at, record in enumerate(records):

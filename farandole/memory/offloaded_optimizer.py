@@ -1,9 +1,10 @@
-"""A torch optimizer whose state is offloaded, and which steps one unit of a model at a time.
+"""A torch optimizer with offloaded state, which steps one unit of a model at a time.
 
-Most of the memory of training is optimizer state: for AdamW in mixed precision 12 bytes per parameter (master
-weights and two moments) compared with 2 of weights and 2 of gradients (Rajbhandari et al., 2020, "ZeRO", section 3.1).
-It is used once per step, element by element, so it can be kept in host memory (Ren et al., 2021,
-"ZeRO-Offload") or on a disk (Rajbhandari et al., 2021, "ZeRO-Infinity") and pass through a few buffers.
+Optimizer state is most of the memory used in training.  For AdamW in mixed precision, it is 12 bytes per parameter
+(master weights and two moments), compared with 2 for weights and 2 for gradients (Rajbhandari et al., 2020, "ZeRO",
+section 3.1).  Each step uses the state once, element by element.  The state can therefore be kept in host memory (Ren
+et al., 2021, "ZeRO-Offload") or on a disk (Rajbhandari et al., 2021, "ZeRO-Infinity") and streamed through a few
+buffers.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from farandole.memory.disk import Bandwidth, Budget, OffloadError
 from farandole.memory.record_stream import RecordStream
 
 _ALIGNMENT = 64
-"""Bytes.  Every tensor in a record starts on a cache line."""
+"""In bytes.  Every tensor in a record starts on a cache line."""
 
 _PROBE_ELEMENTS = 3
-"""Elements of the example shard that is stepped once to find the names and types of the state."""
+"""The length of the example shard that is stepped once to determine the names and dtypes of the state."""
 
 _IN_RECORD = object()
-"""In `_kept`: the tensor is in the record."""
+"""An entry of `_kept` for a tensor that is stored in the record."""
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """One shard in a checkpoint: weights, and state by name (tensors of its length, and single numbers).
+    """The checkpoint of one shard: weights, and state by name (tensors of the shard's length, and single numbers).
 
-    The state of a shard is empty before its first step.
+    The state is empty before the shard's first step.
     """
 
     weights: Tensor
@@ -44,19 +45,20 @@ class ShardState:
 
 
 class OffloadedOptimizer:
-    """Step `optimizer`, an elementwise `torch.optim.Optimizer`, one unit at a time.
+    """Steps `optimizer`, an elementwise `torch.optim.Optimizer`, one unit at a time.
 
-    The result has the same bits as with `optimizer` itself, whose values and state are kept.  Schedulers change
-    `optimizer.param_groups` as usual.  Groups that do not set `fused` use `fused=True`.
+    The results are bitwise identical to steps of `optimizer` itself, whose values and state are kept.  Schedulers
+    change `optimizer.param_groups` as usual.  Groups that do not set `fused` use `fused=True`.
 
     Args:
-        units: the optimizer's parameters ("shards": 1-D, floating point, on the CPU), divided into units.  Each unit is
-            one record, which is read, stepped and written as a whole: the weights and states of its shards in order.
+        units: the optimizer's parameters ("shards": 1-D, floating point, on the CPU), partitioned into units.  Each
+            unit is one record, which contains the weights and states of its shards in order and is read, stepped and
+            written as a whole.
         open_stream: a function that returns a stream of records with the given sizes in bytes: `host_records`, or
             `partial(disk_records, folder)`.
-        weights: also keep the values of the shards in the records, while the model computes with other copies.  Between
-            the steps of its unit a shard is then NaN and uses no memory; its gradient can be set at any time.
-            If false, values stay in memory and only the state is offloaded.
+        weights: if true, the records also contain the shards' values, and the model computes with other copies.
+            Between steps, the shards are then NaN and use no memory; their gradients can be set at any time.  If false,
+            values stay in memory and only the state is offloaded.
 
     Raises:
         OffloadError: if the state is not one number per element or shard, or if there is no space for the records.
@@ -95,18 +97,18 @@ class OffloadedOptimizer:
     def step(
         self, before: Callable[[int], None] | None = None, after: Callable[[int], None] | None = None
     ) -> None:
-        """Step every unit; shards whose `grad` is None do not change.
+        """Step every unit.  Shards whose `grad` is None do not change.
 
-        `before(unit)` may set the gradients of a unit.  `after(unit)` may copy the new values of the unit's shards to the
-        model.  Without `before`, units in which no shard has a gradient are not read.
+        `before(unit)` may set the gradients of a unit.  `after(unit)` may copy the unit's new values to the model.
+        Without `before`, units without gradients are not read.
 
-        If a step raises an exception or is interrupted, only some units have been stepped.  Further steps are then refused
-        until `load` has been called for every unit.
+        If a step fails or is interrupted, only some units have been stepped.  Further steps then raise `OffloadError`
+        until every unit has been loaded with `load`.
         """
         if self._broken:
             raise OffloadError(
-                f"the last step was interrupted between units; load {counted(len(self._broken), 'unit')} from a "
-                f"checkpoint (next: unit {min(self._broken)}) before the next step"
+                f"the last step was interrupted between units: load {counted(len(self._broken), 'unit')} from a "
+                f"checkpoint, starting with unit {min(self._broken)}, before the next step"
             )
         order = [
             index
@@ -124,7 +126,8 @@ class OffloadedOptimizer:
         self._broken = set()
 
     def kept(self, unit: int) -> list[dict[str, Any]]:
-        """Return the state of each shard of `unit` by name: the type of elementwise state, and the value of other state."""
+        """Return the state of each shard of `unit` by name: the dtype of elementwise state, and the value of other
+        state."""
         return [
             {
                 key: places.state[key].dtype if value is _IN_RECORD else value
@@ -134,15 +137,15 @@ class OffloadedOptimizer:
         ]
 
     def saved(self, first: int = 0) -> Iterator[tuple[int, list[ShardState]]]:
-        """Yield each unit from `first` on and the state of its shards, valid until the next unit."""
+        """Yield the index and shard states of each unit from `first` on; the states are valid until the next unit."""
         for index, record in self.stream.visit(range(first, len(self.units))):
             yield index, [self._shard_state(index, at, record) for at in range(len(self.units[index]))]
 
     def load(self, unit: int, shards: Sequence[ShardState]) -> None:
-        """Set `unit` to the state that `saved` yielded for it.  Raise ValueError if it does not fit."""
+        """Set `unit` to `shards`, as yielded by `saved`.  Raise ValueError if the shapes or dtypes differ."""
         if not 0 <= unit < len(self.units):
             raise IndexError(
-                f"unit {unit} does not exist: there are {counted(len(self.units), 'unit')}, counted from 0"
+                f"unit {unit} does not exist: there are {counted(len(self.units), 'unit')}, numbered from 0"
             )
         if len(shards) != len(self.units[unit]):
             raise ValueError(
@@ -155,16 +158,17 @@ class OffloadedOptimizer:
         self._broken.discard(unit)
 
     def budget(self, bandwidth: Bandwidth | None = None) -> Budget:
-        """Return the cost of a step in which every unit has gradients, in bytes and, with a `bandwidth`, in time."""
+        """Return the bytes that a step with gradients for every unit transfers, and the time if `bandwidth` is
+        given."""
         nbytes = sum(self.stream.record_bytes)
         return Budget(nbytes, nbytes, bandwidth)
 
     def close(self) -> None:
-        """Free the records and the values in them; may be called again."""
+        """Free the records and their values.  Further calls have no effect."""
         self.stream.close()
 
     def _load_records(self) -> None:
-        """Move values and states into the records; free their memory only when all are written."""
+        """Move values and states into the records; free the original memory when all records are written."""
 
         def work(index: int, record: Tensor) -> None:
             unit = self.units[index]
@@ -192,7 +196,7 @@ class OffloadedOptimizer:
         for key, value in state.items():
             if key in places.state and value is not None:
                 view = places.state[key].of(record)
-                # in the first step of a shard, or if the optimizer creates a new tensor in each step
+                # true in a shard's first step, or if the optimizer creates a new tensor in each step
                 if value.data_ptr() != view.data_ptr():
                     _check_element_state(name, key, value, view)
                     view.copy_(value)
@@ -235,7 +239,8 @@ class OffloadedOptimizer:
                     shard.data = place.weights.of(record)
             if before is not None:
                 before(index)
-            # A shard in its first step has no state yet, and torch's fused SGD needs all shards of a group to be alike.
+            # A shard has no state before its first step, and torch's fused SGD requires the same state for all shards
+            # of a group.
             groups: dict[tuple[int, bool], dict[str, Any]] = {}
             for shard in unit:
                 number = self._group_of[shard]
@@ -260,7 +265,7 @@ class OffloadedOptimizer:
 
 
 class UnitReader:
-    """Reads units of `optimizer` between two of its steps; units in order are prefetched."""
+    """Reads units of `optimizer` between two steps; consecutive units are prefetched."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer = optimizer
@@ -278,18 +283,18 @@ class UnitReader:
         return self._states
 
     def close(self) -> None:
-        """Release the buffer of the last unit; `states` may still be called."""
+        """Release the last unit's buffer; `states` may still be called."""
         if self._visit is not None:
             self._visit.close()  # type: ignore[attr-defined]
         self._visit, self._unit, self._states = None, -1, []
 
 
-# ---- the records of units ----
+# ---- record layout ----
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a 1-D tensor in a record."""
+    """The location of a 1-D tensor in a record."""
 
     start: int
     numel: int
@@ -302,7 +307,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _ShardLayout:
-    """The places of one shard: its weights, if they are in the record, and its state by name."""
+    """The locations of a shard's weights, if they are in the record, and of its state by name."""
 
     weights: _Place | None
     state: Mapping[str, _Place]
@@ -311,7 +316,7 @@ class _ShardLayout:
 def _lay_out(
     shards: Sequence[nn.Parameter], kept: Sequence[Mapping[str, torch.dtype]], weights: bool
 ) -> tuple[list[_ShardLayout], int]:
-    """Return the places of `shards`, which keep state of these names and types, and the bytes of the record."""
+    """Return the layouts of `shards` with state of these names and dtypes, and the record size in bytes."""
     end = 0
 
     def place(numel: int, dtype: torch.dtype) -> _Place:
@@ -340,9 +345,9 @@ def _restricted_to(
 
 
 def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
-    """Return the names and types of the elementwise state of shards in group `index`.
+    """Return the names and dtypes of the elementwise state of shards in group `index`.
 
-    They are taken from existing state, or from a step on a shard of three elements if there is none.
+    The source is the existing state or, if there is none, a step on a shard of three elements.
     """
     group = optimizer.param_groups[index]
     shards = [shard for shard in group["params"] if optimizer.state.get(shard)]
@@ -358,8 +363,8 @@ def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
                 optimizer.step()
             except Exception as error:
                 raise OffloadError(
-                    f"{name} cannot step one 1-D shard at a time ({type(error).__name__}: {error}); optimizers that "
-                    f"work element by element can, such as AdamW, Adam and SGD"
+                    f"{name} cannot step one 1-D shard at a time ({type(error).__name__}: {error}); use an elementwise "
+                    f"optimizer, such as AdamW, Adam or SGD"
                 ) from error
             found = optimizer.state[shard]
     else:
@@ -368,8 +373,9 @@ def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
     for key, value in tensors.items():
         if value.shape != shard.shape and value.numel() != 1:
             raise OffloadError(
-                f"{name} keeps {key!r} of shape {tuple(value.shape)} for a shard of {shard.numel()} elements; only "
-                f"state of one number per element or per shard can be kept in records"
+                f"{name} keeps {key!r} of shape {tuple(value.shape)} for a shard of {shard.numel()} elements, but "
+                "a record can only store one number per element or per shard; use an optimizer such as AdamW, "
+                "Adam or SGD"
             )
     return {key: value.dtype for key, value in tensors.items() if value.shape == shard.shape}
 
@@ -378,23 +384,26 @@ def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
 
 
 def _check(optimizer: Optimizer, units: list[list[nn.Parameter]]) -> dict[Tensor, int]:
-    """Return the group of every shard.  Raise ValueError if `units` do not divide the optimizer's parameters."""
+    """Return the group of every shard.  Raise ValueError unless every parameter of the optimizer is in one unit."""
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     left = set(group_of)
     for index, unit in enumerate(units):
         for at, shard in enumerate(unit):
             if shard not in left:
                 why = "is in two units" if shard in group_of else f"is not in the {type(optimizer).__name__}"
-                raise ValueError(f"unit {index}, shard {at} {why}: units divide the optimizer's parameters")
+                raise ValueError(
+                    f"unit {index}, shard {at} {why}: every parameter of the optimizer must be in exactly one unit"
+                )
             left.discard(shard)
             if shard.dim() != 1 or not shard.is_floating_point() or shard.device.type != "cpu":
                 raise ValueError(
-                    f"unit {index}, shard {at} is {tuple(shard.shape)} {shard.dtype} on {shard.device}; a shard is a "
-                    f"1-D floating point parameter on the CPU, such as a flattened fp32 copy"
+                    f"unit {index}, shard {at}: expected a 1-D floating-point parameter on the CPU, such as a "
+                    "flattened "
+                    f"fp32 copy, got {tuple(shard.shape)} {shard.dtype} on {shard.device}"
                 )
     if left:
         raise ValueError(
-            f"{counted(len(left), 'parameter')} of the optimizer in no unit: units divide all of them"
+            f"{counted(len(left), 'parameter')} of the optimizer in no unit: add every parameter to a unit"
         )
     return group_of
 
@@ -425,21 +434,21 @@ def _check_fits(what: str, places: _ShardLayout, shard: nn.Parameter, given: Sha
     for name, value in per_element.items():
         if value.dtype != places.state[name].dtype:
             raise ValueError(
-                f"{what}: {name} has type {value.dtype}, but the record stores {places.state[name].dtype}"
+                f"{what}: {name} has dtype {value.dtype}, but the record stores {places.state[name].dtype}"
             )
 
 
 def _check_element_state(optimizer: str, key: str, value: Tensor, view: Tensor) -> None:
     if value.shape != view.shape or value.dtype != view.dtype:
         raise OffloadError(
-            f"{optimizer} keeps {key!r} as {tuple(value.shape)} {value.dtype}, and the record has space for "
-            f"{tuple(view.shape)} {view.dtype}"
+            f"{optimizer} keeps {key!r} as {tuple(value.shape)} {value.dtype}, but the record has space for "
+            f"{tuple(view.shape)} {view.dtype}; create a new OffloadedOptimizer"
         )
 
 
 def _check_shard_state(optimizer: str, key: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise OffloadError(
-            f"{optimizer} keeps {key!r} of {value.numel():,} elements, for which records have no space, because it "
-            f"had no such state when they were created; create a new OffloadedOptimizer after changing options"
+            f"{optimizer} keeps {key!r} of {value.numel():,} elements, but the records have no space for this state; "
+            f"create a new OffloadedOptimizer after changing the optimizer's options"
         )

@@ -1,4 +1,4 @@
-"""Tensors in records of an `OffloadStore`, which are in memory only while they are used.
+"""Tensors in records of an `OffloadStore`, loaded into memory only while they are in use.
 
     tensors = OffloadedTensors(DiskStore("/scratch", "gradients"))
     tensor = tensors.make(numel, torch.float32, device)
@@ -6,8 +6,8 @@
     tensor.prefetch()             # starts to read
     values = tensor.read()        # on `device`; valid until the tensor is written or freed
 
-These tensors are for gradients and weights, whose sizes differ.  Optimizer states, which pass through a few buffers in a
-fixed order, use `record_stream`.
+These tensors hold gradients and weights, whose sizes differ.  Optimizer states, which are streamed through a few
+buffers in a fixed order, use `record_stream`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from farandole.memory.offload_store import OffloadStore, Transfer
 
 WRITES = 2
-"""The number of tensors that may be written at the same time; each occupies memory until it is written."""
+"""The maximum number of concurrent writes; each occupies memory until it has finished."""
 
 _HOST = torch.device("cpu")
 
@@ -28,8 +28,8 @@ _HOST = torch.device("cpu")
 class OffloadedTensors:
     """Creates tensors in `store`, and closes the store.
 
-    Only one thread at a time may use the tensors.  A failed transfer raises `OffloadError` in a later write, or in `read` of
-    its tensor.
+    Only one thread at a time may use the tensors.  A failed transfer raises `OffloadError` in a later write, or in the
+    tensor's next `read`.
     """
 
     def __init__(self, store: OffloadStore) -> None:
@@ -37,17 +37,17 @@ class OffloadedTensors:
         self._writing: deque[Transfer] = deque()
 
     def make(self, numel: int, dtype: torch.dtype, device: torch.device) -> OffloadedTensor:
-        """Return a tensor with undefined values that is used on `device`."""
+        """Return an uninitialized tensor for use on `device`."""
         return OffloadedTensor(self, numel, dtype, device)
 
     def wait_for_old(self, newest: Transfer) -> None:
-        """Register a write that has started, and wait while too many are in progress."""
+        """Register a new write, and wait while too many writes are in progress."""
         self._writing.append(newest)
         while len(self._writing) > WRITES:
             self._writing.popleft().synchronize()
 
     def close(self) -> None:
-        """Finish transfers and free the space; may be called again."""
+        """Finish transfers and free the space.  Further calls have no effect."""
         self._writing.clear()
         self.store.close()
 
@@ -74,7 +74,7 @@ class OffloadedTensor:
     def read(self, device: torch.device | None = None) -> Tensor:
         """Return the values on `device`, which is the tensor's device or the host.
 
-        If no copy is needed, the result is the memory of the record, so changes by the caller change the record.
+        If no copy is needed, the result is the record's memory, so in-place changes change the record.
         """
         if (memory := self._in_place(device or self._device)) is not None:
             self._wait_for_host()
@@ -88,7 +88,7 @@ class OffloadedTensor:
         return self._values(memory)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
-        """Return a tensor with undefined values on `device`, to be filled and passed to `write`."""
+        """Return an uninitialized tensor on `device`, to be filled and passed to `write`."""
         if (memory := self._in_place(device or self._device)) is not None:
             self._wait_for_host()
             return memory
@@ -107,11 +107,11 @@ class OffloadedTensor:
             self._ahead = None
 
     def shares_memory(self, device: torch.device) -> bool:
-        """Return whether `read(device)` returns the memory of the record."""
+        """Return whether `read(device)` returns the record's memory."""
         return self._in_place(device) is not None
 
     def _in_place(self, device: torch.device) -> Tensor | None:
-        """Return the memory of the record if the store is in memory and `device` can access it, else None."""
+        """Return the record's memory if the store is in memory and `device` can access it, else None."""
         memory = self._record.memory
         return None if memory is None or device.type != "cpu" else memory.view(self._dtype)
 

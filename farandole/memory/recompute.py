@@ -1,22 +1,24 @@
-"""Recompute activations in the backward pass instead of keeping them (Chen et al., 2016, "Training Deep Nets with
-Sublinear Memory Cost").
+"""Recompute activations in the backward pass instead of keeping them.
 
     apply_recompute(model, "block")                       # every block: least memory, one additional forward pass
-    apply_recompute(model, "selective")                   # all operations but matrix products: half of the memory, little time
-    apply_recompute(model, "attention", example=tokens)   # attention only
+    apply_recompute(model, "selective")                   # all operations but matrix products: half the memory, little
+    time apply_recompute(model, "attention", example=tokens)   # attention only
     apply_recompute(model, "auto", example=tokens, budget_bytes=2 << 30)
     apply_recompute(model, "none")                        # undo
 
-Names in `state_dict` do not change.  Gradients have the same bits as without recomputation, because random states and
-buffers are those of the forward pass (batch normalization counts a batch once).  Forward passes without gradients,
-keyword arguments, nested and repeated calls, autocast, inputs without gradients and `retain_graph` work.  A block must
-depend on its inputs, parameters, buffers and random numbers only; PyTorch raises an error if shapes or types differ.
+Names in `state_dict` do not change.  Gradients are bitwise identical to gradients without recomputation, because a
+recomputation starts from the random states and buffers of the forward pass (batch normalization counts a batch once).
+Forward passes without gradients, keyword arguments, nested and repeated calls, autocast, inputs without gradients and
+`retain_graph` are supported.  A block may depend only on its inputs, parameters, buffers and random numbers; PyTorch
+raises an error if shapes or dtypes differ.
 
-For engines that change `parameter.data` between forward and backward pass (ZeRO-3): a recomputation calls the block like the
-forward pass, so forward pre-hooks of the block and of its submodules run again before the parameters are
-used.  It ends as soon as all saved tensors are recomputed, so forward hooks of the block do not run, and those of its
-submodules may run.  `recomputing()` is true in all these hooks: they must not free gathered parameters, because the backward
-pass of the block follows.
+Engines that change `parameter.data` between the forward and the backward pass (ZeRO-3) can use hooks.  A recomputation
+calls the block like the forward pass, so forward pre-hooks of the block and its submodules run again before the
+parameters are used.  A recomputation stops when all saved tensors are recomputed, so forward hooks of the block do not
+run, and forward hooks of its submodules may or may not run.  `recomputing()` is true in all these hooks: they must not
+free gathered parameters, because the backward pass of the block follows.
+
+Reference: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ __all__ = ["Recomputed", "apply_recompute", "recomputing"]
 class Recomputed:
     """The result of `apply_recompute`: `modules` maps the name of each module to its mode.
 
-    "block" keeps only the inputs, "selective" also the outputs of products with weights and of fused attention,
-    "attention" also those of products with weights.  `before` and `after` are the bytes saved for the backward pass without
-    and with recomputation, and `flops` is the number of repeated operations in matrix products and attention.  All three
-    are None if no example was given.
+    A "block" module keeps only its inputs.  A "selective" module also keeps the outputs of weight products and fused
+    attention, an "attention" module the outputs of weight products.  `before` and `after` are the bytes saved for the
+    backward pass without and with recomputation.  `flops` is the number of repeated operations in matrix products and
+    attention.  These three are None if no example was given.
     """
 
     mode: Recompute
@@ -67,22 +69,24 @@ def apply_recompute(
     budget_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Recomputed:
-    """Recompute parts of `model` in its backward passes; a later call replaces an earlier one.
+    """Recompute parts of `model` in its backward passes; a later call replaces an earlier call.
 
     Args:
-        mode: "none": nothing.  "block": every block of `blocks_of(model)`.  "selective": every block, except the products
-            with weights and fused attention, whose outputs are kept.  "attention": modules that compute attention,
-            except their products with weights.  "auto": the blocks that save the most bytes per repeated operation,
-            selectively or as a whole, until at most `budget_bytes` are kept.
-        example: an input of the model as for `saved_bytes`, for a dry run, which must run under the autocast of the
-            training.  Required by "attention" and "auto".  With an example, the result reports bytes, including those of
-            `loss`, and a selective recomputation knows from the first step which outputs it need not keep (without it,
-            from the second step).
-        dtype: the type of the model in training, if it differs from the current one.
+        mode: "none": nothing.  "block": every block of `blocks_of(model)`.  "selective": every block, except weight
+            products and fused attention, whose outputs are kept.  "attention": modules that compute attention, except
+            their weight products.  "auto": the blocks that save the most bytes per repeated operation, selectively or
+            entirely, until at most `budget_bytes` are kept.
+        example: an input of the model, as for `saved_bytes`, for a dry run, which must use the same autocast settings
+            as training.  Required by "attention" and "auto".  With an example, the result includes byte counts, and
+            selective recomputation omits unneeded outputs from the first step (without an example, from the second
+            step).
+        loss: a function of the output, whose saved bytes are included in the counts.
+        dtype: the model's dtype in training, if it differs from the current dtype.
 
     Raises:
-        ValueError: if the mode is unknown, an argument is missing or not applicable, the model has no attention, or
-            no choice meets the budget; the message names the smallest possible budget.  Nothing is recomputed then.
+        ValueError: if the mode is unknown, an argument is missing or not applicable, the model has no attention, or no
+            choice meets the budget; the message then names the smallest possible budget.  Nothing is recomputed after
+            an error.
     """
     _check(mode, example, loss, budget_bytes)
     saved = partial(saved_bytes, model, example, loss=loss, dtype=dtype)
@@ -112,20 +116,20 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
     if mode not in get_args(Recompute):
         raise ValueError(f"recompute={mode!r} is unknown; expected one of {', '.join(get_args(Recompute))}")
     if mode in ("attention", "auto") and example is None:
-        wanted = "finds attention" if mode == "attention" else "measures blocks"
-        raise ValueError(
-            f"recompute={mode!r} {wanted} in a forward pass: pass example=(an input of the model)"
-        )
+        wanted = "searches for attention" if mode == "attention" else "measures blocks"
+        raise ValueError(f"recompute={mode!r} {wanted} in a dry run: pass example=(an input of the model)")
     if loss is not None and example is None:
-        raise ValueError("loss= is used in a dry run only: also pass example=(an input of the model)")
+        raise ValueError("loss= is used in a dry run only; also pass example=(an input of the model)")
     if mode == "auto" and budget_bytes is None:
-        raise ValueError("recompute='auto' needs budget_bytes; without a budget use 'selective' or 'block'")
+        raise ValueError(
+            "recompute='auto' needs budget_bytes; to recompute without a budget, use 'selective' or 'block'"
+        )
     if mode != "auto" and budget_bytes is not None:
         raise ValueError(
-            f"budget_bytes={budget_bytes} with recompute={mode!r}: only recompute='auto' uses budget_bytes"
+            f"budget_bytes={budget_bytes} with recompute={mode!r}: only recompute='auto' uses budget_bytes; omit it"
         )
     if budget_bytes is not None and budget_bytes < 0:
-        raise ValueError(f"budget_bytes={budget_bytes} is negative")
+        raise ValueError(f"expected budget_bytes of at least 0, got {budget_bytes}")
 
 
 def _wrap(model: nn.Module, ways: dict[str, str]) -> None:
@@ -136,7 +140,7 @@ def _wrap(model: nn.Module, ways: dict[str, str]) -> None:
 
 
 class Option(NamedTuple):
-    """A mode of recomputing a block: the bytes that it saves and the floating-point operations that it repeats."""
+    """A mode for recomputing a block: the bytes that it saves and the floating-point operations that it repeats."""
 
     saved: int
     flops: int
@@ -145,10 +149,10 @@ class Option(NamedTuple):
 def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield choices with increasing savings: (bytes saved by all blocks, mode of each block).
 
-    `blocks` has the options of each block by mode.  Consecutive choices differ in one block, by the change with the most
-    saved bytes per additional operation.  This is the greedy solution of a knapsack problem in which a
-    block is recomputed partly (one mode) or entirely (another).  Ties are resolved in the given order: the first
-    blocks keep their activations longest.
+    `blocks` maps each block to its options by mode.  Consecutive choices differ in one block, by the change that saves
+    the most bytes per additional operation.  This is the greedy solution of a knapsack problem in which a block can be
+    recomputed partly or entirely.  Ties are resolved in the given order: the first blocks keep their activations
+    longest.
     """
     chosen: dict[str, str] = {}
     total = 0
@@ -183,13 +187,13 @@ def _within_budget(
             options[name][way] = Option(before.blocks[name] - kept, flops[name])
 
     choices = [(0, {}), *cheapest_first(options)]
-    # Memory that two blocks share counts for one of them, so the sum of the savings is only an estimate.  Therefore
-    # choices are measured, from the first that could meet the budget until one meets it.
+    # Memory shared by two blocks counts for one of them only, so the sum of the savings is an estimate.  The first
+    # choice that could meet the budget and the following choices are therefore measured until one meets it.
     promising = [ways for spared, ways in choices if before.total - spared <= budget_bytes]
     least = before.total
     for ways in promising or [choices[-1][1]]:
         _wrap(model, ways)
-        again = sum(repeated().values())  # before `saved`, so that recomputations learn where they can stop
+        again = sum(repeated().values())  # before `saved`, so that recomputations record where they can stop
         after = saved().total
         if after <= budget_bytes:
             return Recomputed("auto", ways, before.total, after, again)
@@ -197,5 +201,5 @@ def _within_budget(
     _wrap(model, {})
     raise ValueError(
         f"budget_bytes={budget_bytes} ({size(budget_bytes)}): this model keeps {size(before.total)} for its backward "
-        f"pass, and {size(least)} with all blocks recomputed; use at least budget_bytes={least}, or a smaller example"
+        f"pass, or {size(least)} with all blocks recomputed; use at least budget_bytes={least}, or a smaller example"
     )

@@ -1,14 +1,14 @@
-"""The wrapper that recomputes a module's calls in the backward pass, with `torch.utils.checkpoint` (not reentrant).
+"""The wrapper that recomputes a module's calls in the backward pass, with non-reentrant `torch.utils.checkpoint`.
 
-Outputs of matrix products can be kept, so that only the cheaper operations are computed again.  Two dispatch modes share a
-`_Kept`: one runs around the forward pass and keeps the outputs of products; the other runs around the recomputation
-and returns them when the products are called again (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large
-Transformer Models", recompute only attention; Chen et al., 2016, section 4.2, everything but convolutions).
+Outputs of matrix products can be kept, so that only cheaper operations are recomputed.  Two dispatch modes share a
+`_Kept` object: the forward mode keeps the outputs of products, and the recomputation mode returns them when the
+products are called again.  Korthikanti et al. (2022, "Reducing Activation Recomputation in Large Transformer Models")
+recompute only attention; Chen et al. (2016, section 4.2) recompute everything except convolutions.
 
-PyTorch has a similar pair (`create_selective_checkpoint_contexts`), with three differences.  Here, outputs that the
-last recomputation did not reach are not kept (in a block x + f(x), the product at the end of f).  An output
-that is overwritten in place is computed again, whereas PyTorch raises an error in the backward pass.  Products with
-dropout are never kept, because skipping them would shift the random numbers of later operations.
+PyTorch has similar modes (`create_selective_checkpoint_contexts`), with three differences.  Here, outputs that the last
+recomputation did not reach are not kept (in a block x + f(x), the last product of f).  An output that is overwritten in
+place is recomputed, whereas PyTorch raises an error in the backward pass.  Products with dropout are never kept,
+because skipping them would shift the random numbers of later operations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 aten = torch.ops.aten
 
 WEIGHT_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.convolution, aten._scaled_mm, aten.mv, aten.addmv})
-"""Products with weights, which have many operations per byte of output."""
+"""Products with weights, which have many operations per output byte."""
 
 FUSED_ATTENTION = frozenset(
     {
@@ -38,14 +38,14 @@ FUSED_ATTENTION = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable,
     }
 )
-"""Fused attention, whose output has the size of the queries."""
+"""Fused attention, whose output has the same size as the queries."""
 
 KEPT_PRODUCTS: dict[str, frozenset[Any]] = {
     "block": frozenset(),
     "selective": WEIGHT_PRODUCTS | FUSED_ATTENTION,
     "attention": WEIGHT_PRODUCTS,
 }
-"""The products whose outputs are kept in each mode, besides the inputs of the module."""
+"""The products whose outputs are kept in each mode, in addition to the module's inputs."""
 
 _SMALL_BYTES = 1 << 20
 
@@ -54,19 +54,19 @@ _observers: list[Callable[[Tensor], None]] = []
 
 
 def recomputing() -> bool:
-    """Return whether this thread is in a recomputation, in which forward hooks run too."""
+    """Return whether this thread is recomputing; forward hooks also run in a recomputation."""
     return recomputed_module() is not None
 
 
 def recomputed_module() -> str | None:
-    """Return the name of the module that this thread recomputes, the outermost if they are nested, or None."""
+    """Return the name of the module that this thread recomputes, the outermost if calls are nested, or None."""
     names: list[str] = getattr(_running, "names", [])
     return names[0] if names else None
 
 
 @contextmanager
 def observe_kept(observer: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `observer` with every tensor that a recomputing forward pass keeps."""
+    """Call `observer` with every tensor that a recomputable forward pass keeps."""
     _observers.append(observer)
     try:
         yield
@@ -75,15 +75,16 @@ def observe_kept(observer: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def measuring() -> bool:
-    """Return whether kept tensors are being observed."""
+    """Return whether kept tensors are observed."""
     return bool(_observers)
 
 
 class RecomputeWrapper:
     """Recomputes the calls of a module in the backward pass.  `way` is a key of `KEPT_PRODUCTS`.
 
-    In addition to PyTorch's checkpointing, tensors in nested arguments are treated like saved tensors, buffers have
-    the values of the forward pass and change once, products can be kept, and an error names a module that changes its input.
+    Extends PyTorch's checkpointing: tensors in nested arguments are saved tensors, a recomputation starts from the
+    buffers of the forward pass and does not change them again, products can be kept, and an error names the module that
+    changes its input.
     """
 
     def __init__(self, name: str, way: str) -> None:
@@ -94,11 +95,11 @@ class RecomputeWrapper:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the module, and keep only its inputs and products."""
+        """Call the module and keep only its inputs and selected products."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        # All tensors become separate arguments, which PyTorch saves like any tensor, so that they are checked for
-        # changes, counted and swapped.
+        # All tensors become separate arguments.  PyTorch saves them like other saved tensors, so they are checked for
+        # in-place changes, counted and swapped.
         inputs, structure = tree_flatten((args, kwargs))
         versions = [
             (one, one._version) for one in inputs if isinstance(one, Tensor) and not one.is_inference()
@@ -127,8 +128,8 @@ class RecomputeWrapper:
         results = checkpoint(run, *inputs, use_reentrant=False, context_fn=modes)
         if any(tensor._version != version for tensor, version in versions):
             raise RuntimeError(
-                f"block {self.name!r} ({type(module).__name__}) changes its input in place, so it cannot be "
-                "recomputed from it: use the out-of-place form (inplace=False), or do not recompute this block"
+                f"block {self.name!r} ({type(module).__name__}) changes its input in place and cannot be recomputed: "
+                "use the out-of-place form (inplace=False), or do not recompute this block"
             )
         buffers.drop_unchanged()
         kept.report(tree_leaves(results))
@@ -146,7 +147,7 @@ def _recomputation(name: str) -> Iterator[None]:
 
 
 class _Buffers:
-    """The values of buffers before a call that changes them, from which a recomputation starts."""
+    """The buffer values before a call that changes them, from which a recomputation starts."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [
@@ -159,7 +160,8 @@ class _Buffers:
     def drop_unchanged(self) -> None:
         """After the call, drop copies of large buffers that have not changed.
 
-        Small buffers are kept, because kernels update running statistics without a change of the version counter.
+        Copies of small buffers are kept, because kernels update running statistics without increasing the version
+        counter.
         """
         self._before = [
             entry
@@ -182,10 +184,10 @@ class _Buffers:
 
 
 class _Kept:
-    """The outputs of the `products` of one forward pass, by their number.
+    """The outputs of the `products` of one forward pass, by product index.
 
-    `needed` is the number of products that an earlier recomputation ran before it had recomputed all saved tensors, or
-    None.  Later products are not kept.
+    `needed` is the number of products that an earlier recomputation ran before all saved tensors were recomputed, or
+    None. Outputs of later products are not kept.
     """
 
     def __init__(self, products: frozenset[Any], needed: int | None) -> None:
@@ -195,7 +197,7 @@ class _Kept:
         self.replayed = 0
 
     def report(self, results: Iterable[Any]) -> None:
-        """After the forward pass, drop its `results`, which the caller may overwrite, and pass the others to observers."""
+        """After the forward pass, drop its `results`, and pass other outputs to observers."""
         self.drop(results)
         for _, output in self.outputs.values():
             for tensor in tree_iter(output):
@@ -226,7 +228,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Keep(_Mode):
-    """The mode around the forward pass, which keeps outputs of products."""
+    """The dispatch mode for the forward pass, which keeps outputs of products."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -244,10 +246,10 @@ class _Keep(_Mode):
 
 
 class _Replay(_Mode):
-    """The mode around the recomputation, which returns kept outputs."""
+    """The dispatch mode for the recomputation, which returns kept outputs."""
 
     def __enter__(self) -> _Replay:
-        self.count = 0  # the mode is reused in every backward pass over a retained graph
+        self.count = 0  # every backward pass over a retained graph reuses this mode
         super().__enter__()
         return self
 
@@ -260,8 +262,8 @@ class _Replay(_Mode):
             self.kept.replayed = max(self.kept.replayed, self.count)
             if then is not func:
                 raise RuntimeError(
-                    f"the recomputation calls {func} where the forward pass called {then}: the operations of a recomputed "
-                    "block may depend only on its inputs and random numbers"
+                    f"the recomputation calls {func} where the forward pass called {then}: make the operations of the "
+                    "recomputed block depend only on its inputs and random numbers"
                 )
             if output is not None:
                 return _aliases(output)
@@ -269,7 +271,7 @@ class _Replay(_Mode):
 
 
 def _aliases(output: Any) -> Any:
-    """Return new tensors with the same memory, to which autograd can attach its graph."""
+    """Return new tensors that share the memory of `output`, so that autograd can attach a graph."""
     return tree_map_only(Tensor, Tensor.detach, output)
 
 

@@ -1,4 +1,4 @@
-"""Stream records through a few buffers: while one record is processed, the next is read and the previous one written."""
+"""Stream records through a few buffers: one record is processed while the next is read and the previous is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from farandole.memory.disk import OffloadError
 from farandole.memory.offload_store import DiskStore, HostStore, OffloadStore, Transfer
 
 Work = Callable[[int, Tensor], None]
-"""A function that processes a record, given its number and its bytes (1-D, uint8)."""
+"""A function that processes a record, given its index and its bytes (1-D, uint8)."""
 
 _CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def disk_records(
     name: str = "optimizer state",
     buffers: int = 3,
 ) -> RecordStream:
-    """Return a stream of records in a scratch file in `folder`.  Raise `OffloadError` if there is no space for them."""
+    """Return a stream of records in a scratch file in `folder`.  Raise `OffloadError` if there is not enough space."""
     store = DiskStore(folder, name)
     try:
         return RecordStream(store, record_bytes, buffers)
@@ -43,38 +43,39 @@ def disk_records(
 
 @dataclass
 class _Slot:
-    """A buffer, and the record that it contains or into which it is being read."""
+    """A buffer and the record that it contains or receives."""
 
     buffer: Tensor
     record: int | None = None
-    held: bool = False  # by the caller, until `write` or `release`
+    held: bool = False  # the caller uses the buffer until `write` or `release`
     blank: bool = False  # returned to the caller without a read
-    prefetched: bool = False  # and not yet requested
-    used: int = 0  # time of the last use, on the stream's own clock
-    # the last transfer, which started after the earlier ones had ended
+    prefetched: bool = False  # read ahead and not yet requested
+    used: int = 0  # the stream's use counter at the last use
+    # the last transfer; earlier transfers have ended
     moving: Transfer = field(default_factory=Transfer)
 
 
 class RecordStream:
     """A stream of records with sizes `record_bytes` in `store`, through `buffers` buffers.
 
-    At least 2 buffers are needed; with 3, one record can be read and one written while one is processed.  Records of a store
-    in memory need no buffers.
+    At least 2 buffers are needed; with 3, one record can be read and another written while a third is processed.
+    Records of an in-memory store need no buffers.
 
-    `update` and `visit` iterate over many records.  Single records: `read` (or `blank`) returns the bytes of a record,
-    which the caller owns until `write` or `release`; `prefetch` starts to read a record.  A read waits for a write of
-    the same record.  A record that is still in a buffer is not read again.
+    `update` and `visit` iterate over many records.  For single records, `read` (or `blank`) returns the bytes of a
+    record, which the caller owns until `write` or `release`; `prefetch` starts to read a record.  A read waits for a
+    write of the same record.  A record that is still in a buffer is not read again.
 
     Only one thread at a time may use a stream.  A failed read raises `OffloadError` in the call that waits for the
-    record.  A failed write raises it also in every later call, because the store is incomplete.
+    record. A failed write raises `OffloadError` in that call and in every later call, because the store is incomplete.
 
-    `waited_s` is the time in seconds for which the caller has waited for the disk.  The stream closes its store.
+    `waited_s` is the total time in seconds that the caller has waited for the disk.  The stream closes its store.
     """
 
     def __init__(self, store: OffloadStore, record_bytes: Sequence[int], buffers: int = 3) -> None:
         if buffers < 2:
             raise ValueError(
-                f"expected at least 2 buffers, to read one record while another is in use, got buffers={buffers}"
+                "expected at least 2 buffers, so that one record can be read while another is in use, got "
+                f"buffers={buffers}"
             )
         self.store = store
         self.record_bytes = tuple(record_bytes)
@@ -92,12 +93,12 @@ class RecordStream:
 
     @property
     def access(self) -> str:
-        """A description of the store, and how it is accessed."""
+        """The store and its access mode, as text."""
         return self.store.access
 
     @property
     def memory_bytes(self) -> int:
-        """The size of the buffers in bytes, or that of the records if they are in memory."""
+        """The size of the buffers in bytes, or the size of the records if the store is in memory."""
         return sum(slot.buffer.nbytes for slot in self._slots)
 
     def prefetch(self, record: int) -> bool:
@@ -124,11 +125,11 @@ class RecordStream:
         return slot.buffer[: self.record_bytes[record]]
 
     def blank(self, record: int) -> Tensor:
-        """Return a buffer with undefined content, in which the caller creates `record`."""
+        """Return an uninitialized buffer, in which the caller creates `record`."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._hand_out(slot, blank=True)
-        slot.record = None  # until transfers of the buffer have ended
+        slot.record = None  # until the buffer's transfers have ended
         try:
             self._settle_one(slot.moving)
         except BaseException:
@@ -145,7 +146,7 @@ class RecordStream:
         slot.held = False
 
     def release(self, record: int) -> None:
-        """Release the bytes of `record` without a write; the caller must not have changed bytes that were read."""
+        """Release the bytes of `record` without a write; the caller must not have changed them."""
         slot = self._held(record)
         slot.held = False
         if slot.blank:
@@ -154,13 +155,13 @@ class RecordStream:
     def update(self, order: Iterable[int], work: Work) -> None:
         """Call `work(record, bytes)`, which may change the bytes, for each record in `order`, and write the bytes.
 
-        If `work` raises an exception, or on Ctrl-C, the exception is raised after all transfers have ended and all buffers
-        are released.  On a disk, the current record is unchanged and the earlier records are updated.
+        If `work` raises an exception, or on Ctrl-C, all transfers end and all buffers are released before the exception
+        is passed on. On a disk, the current record is then unchanged and the earlier records are updated.
         """
         self._pass(list(order), work, self.read)
 
     def fill(self, order: Iterable[int], work: Work) -> None:
-        """Like `update`, with undefined bytes, in which `work` creates the records."""
+        """Call `work(record, bytes)` with uninitialized bytes, in which it creates the record, and write the bytes."""
         self._pass(list(order), work, self.blank)
 
     def visit(self, order: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
@@ -181,7 +182,7 @@ class RecordStream:
         self._raise_failed()
 
     def close(self) -> None:
-        """Wait for all transfers, and free buffers and store; may be called again."""
+        """Wait for all transfers, and free the buffers and the store.  Further calls have no effect."""
         self._settle()
         self._closed = True
         self._slots, self.records = [], []
@@ -208,11 +209,13 @@ class RecordStream:
 
     def _check(self, record: int) -> None:
         if self._closed:
-            raise OffloadError(f"record {record} of {self.store.name}: the stream has been closed")
+            raise OffloadError(
+                f"record {record} of {self.store.name}: the stream is closed; create a new stream"
+            )
         if not 0 <= record < len(self.record_bytes):
             raise IndexError(
-                f"record {record} of {self.store.name}: there are {counted(len(self.record_bytes), 'record')}, "
-                f"counted from 0"
+                f"record {record} of {self.store.name} does not exist: there are "
+                f"{counted(len(self.record_bytes), 'record')}, numbered from 0"
             )
 
     def _holder(self, record: int) -> _Slot | None:
@@ -227,19 +230,19 @@ class RecordStream:
     def _free_slot(self, evict: Literal[False]) -> _Slot | None: ...
 
     def _free_slot(self, evict: bool) -> _Slot | None:
-        """Return the least recently used free slot; with `evict` it may contain a prefetched record."""
+        """Return the least recently used free slot; with `evict`, it may contain a prefetched record."""
         free = [slot for slot in self._slots if not slot.held]
         idle = [slot for slot in free if not slot.prefetched]
         if evict and not free:
             raise OffloadError(
                 f"all {len(self._slots)} buffers of {self.store.name} are in use (records "
                 f"{sorted(slot.record for slot in self._slots if slot.record is not None)}): write or release "
-                f"one, or create the stream with more buffers"
+                f"a record, or create the stream with more buffers"
             )
         return min(idle or (free if evict else []), key=lambda slot: slot.used, default=None)
 
     def _fetch(self, slot: _Slot, record: int) -> None:
-        """Start to read `record` into `slot`, unless the slot contains it."""
+        """Start to read `record` into `slot` unless the slot already contains it."""
         self._refuse_held(slot, record)
         if slot.record != record:
             before = [slot.moving, *self._unwritten(record)]
@@ -273,7 +276,7 @@ class RecordStream:
         return [self._writing[record]] if record in self._writing else []
 
     def _wait(self, slot: _Slot) -> None:
-        """Wait for the transfer of `slot`; raise its error, or that of an earlier write."""
+        """Wait for the transfer of `slot`; raise its error or the error of an earlier write."""
         self._settle_one(slot.moving)
         self._raise_failed()
         slot.moving.synchronize()
@@ -294,6 +297,6 @@ class RecordStream:
         """Release all buffers, and wait for all transfers."""
         try:
             self.store.settle()
-        finally:  # a second Ctrl-C interrupts the wait; the next use of a slot waits for its last transfer
+        finally:  # after a second Ctrl-C, the next use of a slot waits for its last transfer
             for slot in self._slots:
                 slot.record, slot.held, slot.prefetched = None, False, False

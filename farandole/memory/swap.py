@@ -5,10 +5,11 @@
     loss(model(x)).backward()                         # as usual, any number of times
     swap.close()
 
-Tensors that autograd saves are copied to an `OffloadStore` during the forward pass, and freed (Rhu et al., 2016,
-"vDNN").  When the backward pass needs the first tensor of a block, the other tensors of this block and those of the previous
-block are prefetched.  Gradients have the same bits as without swapping.  With `apply_recompute(model, "block")`,
-the inputs of blocks are swapped.  Tensors that selective recomputation keeps are not swapped.
+Tensors that autograd saves are copied to an `OffloadStore` and freed during the forward pass (Rhu et al., 2016,
+"vDNN").  When the backward pass requests the first tensor of a block, the block's other tensors and the tensors of the
+previous block are prefetched.  Gradients are bitwise identical to gradients without swapping.  With
+`apply_recompute(model, "block")`, the inputs of blocks are swapped.  Tensors kept by selective recomputation are not
+swapped.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BEHIND_BYTES = 256 << 20
 AHEAD_BYTES = 256 << 20
 
 _M_MMAP_THRESHOLD = -3
-_LEAST_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD = 128 << 10, 32 << 20  # bounds of glibc
+_LEAST_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD = 128 << 10, 32 << 20  # the range that glibc accepts
 
 
 def swap_activations(
@@ -51,27 +52,28 @@ def swap_activations(
     behind_bytes: int = BEHIND_BYTES,
     ahead_bytes: int = AHEAD_BYTES,
 ) -> Swap:
-    """Swap what `model` saves for its backward pass, until `close`.
+    """Swap the tensors that `model` saves for its backward pass, until `close` is called.
 
     Args:
-        to: "host" for a model on a CUDA device, "disk:FOLDER" for one on the CPU: an unnamed file that disappears with
-            the process.  While a model swaps to a disk, this process maps large blocks of memory one by one.
-        threshold_bytes: smaller tensors, parameters and buffers are not swapped.
-        behind_bytes: the largest number of bytes that may wait to be written; beyond it the forward pass waits.
-        ahead_bytes: the largest number of bytes that are prefetched.
+        to: "host" for a model on a CUDA device; "disk:FOLDER" for a model on the CPU: an unnamed file in FOLDER, which
+            is deleted when the process ends.  While a model swaps to a disk, glibc maps large memory blocks one by one.
+        threshold_bytes: smaller tensors are not swapped, nor are parameters and buffers.
+        behind_bytes: the maximum number of bytes that wait to be written; the forward pass waits while it is exceeded.
+        ahead_bytes: the maximum number of prefetched bytes.
 
     Raises:
-        ValueError: if the place is unknown, or does not suit the model's device.
-        OffloadError: if the folder cannot be written to.  Forward and backward passes raise it if the disk is full or
-            fails.
+        ValueError: if `to` is unknown, or does not suit the model's device.
+        OffloadError: if the folder is not writable.  Forward and backward passes raise it if the disk is full or fails.
     """
     for name, value in (("threshold_bytes", threshold_bytes), ("ahead_bytes", ahead_bytes)):
         if value < 0:
             raise ValueError(f"{name}={value}: expected at least 0")
     if behind_bytes < 1:
-        raise ValueError(f"expected behind_bytes of at least 1, got {behind_bytes}")
+        raise ValueError(f"behind_bytes={behind_bytes}: expected at least 1")
     if wrapper_of(model, Swap) is not None:
-        raise ValueError("the activations of this model are already swapped: close() the existing Swap first")
+        raise ValueError(
+            "the activations of this model are already swapped; call close() on the existing Swap first"
+        )
     store = _store(to, device_of(model))
     if not store.in_memory:
         map_blocks_from(threshold_bytes)
@@ -87,12 +89,12 @@ def _store(to: str, device: torch.device) -> OffloadStore:
         raise ValueError(f"unknown swap={to!r}: expected 'host' (CUDA) or 'disk:FOLDER' (CPU)")
     if place.kind == "host" and device.type != "cuda":
         raise ValueError(
-            f"swap='host' moves activations from a CUDA device to the host, and this model is on {device}: "
-            "swap='disk:FOLDER' moves them to a disk"
+            f"swap='host' moves activations from a CUDA device to the host, but this model is on {device}; "
+            "use swap='disk:FOLDER'"
         )
     if place.kind == "disk" and device.type != "cpu":
         raise ValueError(
-            f"swap={to!r} is for models on the CPU, and this one is on {device}: swap='host' works there"
+            f"swap={to!r} is for models on the CPU, but this model is on {device}; use swap='host'"
         )
     return (
         HostStore("activations", pinned=True)
@@ -104,10 +106,10 @@ def _store(to: str, device: torch.device) -> OffloadStore:
 def map_blocks_from(threshold_bytes: int) -> None:
     """Make glibc map blocks of at least this size one by one; no effect on other C libraries.
 
-    By default glibc raises its threshold when large blocks are freed, and then allocates them in its heap.  There, aligned
-    blocks leave gaps that are too small for the next block of the same size, so a process that swaps would use as
-    much memory as one that does not.  Mapped blocks return to the kernel when they are freed, at the cost of clearing their
-    pages at each allocation.  See `man mallopt`.
+    By default, glibc raises its threshold when large blocks are freed, and then allocates large blocks in its heap.
+    There, aligned blocks leave gaps that are too small for the next block of the same size, so swapping would save no
+    memory.  Mapped blocks are returned to the kernel when they are freed, but each allocation must clear their pages.
+    See `man mallopt`.
     """
     if sys.platform != "linux":
         return
@@ -118,7 +120,7 @@ def map_blocks_from(threshold_bytes: int) -> None:
 
 
 class _Saved:
-    """The memory of one or more saved tensors: `original` until it is written, afterwards in `record`."""
+    """The memory of one or more saved tensors: in `original` until it is written, then in `record`."""
 
     def __init__(self, tensor: Tensor, number: int, block: int, record: Record) -> None:
         storage = tensor.untyped_storage()
@@ -135,7 +137,7 @@ class _Saved:
 
 
 class _View:
-    """The stand-in for a saved tensor in the autograd graph: its position in its memory."""
+    """The placeholder for a saved tensor in the autograd graph: its location in a `_Saved`."""
 
     def __init__(self, saved: _Saved, tensor: Tensor) -> None:
         self.saved = saved
@@ -157,7 +159,7 @@ class _View:
 
 
 class Swap:
-    """Swapping of one model's activations, created by `swap_activations`; a context manager that closes on exit.
+    """Swaps the activations of one model; created by `swap_activations`, and a context manager that closes on exit.
 
     `written_bytes` and `read_bytes` count the bytes that were swapped out and in.
     """
@@ -187,7 +189,7 @@ class Swap:
             wrap_calls(module, wrapper)
 
     def close(self) -> None:
-        """Stop swapping and free the store; backward passes over existing graphs raise an error."""
+        """Stop swapping and free the store; later backward passes over existing graphs raise an error."""
         if self._closed:
             return
         self._closed = True
@@ -196,7 +198,7 @@ class Swap:
         self._waiting.clear()
         self._store.close()
         if not self._store.in_memory:
-            map_blocks_from(_MOST_MMAP_THRESHOLD)  # the value to which glibc adapts in a training run
+            map_blocks_from(_MOST_MMAP_THRESHOLD)  # the value that glibc reaches in a training run
 
     def __enter__(self) -> Swap:
         return self
@@ -207,7 +209,7 @@ class Swap:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the model's forward pass under the hooks; the wrapper of its calls."""
+        """Run the model's forward pass under the hooks."""
         if not torch.is_grad_enabled() or measuring():
             return call(*args, **kwargs)
         with self.hooks(args, kwargs):
@@ -233,14 +235,14 @@ class Swap:
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def enter_block(self) -> None:
-        """Start the next block, to which tensors saved from now on belong."""
+        """Start the next block, which owns the tensors saved from now on."""
         self._block += 1
         self._first_of_block[self._block] = self._count
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Return the stand-in for `tensor` that autograd saves in a forward pass under `hooks`."""
+        """Return the placeholder for `tensor` that autograd saves in a forward pass under `hooks`."""
         if not self._is_swapped(tensor):
-            return tensor.detach()  # saving an output itself would keep its own graph alive
+            return tensor.detach()  # an output would keep its graph alive
         with self._lock:
             self._free_written(self._behind)
             key = tensor.untyped_storage()._cdata
@@ -284,8 +286,8 @@ class Swap:
     def _free_written(self, allowed: int) -> None:
         """Free memory that has been written, and wait until at most `allowed` bytes are unwritten.
 
-        The computing thread calls this, because an in-place change appears in the version counter only after the operation,
-        and in this thread no operation is running.
+        The computing thread calls this method between operations, because an in-place change increases the version
+        counter only at the end of the operation.
         """
         while self._waiting:
             saved = self._waiting[0]
@@ -304,7 +306,7 @@ class Swap:
         if isinstance(packed, Tensor):
             return packed
         if self._closed:
-            raise OffloadError("this swap is closed: run backward passes before close()")
+            raise OffloadError("this Swap is closed; run backward passes before calling close()")
         saved = packed.saved
         with self._lock:
             self._free_written(self._behind)
@@ -321,7 +323,7 @@ class Swap:
         original = saved.original
         if saved.changed if original is None else original._version != saved.version:
             raise RuntimeError(
-                "a tensor that the backward pass needs was modified in place after it was saved: use the out-of-place "
+                "a tensor needed by the backward pass was modified in place after it was saved; use an out-of-place "
                 "operation (PyTorch raises the same error without swapping)"
             )
         if original is not None:

@@ -1,4 +1,4 @@
-"""Track the memory of live tensors by kind, its peak, and a limit that applies from the first allocation on.
+"""Track the memory of live tensors by kind, record its peak, and enforce a limit.
 
     with DeviceMemory(12 << 30, torch.device("cpu")) as memory:
         memory.watch(model)
@@ -8,7 +8,8 @@
             ...
             memory.in_use, memory.peak
 
-Code that allocates memory tags it, at almost no cost if no tracker is active:
+The limit applies from the first allocation.  Code that allocates memory tags it, at almost no cost if no tracker is
+active:
 
     with memory_tag("weights", parameters):
         buffer = torch.empty(length)
@@ -43,10 +44,7 @@ Kind = Literal["weights", "gradients", "masters and states", "activations"]
 
 @dataclass(frozen=True)
 class MemoryTag:
-    """The kind of some memory, and the parameters to which it belongs if they are known.
-
-    The memory is shared by `ranks` ranks.
-    """
+    """The kind of some memory, its parameters if they are known, and the number of ranks that share it."""
 
     kind: Kind
     parameters: Sequence[nn.Parameter] = ()
@@ -60,7 +58,7 @@ _current: ContextVar[MemoryTag] = ContextVar("memory_tag")
 
 @contextmanager
 def memory_tag(kind: Kind, parameters: Sequence[nn.Parameter] = (), *, ranks: int = 1) -> Iterator[None]:
-    """Tag the memory that this thread allocates within the context; untagged memory counts as activations."""
+    """Tag the memory that this thread allocates in the context; untagged memory counts as activations."""
     token = _current.set(MemoryTag(kind, parameters, ranks))
     try:
         yield
@@ -69,15 +67,16 @@ def memory_tag(kind: Kind, parameters: Sequence[nn.Parameter] = (), *, ranks: in
 
 
 def by_kind(count: Mapping[Kind, int]) -> str:
-    """Return `weights 2.3 GiB, gradients 4.6 GiB`, without kinds of zero bytes."""
+    """Return a text such as `weights 2.3 GiB, gradients 4.6 GiB`, without kinds of zero bytes."""
     return ", ".join(f"{kind} {size(count[kind])}" for kind in get_args(Kind) if count.get(kind))
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """An allocation exceeds the memory of the device.
+    """Raised when an allocation exceeds the memory of the device.
 
-    `requested` is the size in bytes if it is known, and `purpose` the use of the memory.  `in_use` has the bytes of each kind
-    before.  `place` is the block and the part of the step, and `step` the number of the step (None before the first).
+    `requested` is the size in bytes if it is known, and `purpose` the intended use.  `in_use` has the bytes of each
+    kind before the allocation.  `place` names the block and the phase of the step.  `step` is the step number (None
+    before the first step).
     """
 
     def __init__(
@@ -95,8 +94,8 @@ class OutOfDeviceMemory(RuntimeError):
         more = "more" if requested is None else size(requested)
         held = by_kind(in_use) or "nothing"
         super().__init__(
-            f"out of device memory {when}{place}: {more} requested for {purpose}, and "
-            f"{size(max(0, limit - sum(in_use.values())))} of {size(limit)} are free; in use: {held}"
+            f"out of device memory {when}{place}: {more} requested for {purpose}, but only "
+            f"{size(max(0, limit - sum(in_use.values())))} of {size(limit)} free; in use: {held}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,12 +103,12 @@ class OutOfDeviceMemory(RuntimeError):
 
 
 class DeviceMemory:
-    """Limit this process to `limit_bytes` of `device` within the context, and count its memory by kind.
+    """Limits this process to `limit_bytes` of `device` within a context, and counts its memory by kind.
 
     The memory of each tensor on the device counts once for all of its views, from the first operation that creates or
-    uses it until it is freed.  For memory that several ranks share, this rank's part counts.  Memory without a tensor is
-    not detected, such as workspaces of libraries and temporary memory within an operation.  A CUDA device enforces the
-    limit itself, including this memory.
+    uses it until it is freed.  Memory shared by several ranks counts in equal parts for each rank.  Memory that belongs
+    to no tensor, such as library workspaces and temporary memory within an operation, is not detected.  A CUDA device
+    enforces the limit itself, and includes this memory.
 
     Args:
         limit_bytes: the limit, or None to count without a limit.
@@ -121,7 +120,7 @@ class DeviceMemory:
     def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(f"limit_bytes={limit_bytes}: expected at least 1")
-        if str(device) == "cuda":  # torch's limit needs a number
+        if str(device) == "cuda":  # torch's limit needs a device index
             device = torch.device("cuda", torch.cuda.current_device())
         self.limit, self.device = limit_bytes, device
         self.step: int | None = None
@@ -149,7 +148,7 @@ class DeviceMemory:
         return self.in_use.total()
 
     def watch(self, model: nn.Module) -> None:
-        """Name blocks and parameters of `model` in errors, and count its existing tensors as weights.
+        """Use names of blocks and parameters of `model` in errors, and count its existing tensors as weights.
 
         Call this method before the model is parallelized.
         """
@@ -204,7 +203,7 @@ class DeviceMemory:
         self.peak = max(self.peak, in_use.total())
 
     def _refused(self) -> OutOfDeviceMemory | None:
-        """Return the error to raise if a CUDA device has refused an allocation because of this limit."""
+        """Return the error to raise when a CUDA device has refused an allocation because of this limit."""
         return None if self.limit is None else self._error(None, self._tag(), self.limit)
 
     def _note_freed(self, key: int) -> Callable[[Any], None]:
@@ -218,7 +217,7 @@ class DeviceMemory:
 
     def _update(self, begins: bool) -> None:
         self._updating = begins
-        self._place = ", in the update of the optimizer" if begins else ""
+        self._place = ", in the optimizer step" if begins else ""
 
     def _enter(self, place: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
@@ -233,9 +232,7 @@ class DeviceMemory:
             self._place = ""
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(
-                        behind
-                    )  # its gradient is complete, so the block's backward pass starts
+                    tensor.register_hook(behind)  # the gradient is complete: the block's backward pass starts
 
         return leave
 
@@ -244,7 +241,7 @@ class DeviceMemory:
         return OutOfDeviceMemory(limit, requested, dict(self.in_use), wanted, self._place, self.step)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return ` of 3.attention.qkv.weight`, with the first and the last name if there are several."""
+        """Return a text such as ` of 3.attention.qkv.weight`, with the first and the last of several names."""
         if self._model is None or not parameters:
             return ""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -254,9 +251,9 @@ class DeviceMemory:
 
 
 class _TensorMode(TorchDispatchMode):
-    """Call `see` with every input of an operation before it runs, and with every output.
+    """Calls `see` with every input of an operation before it runs, and with every output.
 
-    If an operation runs out of memory, raise the error that `refused` returns.
+    If an operation runs out of memory, the error returned by `refused` is raised.
     """
 
     def __init__(
@@ -287,9 +284,9 @@ class _TensorMode(TorchDispatchMode):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Count the bytes of the real or fake tensors that operations create, and the work of the operations.
+    """Counts the bytes of real or fake tensors that operations create, and the work of the operations.
 
-    The memory of the tensors in `outside` does not count.  `now` and `peak` are bytes; `flops` and `moved` as in
+    The memory of the tensors in `outside` does not count.  `now` and `peak` are in bytes; for `flops` and `moved`, see
     `planner.Trace`.
     """
 
@@ -297,7 +294,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = self.flops = self.moved = 0
         self._mapped = self._peak_in_heap = self._peak_mapped = 0
-        self._live: dict[int, int] = {}  # bytes of each storage, by number
+        self._live: dict[int, int] = {}  # bytes of each storage, by storage number
         self._count = 0
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside if isinstance(tensor, Tensor)}
@@ -314,7 +311,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
         flops = flops_of(func.overloadpacket, args, kwargs, output)
         self.flops += flops
-        if not flops and (fresh or func._schema.is_mutable):  # otherwise it is a view
+        if not flops and (fresh or func._schema.is_mutable):  # otherwise the operation creates a view
             read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
             self.moved += sum(one.numel() * one.element_size() for one in (*read, *written))
         return output
@@ -351,13 +348,13 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def resident_peak(self) -> int:
-        """The peak in bytes if the heap keeps freed memory, as that of glibc does, and larger blocks are mapped one by one."""
+        """The peak in bytes, including freed heap memory, which glibc keeps, and excluding freed mapped blocks."""
         return self._peak_in_heap + self._peak_mapped
 
     def live(self, least_bytes: int = 0, *, without: Sequence[Tensor] = ()) -> dict[int, int]:
         """Return the bytes of each live storage of at least `least_bytes`, by a unique number.
 
-        The storages of the tensors in `without` are omitted.
+        Storages of the tensors in `without` are omitted.
         """
         keys = {tensor.untyped_storage()._cdata for tensor in without}
         left_out = {self._seen[key][1] for key in keys if key in self._seen}

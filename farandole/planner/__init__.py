@@ -1,10 +1,10 @@
-"""Predict the memory of each rank and the time of a step of a plan, before anything runs.
+"""Predict the memory per rank and the step time of a plan before training starts.
 
     machine = Machine(memory=16 << 30)
     estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).outcome(machine.memory)
 
-The planner divides a model on the meta device into the same buckets as the engine (`parallel.sharding`), and runs a
-forward and backward pass on fake tensors.
+The planner shards a model on the meta device into the same buckets as the engine (`parallel.sharding`), and runs a
+forward and a backward pass on fake tensors.
 """
 
 from farandole.planner.estimate import Estimate, estimate, estimate_workload

@@ -1,4 +1,4 @@
-"""Predict whether a plan fits, and how long its steps take, before a rank has started."""
+"""Predict whether a plan fits into memory and how long its steps take."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from farandole.planner.workload import Machine, Workload
 ALLOCATOR_BYTES = 45 << 20
 """Overhead of the C library: gaps between blocks, small objects, and memory that kernels allocate inside a call.
 
-An estimate counts at most as much as the tensors of a pass.  The value is the median over 19 trainings of GPTs of 8 and
-15 M parameters on 2 ranks (docs/explanation/planner.md; torch 2.13, glibc 2.36).
+The overhead in an estimate is at most the size of the tensors of a pass.  The value is the median over 19 training runs
+of GPTs with 8 and 15 M parameters on 2 ranks (docs/explanation/planner.md; torch 2.13, glibc 2.36).
 """
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory and time of a step of a plan, on the rank that needs the most memory.
+    """The memory and step time of a plan, on the rank that needs the most memory.
 
     Args:
-        parts: bytes by name, whose sum is the peak of a step.  A negative part corrects for parts that are not in use
-            together.
-        start: bytes while the model is being divided, before the first step.
-        times: seconds of a step, by activity.
+        parts: bytes by name, whose sum is the peak of a step.  A negative part is a correction for parts that are not
+            in use at the same time.
+        start: bytes in use while the model is being sharded, before the first step.
+        times: seconds per step, by activity.
     """
 
     plan: Plan
@@ -41,16 +41,16 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """The peak memory of the rank, in bytes."""
+        """The peak memory of the rank in bytes."""
         return max(self.start, sum(self.parts.values()))
 
     @property
     def seconds(self) -> float:
-        """The duration of a step, in seconds."""
+        """The duration of a step in seconds."""
         return sum(self.times.values())
 
     def fits(self, memory: int) -> bool:
-        """Return whether `memory` bytes for each rank are enough."""
+        """Return whether `memory` bytes per rank are enough."""
         return self.peak <= memory
 
     def outcome(self, memory: int) -> str:
@@ -69,11 +69,11 @@ def estimate(
         machine = Machine(memory=16 << 30)
         estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).outcome(machine.memory)
 
-    Nothing is computed.  The model may be on the meta device.  Recomputation in the model is switched off afterwards.
+    Nothing is computed, and the model may be on the meta device.  The call switches recomputation in the model off.
 
     Args:
         example: a rank's micro-batch.
-        workload: further keywords of `Workload` (`loss`, `micro_batches`, ...).
+        workload: other keyword arguments of `Workload` (`loss`, `micro_batches`, ...).
 
     Raises:
         PlanError: if the plan is invalid for this number of ranks or for this machine.
@@ -84,7 +84,7 @@ def estimate(
 def estimate_workload(
     workload: Workload, plan: Plan, ranks: int, machine: Machine, traced: Trace | None = None
 ) -> Estimate:
-    """Like `estimate`, for a workload.  `traced` is its trace under this plan, if available."""
+    """Like `estimate`, for a `Workload`.  `traced` is its trace under this plan, if available."""
     _check(plan, machine)
     state = state_bytes(workload, plan, ranks, machine)
     traced = traced or workload.trace(plan)
@@ -112,31 +112,34 @@ def _check(plan: Plan, machine: Machine) -> None:
         place = getattr(plan, name)
         if place.startswith("disk:") and machine.disk is None:
             raise PlanError(
-                f"{name}={place!r} needs a machine with a disk: pass Machine(disk=Bandwidth(...))"
+                f"{name}={place!r} requires a machine with a disk; pass Machine(disk=Bandwidth(...))"
             )
     if plan.swap != "none" and machine.host == (plan.swap == "host"):
-        where, works = ("a host", "disk:FOLDER") if machine.host else ("an accelerator", "host")
-        raise PlanError(f"swap={plan.swap!r} is not available for models on {where}: use swap={works!r}")
+        where, works = ("a CPU host", "disk:FOLDER") if machine.host else ("an accelerator", "host")
+        raise PlanError(f"swap={plan.swap!r} is not available for models on {where}; use swap={works!r}")
     if plan.lora is not None:
         raise PlanError(
-            "the planner does not support LoRA in a plan: add adapters with `parallel.lora.add_lora`, and omit lora"
+            "the planner does not support LoRA in a plan; omit lora and call `parallel.lora.add_lora` on the "
+            "model instead"
         )
     if plan.offloaded != "optimizer" and plan.offload_folder is not None and not machine.host:
         raise PlanError(
-            f"offloaded={plan.offloaded!r} with offload={plan.offload!r} is not available for models on an accelerator: use "
+            f"offloaded={plan.offloaded!r} with offload={plan.offload!r} is not available for models on an "
+            "accelerator; use "
             f"offload='host' or offloaded='optimizer'"
         )
     if plan.precision not in machine.flops:
         raise PlanError(
-            f"Machine(flops=) has no entry for precision={plan.precision!r}, only for {', '.join(machine.flops)}: add it"
+            f"Machine(flops=) has no entry for precision={plan.precision!r}, only for {', '.join(machine.flops)}; "
+            "add an entry"
         )
 
 
 def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace) -> int:
-    """Return the measured allowance, and the freed memory that the C library keeps.
+    """Return the measured C library overhead and the freed memory that the C library keeps.
 
-    With `swap` the C library maps most blocks one by one, and does not keep these blocks.  States that are offloaded to
-    a disk are allocated in the first step and then copied.
+    With `swap`, the C library maps most blocks one by one and does not keep them.  States that are offloaded to a disk
+    are allocated in the first step and then copied.
     """
     found = min(ALLOCATOR_BYTES, traced.peak)
     if plan.swap == "none":
@@ -147,22 +150,22 @@ def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace)
 
 
 def _start(workload: Workload, plan: Plan, state: StateBytes) -> int:
-    """Return the bytes in use while the model is being divided.
+    """Return the bytes in use while the model is being sharded.
 
-    By default each rank builds the whole model, and frees a bucket of parameters when it has been copied.  With
-    `block_by_block` a rank has memory for its weights, gradients and master weights, and for one block of the model.
-    Master weights are created in memory even if they are offloaded afterwards.  With stages 0 and 1 gradients exist
-    before master weights.
+    By default, each rank builds the full model, and frees each bucket of parameters when it has been copied.  With
+    `block_by_block`, a rank has memory for its weights, gradients and master weights, and for one block of the model.
+    Master weights are created in memory even if they are offloaded afterwards.  With ZeRO stages 0 and 1, gradients are
+    allocated before master weights.
     """
     divided = state.weights + state.masters + (state.gradients if plan.zero < 2 else 0)
     return divided + state.largest_block if workload.block_by_block else max(divided, state.whole)
 
 
 def _swapped(plan: Plan, traced: Trace) -> int:
-    """Return the saved bytes that are certainly swapped out.
+    """Return the number of saved bytes that are certainly swapped out.
 
-    At most `BEHIND_BYTES` of the swapped tensors still wait for their copies.  Tensors that selective recomputation
-    keeps are not swapped.
+    At most `BEHIND_BYTES` of the swapped tensors are still waiting for their copies.  Tensors kept by selective
+    recomputation are not swapped.
     """
     if plan.swap == "none" or plan.recompute in ("selective", "attention", "auto"):
         return 0
@@ -172,8 +175,8 @@ def _swapped(plan: Plan, traced: Trace) -> int:
 def _reused(workload: Workload, plan: Plan, state: StateBytes, activations: int) -> int:
     """Return the gradient bytes that reuse activation memory.
 
-    With stages 2 and 3 gradients occupy memory from their reduction until the next step (`parallel.bucket`).  With one
-    pass per step, no gradients exist at the loss, where most activations exist, and no activations exist at the end of
-    the step.
+    With ZeRO stages 2 and 3, gradients occupy memory from their reduction until the next step (`parallel.bucket`).
+    With one pass per step, there are no gradients when the loss is computed and activations peak, and no activations at
+    the end of the step.
     """
     return min(state.gradients, activations) if plan.zero >= 2 and workload.micro_batches == 1 else 0

@@ -1,4 +1,4 @@
-"""Compute the bytes of a rank from the buckets into which the engine would divide a model's parameters."""
+"""Compute the memory of a rank from the buckets into which the engine would shard a model."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from farandole.plan import Plan, PlanError
 from farandole.planner.workload import Machine, Workload, weight_type
 
 RECORD_BUFFERS = 3
-"""The number of offloaded records that are in memory at a time (`memory.record_stream`)."""
+"""The number of offloaded records in memory at the same time (`memory.record_stream`)."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The bytes of a rank that depend on the division of the model, and not on its activations.
+    """The bytes of a rank that depend on the sharding of the model and not on its activations.
 
     Args:
         sharding: the buckets.
-        weights: bytes of the weights used in computation, and of the model's buffers.
+        weights: bytes of the weights used in computation and of the model's buffers.
         gradients: bytes of gradients that are kept until the update.
         masters: bytes of the master weights, which the optimizer updates.
         updated: bytes of one value for each parameter that this rank updates.
-        optimizer: bytes of states and master weights in device memory.  If these are offloaded to a disk: bytes of the
-            transfer buffers.
+        optimizer: bytes of optimizer states and master weights in device memory, or of the transfer buffers if they are
+            offloaded to a disk.
         records: bytes of offloaded states and master weights.
-        pools: with `zero` 2 and 3, bytes of unsharded gradients before their reduction, and of gradient shards being
+        pools: with `zero` 2 and 3, bytes of unsharded gradients before their reduction and of gradient shards being
             offloaded.
-        gathered: with `zero=3`, bytes of gathered weights, and of shards that are read ahead from an offload store.
+        gathered: with `zero=3`, bytes of gathered weights and of shards prefetched from an offload store.
         copies: bytes of copies of weights and states for a checkpoint.  States that are offloaded to a disk are not
             copied.
-        whole: bytes of the whole model as it is built.
+        whole: bytes of the full model when it is built.
         largest_block: bytes of the largest block of the model.
     """
 
@@ -64,7 +64,7 @@ class StateBytes:
 
 
 def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> StateBytes:
-    """Divide the model of `workload` as the engine would, and return the bytes of a rank.
+    """Shard the model of `workload` as the engine would, and return the bytes of a rank.
 
     Raises:
         PlanError: if the plan is invalid for this number of ranks, or hosts would have different numbers of ranks.
@@ -72,7 +72,7 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
     plan.check(ranks)
     if ranks % machine.hosts:
         raise PlanError(
-            f"{ranks} ranks on {machine.hosts} hosts: expected the same number of ranks on each host"
+            f"{ranks} ranks cannot be split equally over {machine.hosts} hosts; use a multiple of {machine.hosts} ranks"
         )
     model, parameters = workload.model, list(workload.model.parameters())
     sharding = _sharding(workload, plan, ranks, machine)
@@ -116,7 +116,7 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
 
 
 def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints: bool = False) -> float:
-    """Return the bytes per parameter of a large model that all ranks together keep throughout training with Adam.
+    """Return the bytes per parameter of a large model that all ranks together keep while training with Adam.
 
     Weights, gradients and optimizer states count if they are in device memory.  With `checkpoints`, the copies from
     which checkpoints are written count instead.
@@ -132,12 +132,12 @@ def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints
 
 
 def has_master_copies(sharding: ShardingPlan, plan: Plan) -> bool:
-    """Return whether offloaded weights have master copies: if any weights have another type than the master weights."""
+    """Return whether offloaded weights need master copies, because dtypes of weights and master weights differ."""
     return plan.offloaded == "parameters" and any(b.dtype != b.master_dtype for b in sharding.trained)
 
 
 def _copies(workload: Workload, plan: Plan) -> int:
-    """Return how many values of each parameter are copied for a checkpoint."""
+    """Return the number of values per parameter that are copied for a checkpoint."""
     if plan.offload_folder is None:
         return 1 + workload.states
     return 0 if plan.offloaded == "parameters" else 1
@@ -148,7 +148,7 @@ def _largest(sizes: Iterable[int], count: int) -> list[int]:
 
 
 def shares_memory(bucket: BucketPlan, ranks: int, machine: Machine) -> bool:
-    """Return whether the ranks that divide a bucket share memory."""
+    """Return whether the ranks that shard a bucket share memory."""
     return machine.shared and len({rank * machine.hosts // ranks for rank in bucket.ranks.shards}) == 1
 
 
@@ -176,17 +176,17 @@ def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> S
 
 
 def shard_bytes(bucket: BucketPlan) -> int:
-    """Return the bytes of this rank's shard, in the type of master weights."""
+    """Return the bytes of this rank's shard in the dtype of the master weights."""
     return bucket.layout.shard_length * bucket.master_dtype.itemsize
 
 
 def whole_bytes(bucket: BucketPlan) -> int:
-    """Return the bytes of the unsharded gradient, in the type of master weights."""
+    """Return the bytes of the unsharded gradient in the dtype of the master weights."""
     return bucket.layout.length * bucket.master_dtype.itemsize
 
 
 def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
-    """Return the bytes of pooled buffers, and of zero-copy gradients before their reduction (`parallel.bucket`)."""
+    """Return the bytes of pooled buffers and of zero-copy gradients before their reduction (`parallel.bucket`)."""
     several = Counter(group for _, groups in sharding.needs for group in groups)
     several += Counter(group for module, groups in sharding.needs if module is model for group in groups)
     kinds: dict[object, list[BucketPlan]] = defaultdict(list)
@@ -199,8 +199,8 @@ def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
             total += max((sum(sizes[at : at + DEPTH]) for at in range(len(sizes) - 1)), default=0)
             continue
         total += sum(buffer_lengths(sizes))
-        # A bucket that several blocks or no block need keeps its buffer from its first gradient to the end of the pass.
-        # Buckets that would use the same buffer get memory of their own.
+        # A bucket used by several blocks or by no block keeps its buffer from its first gradient to the end of the
+        # pass. Buckets that would use the same buffer then have separate buffers.
         for at, bucket in enumerate(buckets):
             if several[bucket.group] > 1 and bucket.filling == "copied":
                 total += max(sizes[at % DEPTH : at : DEPTH], default=0)
@@ -208,7 +208,7 @@ def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
 
 
 def _gathered(sharding: ShardingPlan, ahead: int) -> int:
-    """Return the bytes of the largest groups gathered at a time (`parallel.gathered_weights`) and of `ahead` shards."""
+    """Return the bytes of the largest concurrently gathered groups and of `ahead` prefetched shards."""
     whole: dict[int, int] = defaultdict(int)
     shards: dict[int, int] = defaultdict(int)
     for bucket in (*sharding.trained, *sharding.frozen) if sharding.gathered else ():

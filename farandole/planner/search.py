@@ -1,4 +1,4 @@
-"""Estimate many plans, sort them, and suggest plans that fit."""
+"""Estimate and sort many plans, and suggest plans that fit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from farandole.planner.workload import Machine, Workload
 
 _OFFERED = 3
 _SURE = 0.9
-"""A suggested plan needs at most this fraction of the memory, because predictions are within 10 %."""
+"""A suggested plan needs at most this fraction of the memory, because predictions are accurate to within 10 %."""
 
 
 def estimates_of(
     workload: Workload, ranks: int, machine: Machine, plans: Iterable[Plan]
 ) -> Iterator[Estimate]:
-    """Yield the estimates of `plans` in their order; plans with equal passes are traced once."""
+    """Yield the estimates of `plans` in order; plans with equal passes are traced once."""
     traces: dict[tuple[str, str, int | None], Trace] = {}
     for plan in plans:
         key = (plan.recompute, plan.precision, plan.activation_bytes)
@@ -30,15 +30,15 @@ def estimates_of(
 def plan_candidates(
     workload: Workload, ranks: int, machine: Machine, plans: Iterable[Plan]
 ) -> list[Estimate]:
-    """Return the estimates of `plans`, sorted: first the plans that fit, by time, then the other plans, by memory.
+    """Return the estimates of `plans` in order of preference.
 
-    Equally fast plans are sorted by memory.
+    Plans that fit come first, sorted by time and then by memory.  The other plans are sorted by memory.
     """
     found = list(estimates_of(workload, ranks, machine, plans))
     return [
         *sorted(
             (one for one in found if one.fits(machine.memory)),
-            # predictions are less accurate than three digits
+            # predictions are accurate to fewer than three digits
             key=lambda one: (float(f"{one.seconds:.2e}"), one.peak),
         ),
         *sorted(
@@ -51,9 +51,10 @@ def plan_candidates(
 def estimated_plans(workload: Workload, ranks: int, machine: Machine) -> Iterator[Estimate]:
     """Yield estimates of plans that recompute whole blocks, the simplest first.
 
-    If the machine has a disk, plans that offload states to it are included; `FOLDER` stands for a folder on that disk.
+    If the machine has a disk, plans that offload states to it are included; `FOLDER` is a placeholder for a folder on
+    the disk.
     """
-    stages = (0, 1, 3) if machine.shared else (0, 1, 2, 3)  # in shared memory 2 equals 3
+    stages = (0, 1, 3) if machine.shared else (0, 1, 2, 3)  # in shared memory, stages 2 and 3 are equal
     places = ("none", "disk:FOLDER") if machine.disk else ("none",)
     yield from estimates_of(
         workload,
@@ -69,16 +70,14 @@ def estimated_plans(workload: Workload, ranks: int, machine: Machine) -> Iterato
 
 
 def what_fits(found: Sequence[Estimate], ranks: int, memory: int) -> str:
-    """Return text for an error message: the first three of `found` that fit into `memory` with a margin."""
+    """Return text for an error message: the first three plans of `found` that fit into `memory` with a margin."""
     fitting = [one for one in found if one.peak <= _SURE * memory]
     if not fitting:
         least = min(one.peak for one in found)
-        return (
-            f"no plan fits: {counted(ranks, 'rank')} need at least {size(least)} each; more ranks need less"
-        )
+        return f"no plan fits: {counted(ranks, 'rank')} need at least {size(least)} each; use more ranks"
     lines = [
         f"  --zero {plan.zero} --precision {plan.precision} --recompute {plan.recompute} --offload {plan.offload}: "
-        f"{size(one.peak)} for each rank"
+        f"{size(one.peak)} per rank"
         for one in fitting[:_OFFERED]
         for plan in [one.plan]
     ]

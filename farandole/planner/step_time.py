@@ -1,13 +1,13 @@
-"""Predict the seconds of a step: work and bytes divided by the speeds of a machine.
+"""Predict the seconds per step: the work and the transferred bytes divided by the machine's speeds.
 
 compute        matrix products at the speed of products, and all other operations at the speed of memory, for each
                micro-batch (Williams et al., 2009, "Roofline")
-communication  the cost of a ring: with an all-reduce of S bytes among n ranks each rank sends 2 (n - 1) / n S bytes,
-               with a reduce-scatter or all-gather half as much; time that overlaps the backward pass does not count
+communication  ring algorithms: in an all-reduce of S bytes among n ranks, each rank sends 2 (n - 1) / n S bytes, and
+               half as many in a reduce-scatter or all-gather; time that overlaps the backward pass does not count
 update         the optimizer reads and writes each of its values once
-offload        offloaded data pass through the disk, or through the link between accelerator and host, in each step;
-               gradients and weights move during the passes, and count only if their transfers take longer
-swap           the time by which copying activations out and back exceeds the pass that the copies overlap
+offload        offloaded data pass through the disk, or the link between accelerator and host, in each step; gradients
+               and weights are transferred during the passes, and count only if their transfers take longer
+swap           the time by which copying activations out and back exceeds the passes that the copies overlap
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from farandole.planner.trace import Trace
 from farandole.planner.workload import Machine, Workload
 
 _BACKWARD = 2 / 3
-"""The fraction of computation that is the backward pass: each matrix product has two there."""
+"""The fraction of the computation in the backward pass, which has two of the three matrix products per weight."""
 
 
 def step_time(
     workload: Workload, plan: Plan, ranks: int, state: StateBytes, traced: Trace, machine: Machine
 ) -> dict[str, float]:
-    """Return the seconds of a step, by activity."""
+    """Return the seconds per step, by activity."""
     one_pass = traced.flops / machine.flops[plan.precision] + traced.moved / machine.stream
     compute = workload.micro_batches * one_pass
     passes = workload.micro_batches if plan.zero >= 2 else 1
@@ -98,12 +98,12 @@ def _offload(
 
 
 def _stored(buckets: Sequence[BucketPlan]) -> int:
-    """Return the bytes of this rank's shards of weights."""
+    """Return the bytes of this rank's weight shards."""
     return sum(bucket.layout.shard_length * bucket.dtype.itemsize for bucket in buckets)
 
 
 def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float:
-    """Return the seconds for which the forward pass waits for copies out, and the backward pass for copies back."""
+    """Return the seconds that the forward pass waits for copies out and the backward pass waits for copies back."""
     moved = traced.swappable
     if machine.host:
         away, back = _disk(0, moved, ranks, machine), _disk(moved, 0, ranks, machine)
@@ -113,11 +113,11 @@ def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float
 
 
 def _disk(read: float, written: float, ranks: int, machine: Machine) -> float:
-    """Return the seconds in which all ranks of a host read and write this many bytes each."""
-    assert machine.disk is not None  # `estimate` has checked it
+    """Return the seconds that the disk needs if each rank of a host reads and writes this many bytes."""
+    assert machine.disk is not None  # checked by `estimate`
     return ranks // machine.hosts * (read / machine.disk.read + written / machine.disk.write)
 
 
 def _ring(ranks: int) -> float:
-    """Return the fraction of a tensor that a rank sends in one half of a ring all-reduce."""
+    """Return the fraction of a tensor that each rank sends in one of the two phases of a ring all-reduce."""
     return (ranks - 1) / ranks

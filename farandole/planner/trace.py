@@ -1,14 +1,14 @@
-"""A forward and backward pass on fake tensors: its peak memory and its work.
+"""Trace a forward and backward pass on fake tensors: its peak memory and its work.
 
     traced = trace(model, tokens, loss=lambda logits: next_token_loss(logits, targets))
     traced.saved, traced.peak, traced.flops, traced.moved
 
-Fake tensors need no memory, and no values are computed.  The memory of every tensor that an operation returns counts
-until the tensor is freed, as in a real pass.  This includes gradients of activations.  The gradient of a tied weight
-counts until autograd has added its other half.  Memory that a kernel allocates and frees inside one call is not
+Fake tensors need no memory, and no values are computed.  The memory of every tensor that an operation returns,
+including gradients of activations, counts until the tensor is freed, as in a real pass.  The gradient of a tied weight
+counts until autograd has added both contributions.  Memory that a kernel allocates and frees inside one call is not
 tracked.
 
-The gradient of a parameter is released at once, because `parallel.bucket` copies gradients into buffers.
+The gradient of a parameter is released immediately, because `parallel.bucket` copies gradients into buffers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Trace:
     Args:
         saved: bytes kept for the backward pass.
         peak: peak of the allocated bytes, without parameters, buffers and the example.
-        flops: operations of matrix products and attention, including recomputation.
+        flops: floating-point operations of matrix products and attention, including recomputation.
         moved: bytes that all other operations read and write.
         resident_peak: peak of the bytes in use if the C library keeps freed memory for later allocations.
         swappable: bytes of `saved` that `Plan.swap` moves: tensors of at least `THRESHOLD_BYTES` that the model saves.
@@ -65,8 +65,8 @@ def trace(
     """Trace `model(example)`, its `loss` (by default the sum of its outputs) and the backward pass.
 
     Args:
-        example: a micro-batch, in one of the forms that `saved_bytes` accepts.
-        dtype: the type of weights and inputs; None keeps their types.
+        example: a micro-batch, in a form that `saved_bytes` accepts.
+        dtype: the dtype of weights and inputs; with None, their dtypes do not change.
         scaled: whether the loss is multiplied by a factor (several micro-batches, fp16), which needs a copy of its
             gradient.
     """
@@ -84,17 +84,17 @@ def trace(
         of_model = tracker.live(THRESHOLD_BYTES, without=_tensors(output))
         value = _sum(output) if loss is None else loss(output)
         del output
-        saved = tracker.now  # only the graph refers to the remaining memory
+        saved = tracker.now  # only the graph still uses memory
         swappable = sum(nbytes for key, nbytes in tracker.live(THRESHOLD_BYTES).items() if key in of_model)
         if value.requires_grad:
-            # a constant, because a loss may read the value of its gradient (`models.loss`)
+            # a constant, because a loss function may read its gradient (`models.loss`)
             value.backward(torch.tensor(0.5 if scaled else 1.0, dtype=value.dtype, device=where))
         del value
     return Trace(saved, tracker.peak, tracker.flops, tracker.moved, tracker.resident_peak, swappable)
 
 
 def _sum(output: Any) -> Tensor:
-    """Return the sum of all floating-point tensors of an output, the default loss."""
+    """Return the sum of all floating-point tensors in an output, the default loss."""
     return torch.stack([one.sum() for one in _tensors(output) if one.is_floating_point()]).sum()
 
 

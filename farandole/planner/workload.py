@@ -19,10 +19,10 @@ from farandole.planner.trace import Trace, trace
 
 PROCESS_BYTES = 225 << 20
 LIBRARY_BYTES = 110 << 20
-"""Bytes of a rank on a CPU host after one step of a tiny model (torch 2.13, Linux).
+"""Bytes used by a rank on a CPU host after one step of a tiny model (torch 2.13, Linux).
 
-`PROCESS_BYTES` are private pages, and `LIBRARY_BYTES` are pages of libraries, which all ranks of the host share.
-`farandole plan` measures both.
+`PROCESS_BYTES` are private pages, and `LIBRARY_BYTES` are library pages, which all ranks of the host share.  `farandole
+plan` measures both.
 """
 
 
@@ -32,17 +32,17 @@ class Machine:
 
     Args:
         memory: bytes that a rank may use: the memory of its accelerator, or its share of the host's memory.
-        flops: operations per second of matrix products, by precision ("fp32", "bf16", "fp16").
+        flops: floating-point operations per second of matrix products, by precision ("fp32", "bf16", "fp16").
         stream: bytes per second that other operations read and write.
         bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
         host_link: bytes per second between an accelerator and the memory of its host.
-        disk: the bandwidth of the disk for all ranks of a host together; None for a machine without a disk.
-        process, libraries: bytes of a process without a model: its private pages, and pages of files that all ranks of
-            a host share.
+        disk: the disk bandwidth of a host, shared by its ranks; None for a machine without a disk.
+        process, libraries: bytes of a process without a model: its private pages, and file pages that all ranks of a
+        host share.
         hosts: the number of hosts, with the same number of ranks on each.
-        shared: whether the ranks of a host share memory, and so keep one copy of equal weights.
+        shared: whether the ranks of a host share memory, and so keep one copy of identical weights.
         overlap: whether communication overlaps computation; False if the same cores run both.
-        host: whether `memory` is host memory, which also holds checkpoint copies and states offloaded to the host.
+        host: whether `memory` is host memory, which also stores checkpoint copies and states offloaded to the host.
     """
 
     memory: int
@@ -61,25 +61,28 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("memory", "stream", "bandwidth", "host_link"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"expected Machine({name}=) above 0, got {getattr(self, name)}")
+                raise ValueError(f"expected Machine({name}=) to be above 0, got {getattr(self, name)}")
         for name, speed in self.flops.items():
             if speed <= 0:
-                raise ValueError(f"expected Machine(flops=) above 0, got {name!r}: {speed}")
+                raise ValueError(
+                    f"expected all speeds in Machine(flops=) to be above 0, got {name!r}: {speed}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One rank's part of a step.
+    """One rank's part of a training step.
 
     Args:
-        model, example, loss: as for `saved_bytes`; the example is a micro-batch of a rank.  The model may be on the
-            meta device.
-        micro_batches: forward and backward passes of a rank in a step.
+        model, example, loss: as for `saved_bytes`; the example is a micro-batch of one rank.  The model may be on the
+        meta device.
+        micro_batches: forward and backward passes per rank in a step.
         states: values that the optimizer keeps per parameter (2 for Adam, 1 for momentum).
-        checkpoints: whether copies of weights and states are kept in the host's memory (`farandole train`).
-        block_by_block: whether no rank ever holds the whole model (`parallelize` of a model on the meta device).
-        mesh, layouts, rank: for ranks with different parts of a model: the mesh, the layouts, and the rank that has the
-            part `model`.  By default ranks differ in their samples only.
+        checkpoints: whether copies of weights and states are kept in host memory (`farandole train`).
+        block_by_block: whether the model is created block by block, never in full (`parallelize` of a model on the meta
+            device).
+        mesh, layouts, rank: for ranks with different parts of a model, the mesh, the layouts, and the rank that `model`
+        belongs to.  By default, ranks differ only in their samples.
     """
 
     model: nn.Module
@@ -94,7 +97,7 @@ class Workload:
     rank: int = 0
 
     def trace(self, plan: Plan) -> Trace:
-        """Trace a forward and backward pass with the recomputation of `plan`, and then switch recomputation off."""
+        """Trace a forward and backward pass with the recomputation of `plan`, then switch recomputation off."""
         needs_example = plan.recompute in ("selective", "attention", "auto")
         dtype = weight_type(plan)
         try:
@@ -118,5 +121,5 @@ class Workload:
 
 
 def weight_type(plan: Plan) -> torch.dtype | None:
-    """Return the type of the weights under `plan`; None keeps their types."""
+    """Return the dtype of the weights under `plan`; None if dtypes do not change."""
     return None if plan.precision == "fp32" else TYPES[plan.precision]

@@ -261,7 +261,7 @@ def test_variables_that_contradict_each_other_are_said_in_a_line(
     monkeypatch.setenv("WORLD_SIZE", "4")
     result = _train("tiny")
     assert result.exit_code == 2
-    assert result.output.startswith("farandole train: environment variables gave this process rank 7 of 4")
+    assert result.output.startswith("farandole train: environment variables set rank 7 of 4")
 
 
 def test_under_another_launcher_rank_0_refuses_for_all(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_two_ranks_on_two_cores():
     division = divide_cores(2, EIGHT[:2])
     assert [share.processors for share in division.shares] == [(0,), (1,)]
     assert division.summary == (
-        "2 ranks on 2 cores: 1 thread each, pinned (rank 0: core 0, rank 1: core 1); --no-pin turns it off"
+        "2 ranks on 2 cores: 1 thread each, pinned (rank 0: core 0, rank 1: core 1); --no-pin turns pinning off"
     )
 
 
@@ -55,7 +55,7 @@ def test_several_ranks_on_each_core():
 def test_ranks_that_do_not_divide_evenly_are_not_pinned():
     division = divide_cores(3, EIGHT[:2])
     assert all(share.threads == 1 and not share.processors for share in division.shares)
-    assert division.summary.endswith("not pinned: 3 ranks do not divide evenly among 2 cores")
+    assert division.summary.endswith("not pinned: 3 ranks cannot be divided evenly among 2 cores")
 
 
 def test_oversubscribed_ranks_are_not_pinned_next_to_another_job():
@@ -82,7 +82,7 @@ def test_the_number_of_threads_can_be_set():
 def test_a_quota_limits_threads_and_prevents_pinning():
     division = divide_cores(2, EIGHT, quota=4.0)
     assert [(share.threads, share.processors) for share in division.shares] == [(2, ()), (2, ())]
-    assert "a quota limits the time" in division.summary
+    assert "a quota limits processor time" in division.summary
 
 
 def test_uneven_division_gives_every_rank_the_same_threads():

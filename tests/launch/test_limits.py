@@ -62,7 +62,7 @@ def inside(group: Path, *command: str) -> list[str]:
 def test_the_message_for_a_rank_that_the_kernel_killed_for_memory(tmp_path, memory_group):
     status, _, err = run(inside(memory_group, *ours("-n", "2", write(tmp_path, EAT))))
     assert status == 128 + 9
-    assert "was killed by SIGKILL\nThe kernel killed it because memory ran out" in err
+    assert "was killed by SIGKILL\nThe kernel killed the rank because memory ran out" in err
 
 
 def test_the_message_for_a_rank_that_a_user_killed(tmp_path, memory_group):
@@ -98,9 +98,9 @@ def test_many_ranks_per_core_cause_a_warning():
     warning = oversubscription_warning(100, 2)
     assert warning is not None
     assert warning.startswith(
-        "warning: 100 ranks on 2 cores take about 100 s to start and 13.7 GiB of memory"
+        "warning: 100 ranks on 2 cores take about 100 s and 13.7 GiB of memory to start"
     )
-    assert warning.endswith("--ranks 2 uses every core")
+    assert warning.endswith("use --ranks 2 for one rank per core")
 
 
 def test_many_ranks_per_core_run_with_a_warning(tmp_path):

@@ -151,7 +151,7 @@ def test_flags_of_horovodrun(tmp_path):
     status, out, err = run(ours(*flags, "--network-interface", "lo", "--verbose", write(tmp_path, FLAGS)))
     assert status == 0, err
     assert out == "1 t.json 33554432 3.5 lo\n"
-    assert "rank 0: process " in err
+    assert "rank 0 of 1: process " in err
 
 
 def test_the_output_of_every_rank_goes_to_its_own_files(tmp_path):
@@ -294,7 +294,9 @@ def test_ranks_that_stop_slowly_are_reported(temporary, start_waiting):
     time.sleep(2)
     job.send_signal(signal.SIGTERM)
     _, _, err = finish(job, 20)
-    assert "SIGTERM: 2 of 2 ranks are still stopping; they have 60 s, and a second signal kills" in err
+    assert (
+        "SIGTERM: 2 of 2 ranks are still stopping and will be killed after 60 s; a second signal kills" in err
+    )
 
 
 def test_the_processes_of_a_failed_rank_end_with_it(tmp_path):
@@ -396,8 +398,8 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
         (["package"], "'package' is a package, not a script; launch it with -m: -m package"),
         (["folder/iner.py"], "there is no script 'folder/iner.py' in folder; nearest: folder/inner.py"),
         (["-m", "no.such.module"], "there is no module 'no.such.module'"),
-        (["-m", "program.py"], "launch the script program.py without -m"),
-        (["-m", "folder"], "'folder' is a package without a module to run, folder.__main__"),
+        (["-m", "program.py"], "to launch the script program.py, omit -m"),
+        (["-m", "folder"], "'folder' is a package without a folder.__main__ module to run"),
         (
             ["--output-filename", "program.py/x", "program.py"],
             "--output-filename program.py/x: Not a directory",

@@ -49,8 +49,10 @@ def test_too_little_room_is_said_with_what_is_needed_and_free(tmp_path: Path) ->
         with pytest.raises(NoSpace) as caught:
             require_space(disk, 1 << 20, ranks=2)
     text = str(caught.value)
-    assert text.startswith(f"2.0 MiB needed in {disk} (1.0 MiB for each of 2 ranks), 1.0 MiB free (tmpfs of ")
-    assert "; free 1.0 MiB more there" in text
+    assert text.startswith(
+        f"not enough disk space: 2.0 MiB needed in {disk} (1.0 MiB for each of 2 ranks), 1.0 MiB free (tmpfs of "
+    )
+    assert "; free 1.0 MiB more in this file system" in text
     if file_system(tmp_path).device.startswith("/") and os.access(file_system(tmp_path).mounted, os.W_OK):
         assert f", or use {file_system(tmp_path).mounted}, which has " in text
 
@@ -59,7 +61,7 @@ def test_the_nearest_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match=f"the nearest existing folder is {tmp_path}$"):
         require_folder(tmp_path / "a" / "b")
     (tmp_path / "file").touch()
-    with pytest.raises(OffloadError, match=f"{tmp_path}/file: it is not a folder; try {tmp_path}$"):
+    with pytest.raises(OffloadError, match=f"{tmp_path}/file: this path is not a folder; use {tmp_path}$"):
         require_folder(tmp_path / "file")
 
 

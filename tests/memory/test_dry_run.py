@@ -177,5 +177,5 @@ def test_devices_that_cannot_be_imitated_are_refused() -> None:
     with pytest.raises(ValueError, match="omit them with real=True"):
         saved_bytes(model, tokens, device="cpu", real=True)
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="only if there is one"):
+        with pytest.raises(ValueError, match="only if this machine has one"):
             saved_bytes(model, tokens, device="cuda")

@@ -271,11 +271,11 @@ def test_the_choice_is_reported() -> None:
             "recompute='blocks' is unknown; expected one of none, block, selective, attention, auto",
         ),
         ("attention", {}, "pass example="),
-        ("auto", {"budget_bytes": 1}, "measures blocks in a forward pass: pass example="),
+        ("auto", {"budget_bytes": 1}, "measures blocks in a dry run: pass example="),
         ("auto", {"example": True}, "needs budget_bytes"),
         ("block", {"budget_bytes": 1}, "only recompute='auto' uses budget_bytes"),
         ("block", {"loss": torch.sum}, "pass example="),
-        ("auto", {"example": True, "budget_bytes": -1}, "negative"),
+        ("auto", {"example": True, "budget_bytes": -1}, "expected budget_bytes of at least 0"),
     ],
 )
 def test_wrong_arguments_are_refused(mode: Any, more: dict[str, Any], words: str) -> None:

@@ -213,7 +213,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     ):
         swap_activations(model, disk(tmp_path / "none"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(OffloadError, match="cannot offload to .*: it is not a folder"):
+    with pytest.raises(OffloadError, match="cannot offload to .*: this path is not a folder"):
         swap_activations(model, disk(tmp_path / "file"))
     if sys.platform == "linux":
         with pytest.raises(
@@ -239,7 +239,7 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     model, tokens = small_gpt()
     for to, words in (
-        ("host", "this model is on cpu: swap='disk:FOLDER'"),
+        ("host", "this model is on cpu; use swap='disk:FOLDER'"),
         ("disk", "expected 'host'"),
         ("disk:", "expected .host"),
         ("host:x", "expected .host"),
@@ -255,7 +255,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
             swap_activations(model, disk(tmp_path))
         late = model(tokens).sum()
     swap.close()
-    with pytest.raises(OffloadError, match="before close"):
+    with pytest.raises(OffloadError, match="before calling close"):
         late.backward()
 
 

@@ -63,11 +63,11 @@ def _refused(rank: int, size: int, swap: str) -> str:
 @pytest.mark.parametrize(
     ("swap", "message"),
     [
-        ("host", "swap='disk:FOLDER' moves them to a disk"),
+        ("host", "use swap='disk:FOLDER'"),
         ("tape", "swap='tape': 'none', 'host' or 'disk:FOLDER'"),
         (
             "disk:/there/is/none",
-            "cannot offload to /there/is/none: there is no such folder; the nearest existing folder is /",
+            "cannot offload to /there/is/none: the folder does not exist; create it or use the nearest existing folder, /",
         ),
     ],
 )

@@ -345,7 +345,7 @@ def test_states_on_a_disk_save_memory_and_cost_time() -> None:
     there = estimate_workload(_workload(), Plan(zero=1, offload="disk:."), 2, machine)
     assert there.seconds > here.seconds and there.times["offload"] > 0
     assert there.outcome(1 << 40) == "fits with offload"
-    with pytest.raises(PlanError, match="needs a machine with a disk: pass Machine"):
+    with pytest.raises(PlanError, match="requires a machine with a disk; pass Machine"):
         estimate_workload(_workload(), Plan(offload="disk:."), 2, MACHINE)
 
 
@@ -398,7 +398,7 @@ def test_swap_keeps_the_largest_amount_that_may_wait() -> None:
 
 
 def test_a_missing_speed_is_an_error() -> None:
-    with pytest.raises(PlanError, match="Machine.flops=. has no speed for precision='bf16', only for fp32"):
+    with pytest.raises(PlanError, match="Machine.flops=. has no entry for precision='bf16', only for fp32"):
         estimate_workload(_workload(), Plan(precision="bf16"), 2, replace(MACHINE, flops={"fp32": 1e9}))
 
 
@@ -416,7 +416,7 @@ def test_hybrid_divides_within_a_host() -> None:
     assert hybrid.parts["optimizer"] == alone.parts["optimizer"]
     assert hybrid.parts["weights"] == alone.parts["weights"]
     assert hybrid.times["communication"] > alone.times["communication"]
-    with pytest.raises(PlanError, match="3 ranks on 2 hosts"):
+    with pytest.raises(PlanError, match="3 ranks cannot be split equally over 2 hosts"):
         estimate_workload(_workload(), Plan(), 3, machine)
 
 
