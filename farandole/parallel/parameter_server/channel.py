@@ -1,8 +1,7 @@
 """The connection between a worker and a server: small headers, some of which are followed by buffers.
 
-Every pair of a worker and a server has a process group of two ranks.  A process group fails as a whole when one of its
-ranks dies.  With separate groups, a death is reported to the partners of the dead rank, and does not affect other
-connections.
+Each worker-server pair has a process group with two ranks, because a process group fails completely when one of its ranks
+dies.  With separate groups, only the dead rank's partners are affected.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ class Header:
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of a session, which must be equal on all ranks: as text, and as a hash of 48 bits."""
+    """The session options, which must be equal on all ranks, as text and as a 48-bit hash."""
 
     summary: str
     fingerprint: int
 
 
 class Channel:
-    """One end of a connection.  All calls raise RuntimeError if the other end has died or is late."""
+    """One end of a connection.  All methods raise RuntimeError if the other end has died or does not respond in time."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.peer = peer
@@ -69,7 +68,7 @@ class Channel:
         self._posted: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, header: Header, tensors: Iterable[Tensor] = ()) -> None:
-        """Send a header and tensors; returns when they may be changed."""
+        """Send a header and tensors; return when the tensors can be reused."""
         for tensor in (_pack(header), *tensors):
             self._comm.send(tensor, self._other)
 
@@ -82,7 +81,7 @@ class Channel:
             self._posted.append((work, tensor))
 
     def receive(self) -> Header:
-        """Return the next header, or raise after the timeout of the group."""
+        """Return the next header, or raise RuntimeError after the group's timeout."""
         fields = torch.empty(4, dtype=torch.float64)
         self._comm.recv(fields, self._other)
         kind, number, version, weight = fields.tolist()
@@ -105,13 +104,13 @@ class Channel:
         return bytes(data.tolist()).decode(errors="replace").strip()
 
     def abandon(self, note: str) -> None:
-        """Leave in a hurry: the other end is told why, and calls under way in other threads return."""
+        """Close the connection after a failure: notify the other end, and interrupt calls in other threads."""
         leave = getattr(self._comm.group, "abandon", None)
         if leave is not None:
             leave(note, PATIENCE_S)
 
     def close(self) -> None:
-        """Give the memory of the group back."""
+        """Release the group's memory."""
         self._posted.clear()
         dist.destroy_process_group(self._comm.group)
 
@@ -121,5 +120,5 @@ def _pack(header: Header) -> Tensor:
 
 
 def in_order(buffers: Buffers) -> list[Tensor]:
-    """Return the buffers in the order in which they are sent, the order of `Packing` on both sides."""
+    """Return the buffers in sending order, which is the same on both sides."""
     return list(buffers.values())

@@ -6,8 +6,8 @@ from farandole.comm.errors import CommunicationError
 
 
 class ServerLost(CommunicationError):
-    """A server died, left or does not answer, so its part of the parameters is lost."""
+    """Raised if a server died, left or does not respond, so that its part of the parameters is lost."""
 
 
 class AllWorkersLost(CommunicationError):
-    """All workers are lost."""
+    """Raised on a server if all workers are lost."""

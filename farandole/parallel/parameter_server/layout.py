@@ -1,4 +1,4 @@
-"""Divide the parameters among servers, and pack the pieces of a server into flat buffers."""
+"""Distribute parameters over servers, and pack each server's pieces into flat buffers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 PARTS_PER_SERVER = 4
-"""Tensors are split until none is larger than a server's share divided by this number, which balances the shares."""
+"""To balance the servers, tensors are split until none is larger than a server's share divided by this number."""
 
 SMALLEST_BYTES = 1 << 16
-"""Smaller tensors are not split, because more messages would cost more than the balance gains."""
+"""Smaller tensors are not split, because additional messages would cost more than better balance saves."""
 
 Buffers = dict[torch.dtype, Tensor]
 """Flat memory for the pieces of one server, one tensor per element type."""
@@ -30,10 +30,11 @@ class Piece:
 
 
 def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) -> list[list[Piece]]:
-    """Return the pieces of every server, with about equal numbers of bytes.
+    """Return each server's pieces, with about the same number of bytes per server.
 
-    Pieces are assigned in descending order of size, each to the server with the fewest bytes.  Without `split`, tensors are
-    not split; non-contiguous tensors are never split.  Every rank computes the same result from the same parameters.
+    Pieces are assigned in descending order of size, each to the server with the fewest bytes.  Without `split`,
+    tensors are not split; non-contiguous tensors are never split.  Every rank computes the same result from the same
+    parameters.
     """
     share = sum(parameter.nbytes for parameter in parameters) / servers
     limit = max(SMALLEST_BYTES, share / PARTS_PER_SERVER) if split and servers > 1 else math.inf
@@ -79,5 +80,5 @@ class Packing:
         return [buffers[dtype][place].view(shape) for dtype, place, shape in self._places]
 
     def part(self, piece: Piece, tensor: Tensor) -> Tensor:
-        """Return `piece` of its parameter or of a tensor of the same shape; a copy if the tensor is not contiguous."""
+        """Return the elements of `piece` in its parameter or in a tensor with the same shape; a copy if the tensor is not contiguous."""
         return tensor if piece.whole else tensor.reshape(-1)[piece.start : piece.stop]

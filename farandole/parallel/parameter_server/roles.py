@@ -23,7 +23,7 @@ class ParameterServer:
     All ranks create and use it.  Sessions run one after the other.
 
     Args:
-        timeout_s: the time in seconds for which a worker may compute between two calls, or a server may be silent.
+        timeout_s: the maximum time in seconds between two calls of a worker, or without a message from a server.
 
     Raises:
         ValueError: if there are too few ranks.
@@ -39,13 +39,13 @@ class ParameterServer:
             raise ValueError(f"expected timeout_s above 0, got {timeout_s:g}")
         self.rank = comm.rank
         self.servers = list(range(servers))
-        """The ranks that keep parameters."""
+        """The ranks that store parameters."""
         self.workers = list(range(servers, comm.size))
         """The ranks that train."""
         self.timeout_s = timeout_s
         self.sessions = 0
         self.channels: dict[int, Channel] = {}
-        """This rank's end of the wires, by the rank at the other end."""
+        """This rank's channels, by the rank at the other end."""
         self._connect(comm)
 
     @property
@@ -62,17 +62,17 @@ class ParameterServer:
         staleness: int | None = None,
         split: bool = True,
     ) -> Session:
-        """Return a session that trains `model`, which is the same on all ranks.
+        """Return a session that trains `model`; all ranks pass the same model.
 
         Args:
-            optimizer: a function that creates the optimizer of a server from its part of the parameters.
+            optimizer: a function that creates a server's optimizer, given the server's parameters.
             mode: "sync" applies the mean of one gradient from every worker; "async" applies each gradient on arrival.
-            staleness: with "async", the number of gradients by which a worker may be ahead of the slowest; None for
-                no bound.
+            staleness: with "async", the maximum number of gradients by which a worker can be ahead of the slowest
+                worker; None for no bound.
             split: whether large tensors may be divided among servers.
 
         Raises:
-            ValueError: if options are invalid or exclude each other.
+            ValueError: if options are invalid or conflict.
             TypeError: if `optimizer` is an optimizer instead of a function.
         """
         if not callable(optimizer):
@@ -93,7 +93,7 @@ class ParameterServer:
         return Session(self, model, optimizer, mode, staleness, split)
 
     def abandon(self, error: BaseException) -> None:
-        """Tell those at the other ends, who may be waiting, that this rank has failed."""
+        """Notify the ranks at the other ends, which may be waiting, that this rank has failed."""
         for channel in self.channels.values():
             channel.abandon(f"it failed with {type(error).__name__}: {error}")
 
@@ -102,7 +102,7 @@ class ParameterServer:
         self.channels.pop(worker).abandon("this worker was given up")
 
     def close(self) -> None:
-        """Give the wires back."""
+        """Close all channels."""
         for channel in self.channels.values():
             channel.close()
         self.channels = {}

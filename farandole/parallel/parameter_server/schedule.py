@@ -1,4 +1,4 @@
-"""The rules of the modes: when gradients are applied, and when a worker may continue.
+"""The modes' rules: when gradients are applied, and when a worker can continue.
 
 A worker's clock is the number of gradients that it has pushed.  Active workers have neither finished nor been lost.
 """
@@ -26,7 +26,7 @@ Apply = Callable[[list[Contribution]], None]
 
 
 class Schedule(ABC):
-    """The clocks, and the rules of one mode."""
+    """The workers' clocks, and one mode's rules."""
 
     def __init__(self, workers: Iterable[int], apply: Apply) -> None:
         self._clocks = dict.fromkeys(workers, 0)
@@ -34,21 +34,21 @@ class Schedule(ABC):
         self._apply = apply
 
     def lead(self, worker: int) -> int:
-        """Return by how many gradients a worker is ahead of the slowest active worker."""
+        """Return the number of gradients by which a worker is ahead of the slowest active worker."""
         own = self._clocks[worker]
         return own - min((self._clocks[active] for active in self._active), default=own)
 
     def leave(self, worker: int) -> None:
-        """Mark a worker as finished or lost: no worker waits for it, and its gradients remain applied."""
+        """Mark a worker as finished or lost, so that other workers do not wait for it."""
         self._active.discard(worker)
 
     @abstractmethod
     def push(self, worker: int, contribution: Contribution) -> None:
-        """Register that the gradients of a worker have arrived completely."""
+        """Register a worker's gradients, which have arrived completely."""
 
     @abstractmethod
     def may_pull(self, worker: int) -> bool:
-        """Return whether a worker that requests parameters may get them now."""
+        """Return whether a worker that requests parameters can get them now."""
 
 
 class Synchronous(Schedule):
@@ -59,13 +59,13 @@ class Synchronous(Schedule):
         self._round: dict[int, Contribution] = {}
 
     def push(self, worker: int, contribution: Contribution) -> None:
-        """Register a gradient, which waits for the others of its round."""
+        """Register a gradient, which is applied when the round is complete."""
         self._clocks[worker] += 1
         self._round[worker] = contribution
         self._end_round()
 
     def leave(self, worker: int) -> None:
-        """Remove a worker, for which alone the round may have waited."""
+        """Remove a worker, which may complete the round."""
         super().leave(worker)
         self._end_round()
 
@@ -88,10 +88,10 @@ class Asynchronous(Schedule):
         self._staleness = staleness
 
     def push(self, worker: int, contribution: Contribution) -> None:
-        """Apply a gradient at once."""
+        """Apply a gradient immediately."""
         self._clocks[worker] += 1
         self._apply([contribution])
 
     def may_pull(self, worker: int) -> bool:
-        """Return whether the worker is within the bound of the slowest one."""
+        """Return whether the worker is within the staleness bound."""
         return self._staleness is None or self.lead(worker) <= self._staleness

@@ -1,8 +1,8 @@
-"""One server: a receiving thread for each worker, and one main loop.
+"""A server with one receiving thread per worker and one main loop.
 
-The threads only receive data.  They pass a gradient to the loop after it has arrived completely, so a partial gradient of
-a worker that died is never applied.  Only the loop accesses the parameters, the optimizer and the clocks, so no locks are
-needed.
+The threads only receive data.  They pass a gradient to the loop after it has arrived completely, so a dead worker's
+partial gradient is never applied.  Only the loop accesses the parameters, the optimizer and the clocks, so no locks
+are needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BEATS_PER_TIMEOUT = 4
 
 @dataclass
 class Report:
-    """The statistics of a server.  Workers are identified by their ranks."""
+    """A server's statistics.  Workers are identified by their ranks."""
 
     updates: int = 0
     """The number of optimizer steps."""
@@ -38,9 +38,9 @@ class Report:
     staleness: list[int] = field(default_factory=list)
     """For each gradient, the number of updates between its computation and its application."""
     most_lead: int = 0
-    """The largest number of gradients by which a worker that received parameters was ahead of the slowest."""
+    """The maximum number of gradients by which a worker was ahead of the slowest worker when it received parameters."""
     lost: dict[int, str] = field(default_factory=dict)
-    """The lost workers, with the reason of each."""
+    """The lost workers, and the reason for each."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Server:
         )
 
     def _answer(self) -> None:
-        """Give those who ask what they may have."""
+        """Send parameters to all workers that are waiting for them and can continue."""
         if not self._filled:
             self._want_parameters()
             return
@@ -213,7 +213,7 @@ class Server:
                 self._reply(worker)
 
     def _want_parameters(self) -> None:
-        """Request the first parameters from the first worker, when it asks for parameters."""
+        """Request the initial parameters from the first worker when it requests parameters."""
         if self._here and self._wanted_from is None and (first := min(self._here)) in self._asking:
             self._wanted_from = first
             self._post(first, Header(Kind.WANTED))
@@ -224,7 +224,7 @@ class Server:
         self._post(worker, header, self._shard.snapshot(into))
 
     def _console(self) -> None:
-        """Tell those who still wait that it is not this server's fault; their answers keep their wires warm."""
+        """Send WAIT to the workers that are still waiting; their answers prevent a timeout of their channels."""
         for worker in list(self._asking):
             self._post(worker, Header(Kind.WAIT))
 

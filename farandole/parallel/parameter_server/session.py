@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Session:
     """A context that all ranks enter, created by `ParameterServer.session`.
 
-    A worker repeatedly calls `pull`, computes gradients with `backward`, and calls `push`. The initial parameters are
-    those of the first worker's model.  At the end of the context, the models of all workers have the same final
+    A worker repeatedly calls `pull`, computes gradients with `backward`, and calls `push`.  The initial parameters
+    come from the first worker's model.  At the end of the context, all workers' models have the same final
     parameters.  Frozen parameters and buffers (running statistics) remain local to each worker.
 
     On a server, the body of the context does nothing.  The server serves when its body ends, until all workers have left;
-    `report` then has the statistics.  It continues without lost workers.
+    `report` then contains the statistics.  If workers are lost, the server continues without them.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Session:
         self.worker = roles.workers.index(roles.rank) if self.is_worker else None
         """This worker's number among the workers; None on a server."""
         self.workers = len(roles.workers)
-        """How many workers there were at the start."""
+        """The number of workers at the start."""
         self.report: Report | None = None
-        """On a server, after the block."""
+        """The statistics on a server, available after the context."""
         self._roles = roles
         self._make_optimizer = make_optimizer
         self._mode, self._staleness = mode, staleness
@@ -73,10 +73,10 @@ class Session:
         return min(self._worker().version)
 
     def pull(self) -> None:
-        """Copy the newest parameters into the model, as soon as the mode allows, and clear its gradients.
+        """Copy the latest parameters to the model as soon as the mode allows it, and clear the model's gradients.
 
         Raises:
-            ServerLost: if a server died or does not answer.
+            ServerLost: if a server died or does not respond.
         """
         self._worker().pull()
         for parameter in self._parameters:
@@ -84,13 +84,13 @@ class Session:
         self._pulled = True
 
     def push(self, *, weight: float = 1.0) -> None:
-        """Send the gradients of the model, once after each `pull`.
+        """Send the model's gradients; call this method once after each `pull`.
 
         Args:
             weight: with mode="sync", the weight of this gradient in the mean, such as its number of samples.
 
         Raises:
-            ServerLost: if a server died or does not answer.
+            ServerLost: if a server died or does not respond.
             RuntimeError: if there was no `pull` before.
             ValueError: if a gradient is sparse.
         """
@@ -155,14 +155,14 @@ class Session:
             roles.forget(worker)
 
     def _refuse(self, reason: str) -> None:
-        """Answer every worker's greeting with a no."""
+        """Reject every worker's HELLO message."""
         for channel in self._roles.channels.values():
             with contextlib.suppress(RuntimeError):  # a lost worker needs no answer
                 channel.receive()
                 channel.send_text(Kind.REFUSED, reason)
 
     def _guarded(self, part: Callable[[], object]) -> None:
-        """Do this rank's part; if it fails, tell those who wait for this rank."""
+        """Run this rank's part; if it fails, notify the ranks that wait for this rank."""
         try:
             part()
         except BaseException as error:
@@ -171,5 +171,5 @@ class Session:
 
 
 def _fingerprint(text: str) -> int:
-    """Return a hash of 48 bits, which a header represents exactly."""
+    """Return a 48-bit hash, which a header can represent exactly."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

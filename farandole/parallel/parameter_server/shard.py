@@ -1,4 +1,4 @@
-"""The state of a server: its part of the parameters, and the optimizer that updates it."""
+"""A server's state: its part of the parameters, and the optimizer that updates them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from farandole.parallel.parameter_server.schedule import Contribution
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 SHAPED = ("Adafactor", "Muon", "Shampoo")
-"""Optimizers that depend on the shape of a tensor, and therefore need whole tensors."""
+"""Optimizers that depend on tensor shapes and therefore require unsplit tensors."""
 
 
 class Shard:
-    """The pieces of one server as parameters of an optimizer.  `version` counts its steps.
+    """A server's pieces as optimizer parameters.  `version` counts the optimizer's steps.
 
     Raises:
         ValueError: if the optimizer cannot run on a server.
@@ -51,7 +51,7 @@ class Shard:
         self.version += 1
 
     def snapshot(self, into: Buffers) -> list[Tensor]:
-        """Copy the parameters as they are now."""
+        """Copy the current parameters."""
         for dtype, values in self.values.items():
             into[dtype].copy_(values)
         return list(into.values())

@@ -18,14 +18,14 @@ class Worker:
     """Transfers parameters and gradients between a model and the servers at the other ends of `channels`.
 
     Raises:
-        ServerLost: in every method, if a server died or does not answer.
+        ServerLost: in every method, if a server died or does not respond.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], packings: Sequence[Packing], channels: Sequence[Channel]
     ) -> None:
         self.version = [0] * len(channels)
-        """Of the parameters that the model has, from each server."""
+        """The version of the model's parameters, for each server."""
         self._parameters = parameters
         self._packings = packings
         self._channels = channels
@@ -35,7 +35,7 @@ class Worker:
         ]
 
     def greet(self, plan: Plan) -> None:
-        """Begin the session.  ValueError if a server has another one in mind, or none."""
+        """Begin the session; raise ValueError if a server has a different session or none."""
         for server in self._each(Header(Kind.HELLO, plan.fingerprint)):
             with self._blaming(server):
                 answer = self._channels[server].receive()
@@ -44,13 +44,13 @@ class Worker:
                     raise ValueError(f"{reason}; here it is {plan.summary}")
 
     def pull(self, kind: Kind = Kind.PULL) -> None:
-        """Get the newest parameters, when the schedule allows it."""
+        """Receive the latest parameters as soon as the schedule allows it."""
         for server in self._each(Header(kind)):
             with self._blaming(server):
                 self._await_parameters(server)
 
     def push(self, weight: float) -> None:
-        """Send the gradients; returns when they may be changed."""
+        """Send the gradients; return when they can be reused."""
         for server, packing in enumerate(self._packings):
             has = []
             for piece, view in zip(packing.pieces, self._views[server], strict=True):
@@ -67,7 +67,7 @@ class Worker:
                 )
 
     def finish(self) -> None:
-        """Finish pushing, get the final parameters, and leave."""
+        """Finish, receive the final parameters, and leave."""
         self.pull(Kind.FINISH)
         for _ in self._each(Header(Kind.LEAVE)):
             pass
@@ -104,7 +104,7 @@ class Worker:
         return in_order(self._buffers[server])
 
     def _each(self, header: Header) -> Iterable[int]:
-        """Send a header to every server, then name them one after the other."""
+        """Send a header to every server, and return the numbers of the servers."""
         for server, channel in enumerate(self._channels):
             with self._blaming(server):
                 channel.send(header)
