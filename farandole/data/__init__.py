@@ -1,1 +1,1 @@
-"""Read text, tokenize it and sample windows of tokens, identically on every rank."""
+"""Read text, tokenize it and sample token windows, identically on every rank."""

@@ -1,10 +1,10 @@
-"""A content-addressed cache of tokenized text on disk.
+"""A content-addressed disk cache for tokenized text.
 
-An entry is a folder with `tokenizer.json`, `train.bin` and `validation.bin` (token numbers of 2 or 4 bytes), and
-`entry.json` (sizes and checksums).  Its name is a hash of the text and the settings, so changed text never finds a
-stale entry.  An entry is written under a temporary name, flushed and renamed, so an entry is always complete.  With a
-file lock one process per host builds an entry while other processes, also of other jobs, wait.  The kernel releases the
-lock of a process that dies.
+An entry is a folder with `tokenizer.json`, `train.bin` and `validation.bin` (token ids of 2 or 4 bytes), and
+`entry.json` (sizes and checksums).  Its name is a hash of the text and the settings, so a stale entry is never used for
+changed text.  An entry is written under a temporary name, flushed and renamed, so an entry is always complete.  With a
+file lock, one process per host builds an entry while other processes wait, including processes of other jobs.  If a
+process dies, the kernel releases its lock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMAT_VERSION = 2
 FILES = ("tokenizer.json", "train.bin", "validation.bin")
 
 Progress = Callable[[str, float], None]
-"""Called with the current activity and its completed fraction, 0 to 1."""
+"""A function called with the current activity and its completed fraction (0 to 1)."""
 
 
 def default_cache() -> Path:
@@ -50,7 +50,7 @@ def default_cache() -> Path:
 
 
 def content_key(source: Source, settings: dict[str, object], progress: Progress) -> str:
-    """Return the name of the entry for this text and these settings: 32 hexadecimal digits."""
+    """Return the name of the cache entry for this text and these settings: 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([FORMAT_VERSION, source.field, settings], sort_keys=True).encode())
     total, done = max(1, source.size), 0
@@ -66,10 +66,10 @@ def content_key(source: Source, settings: dict[str, object], progress: Progress)
 
 
 def cached_folder(cache: Path, key: str, build: Callable[[Path], None], files: Sequence[str] = FILES) -> Path:
-    """Return the folder of entry `key`.  If it does not exist, `build(folder)` writes its `files`.
+    """Return the folder of entry `key`; if it does not exist, call `build(folder)` to write its `files`.
 
     Raises:
-        DataError: if the cache cannot be written, or the disk is full.
+        DataError: if the cache cannot be written or the disk is full.
     """
     folder = cache / key
     try:
@@ -80,7 +80,7 @@ def cached_folder(cache: Path, key: str, build: Callable[[Path], None], files: S
                 return folder
             if folder.exists():
                 _log.warning(
-                    "farandole: cached tokens in %s are damaged (%s): building them again", folder, damage
+                    "farandole: cached tokens in %s are damaged (%s); rebuilding them", folder, damage
                 )
                 shutil.rmtree(folder)
             for partial in cache.glob(f"{key}.*.tmp"):  # left by a killed process
@@ -92,7 +92,7 @@ def cached_folder(cache: Path, key: str, build: Callable[[Path], None], files: S
 
 
 def _find_damage(folder: Path, files: Sequence[str]) -> str | None:
-    """Return the damage of an entry, or None if it is complete."""
+    """Return a description of the damage to an entry, or None if the entry is intact."""
     try:
         recorded = json.loads((folder / "entry.json").read_text())
         for name in files:
@@ -125,7 +125,7 @@ def _write(folder: Path, build: Callable[[Path], None], files: Sequence[str]) ->
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         # Some file systems cannot flush a folder.
@@ -146,6 +146,6 @@ def _checksum(path: Path) -> int:
 def _cannot_write(cache: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(cache).free >> 20
-        return f"no space for tokens in {cache} ({free} MiB free); choose another folder with data.cache="
+        return f"not enough disk space for tokens in {cache} ({free} MiB free); choose another folder with data.cache="
     reason = error.strerror or str(error)
     return f"cannot write tokens to {cache}: {reason}; choose another folder with data.cache="

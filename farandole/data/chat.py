@@ -3,10 +3,10 @@
     chat = prepare_chat("chat.jsonl", folder, context=1024)
     tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each (2, 1024) of int64
 
-A record has `messages`, a list of {"role", "content"}, and optionally `tools`; or `prompt` and `completion`, two
-texts.  Only tokens that the assistant wrote are targets.  Several conversations share a window: `documents` numbers
-them, so that attention does not cross from one to another.  Conversations are never split: one that is longer than a
-window is truncated.
+A record has `messages`, a list of {"role", "content"}, and optionally `tools`; or two texts, `prompt` and
+`completion`.  Only tokens written by the assistant are targets.  Several conversations share a window: `documents`
+numbers the conversations, so that attention does not cross their boundaries.  Conversations are never split: a
+conversation that is longer than a window is truncated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IGNORED = -100
 """The target for tokens without a loss."""
 
 FILES = ("tokens.bin", "trained.bin", "ends.bin", "held_out.bin")
-"""Token numbers (int32), whether each is trained (uint8), the end of each conversation (int64), and whether it is for validation (uint8)."""
+"""Token ids (int32), trained flags (uint8), ends of conversations (int64), validation flags (uint8)."""
 
 _BATCH = 256
 
@@ -46,7 +46,7 @@ class Conversations:
     """Tokenized conversations, packed into windows of `context` tokens by best fit.
 
     Args:
-        tokens, trained: all conversations, one after another.
+        tokens, trained: all conversations, concatenated.
         spans: (start, end) of each conversation.
     """
 
@@ -58,7 +58,7 @@ class Conversations:
         context: int,
     ) -> None:
         self._tokens, self._trained, self.context = tokens, trained, context
-        # The last token of a conversation is a target only, so a window holds one less of each.
+        # The last token of a conversation is only a target, so a window has one input fewer per conversation.
         kept = [(start, min(end, start + context + 1)) for start, end in spans]
         self.windows = [
             [kept[number] for number in window]
@@ -74,7 +74,7 @@ class Conversations:
     def read(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return tokens, document numbers and targets of windows, each (len(numbers), context).
+        """Return the tokens, document numbers and targets of windows, each (len(numbers), context).
 
         Padding has token 0, a separate document number, and no targets.
         """
@@ -97,7 +97,7 @@ class Conversations:
 def pack(lengths: list[int], size: int) -> list[list[int]]:
     """Assign items to bins of `size` by best fit decreasing: longest first, each to the fullest bin with enough space.
 
-    The result is deterministic.  Its number of bins is at most 11/9 of the optimum and 6/9 (Johnson et al., 1974, for
+    The result is deterministic.  The number of bins is at most 11/9 of the optimum plus 6/9 (Johnson et al., 1974, for
     best fit decreasing).
     """
     bins: list[list[int]] = []
@@ -151,18 +151,18 @@ def prepare_chat(
     cache: Path | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Chat:
-    """Return the conversations at `path`, memory-mapped from the cache; tokenize them first if needed.
+    """Return the conversations at `path`, memory-mapped from the cache; tokenize them first if necessary.
 
     Args:
-        path: a JSON lines, Parquet or Arrow file, or a folder of them (`find_source`).
-        folder: the folder of the model, with its `tokenizer.json` and chat template.
+        path: a JSON lines, Parquet or Arrow file, or a folder of such files (`find_source`).
+        folder: the model folder, with `tokenizer.json` and a chat template.
         context: the number of tokens in a window.
-        vocabulary: the number of tokens of the model.
+        vocabulary: the number of tokens in the model's vocabulary.
         field: the field of the messages.
         template: another chat template (`find_template`).
-        validation_share: the fraction of the conversations for validation.
-        cache: the cache folder, by default the user's.
-        progress: called with the current activity and its completed fraction.
+        validation_share: the fraction of the conversations used for validation.
+        cache: the cache folder; by default, the user's cache folder.
+        progress: a function called with the current activity and its completed fraction.
 
     Raises:
         DataError: if the data, the tokenizer or the template is missing or invalid.
@@ -173,7 +173,7 @@ def prepare_chat(
     try:
         tokenizer = load_tokenizer(file)
     except Exception as error:  # the library raises Exception itself
-        raise DataError(f"{file} is damaged: {error}") from None
+        raise DataError(f"{file} is damaged: {error}; restore the file") from None
     source = find_source(path, field)
     found: Template | None = None
     missing = ""
@@ -198,7 +198,8 @@ def prepare_chat(
     tokens = np.memmap(saved / "tokens.bin", np.int32, "r")
     if int(tokens.max()) >= vocabulary:
         raise DataError(
-            f"{file} contains token {int(tokens.max())}, but the model's vocabulary has only {vocabulary} tokens"
+            f"{file} contains token {int(tokens.max())}, but the model's vocabulary has only {vocabulary} tokens; "
+            "use the model's tokenizer"
         )
     trained = np.memmap(saved / "trained.bin", np.uint8, "r")
     ends = np.fromfile(saved / "ends.bin", np.int64)
@@ -239,10 +240,10 @@ class _Encoder:
         self.field, self._end = field, end
 
     def texts(self, where: str, record: Mapping[str, Any]) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Return texts with the ranges of trained characters."""
+        """Return texts, each with its ranges of trained characters."""
         if self.field in record:
             messages = record[self.field]
-            if isinstance(messages, str):  # a column of JSON
+            if isinstance(messages, str):  # JSON text in a column
                 messages = _parsed(where, self.field, messages)
             self._check(where, messages)
             if self._template is None:
@@ -253,14 +254,14 @@ class _Encoder:
             except DataError as error:
                 raise DataError(f"{where}: {error}") from None
             if not found:
-                raise DataError(f'{where}: no message has the role "assistant"')
+                raise DataError(f'{where}: expected a message with role "assistant", found none')
             return found
         prompt, completion = record.get("prompt"), record.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
             text = prompt + completion + (self._end or "")
             return [(text, [(len(prompt), len(text))])]
         raise DataError(
-            f'{where}: expected a field "{self.field}" with messages, or the fields "prompt" and "completion"; found: '
+            f'{where}: expected a field "{self.field}" with messages, or the fields "prompt" and "completion", found: '
             f"{', '.join(record)}; choose a field with data.field="
         )
 
@@ -272,11 +273,12 @@ class _Encoder:
         for number, message in enumerate(messages):
             if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
                 raise DataError(
-                    f'{where}: message {number} has {", ".join(message) or "no fields"}: expected "role" and "content"'
+                    f'{where}: expected "role" and "content" in message {number}, found '
+                    f"{', '.join(message) or 'no fields'}"
                 )
 
     def encode(self, texts: list[tuple[str, list[tuple[int, int]]]]) -> Iterator[tuple[NDArray, NDArray]]:
-        """Yield the tokens of each text, and whether each token is trained: its first character is in a trained range."""
+        """Yield the tokens of each text, flagged as trained if their first character is in a trained range."""
         encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
         for (_, spans), encoding in zip(texts, encodings, strict=True):
             starts = np.array([start for start, _ in encoding.offsets], np.int64)
@@ -308,10 +310,10 @@ def _build(source: Source, folder: Path, encoder: _Encoder, share: float, progre
                 held_out.append(uniform_hash(text) < share)
             progress("encoding conversations", 0.5)
     if not ends:
-        raise DataError(f"{source.root}: expected conversations, found none")
+        raise DataError(f"{source.root}: expected conversations, found no records")
     if len(ends) > 1 and not 0 < sum(held_out) < len(
         ends
-    ):  # few conversations: the last ones are for validation
+    ):  # too few conversations for a random split: use the last ones for validation
         count = max(1, round(share * len(ends)))
         held_out = [number >= len(ends) - count for number in range(len(ends))]
     np.array(ends, np.int64).tofile(folder / "ends.bin")

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class DataError(ValueError):
-    """The data cannot be used; the message says what was expected and found, in one line."""
+    """The data cannot be used; the message describes the expected and the found data in one line."""

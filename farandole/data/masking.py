@@ -1,15 +1,15 @@
-"""BERT's masking of tokens (Devlin et al., 2019, "BERT", section 3.1).
+"""BERT-style token masking (Devlin et al., 2019, "BERT", section 3.1).
 
-Of the ordinary (not special) tokens, 15 % are chosen.  Of the chosen tokens 80 % become the mask token, 10 % become a
-random token and 10 % stay.  As in the paper's code, the number is exact: a window of m ordinary tokens has max(1,
-round(0.15 m)) chosen tokens, so all windows cost the same.
+15 % of the ordinary (not special) tokens are selected.  Of the selected tokens, 80 % become the mask token, 10 % become
+a random token, and 10 % do not change.  As in the paper's code, the number is exact: a window of m ordinary tokens has
+max(1, round(0.15 m)) selected tokens, so all windows cost the same.
 
 Masks are stateless: every position has a random 64-bit number, computed by splitmix64 (Steele et al., 2014, "Fast
-Splittable Pseudorandom Number Generators") from the seed, the epoch, the sample and the position.  So the mask of a
-sample does not depend on its rank or batch, and is the same after a resume.
+Splittable Pseudorandom Number Generators") from the seed, the epoch, the sample and the position.  The mask of a sample
+therefore does not depend on its rank or batch, and does not change after a resume.
 
     masking = masking_for(text.tokenizer, seed=0)
-    inputs, targets = masking.mask(windows, samples, epochs)     # targets are -100 at positions that are not chosen
+    inputs, targets = masking.mask(windows, samples, epochs)     # targets are -100 at positions that are not selected
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from farandole.data.text import Windows
 from farandole.data.tokenizer import MASK
 
 IGNORE_INDEX = -100
-"""The target at positions that are not chosen; torch's cross-entropy ignores it."""
+"""The target at positions that are not selected; torch's cross-entropy ignores it."""
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
 _SECOND = np.uint64(0xD6E8FEB86659FD93)  # an arbitrary odd number, to derive a second number per position
 _BATCH_WINDOWS = 64
-"""Few enough that their random numbers stay in the cache."""
+"""The number of tokens masked at a time, small enough that their random numbers stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Masking:
 
     Args:
         vocabulary: the number of tokens.
-        mask_token: the token that replaces chosen tokens.
-        special: tokens that are never chosen and never replace another; `mask_token` always belongs to them.
-        seed: the seed of the random choices.
-        share: the fraction of ordinary (not special) tokens to choose.
+        mask_token: the token that replaces selected tokens.
+        special: tokens that are never selected and never replace another token; always includes `mask_token`.
+        seed: the seed for the random choices.
+        share: the fraction of ordinary (not special) tokens to select.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -59,23 +59,25 @@ class Masking:
     def __post_init__(self) -> None:
         for token in (self.mask_token, *self.special):
             if not 0 <= token < self.vocabulary:
-                raise ValueError(f"token {token} is not in a vocabulary of {self.vocabulary}")
+                raise ValueError(f"expected tokens in the vocabulary of {self.vocabulary}, got {token}")
         if not 0 < self.share <= 1:
             raise ValueError(f"expected share above 0 and at most 1, got {self.share}")
         if self.seed < 0:
             raise ValueError(f"expected a non-negative seed, got {self.seed}")
         if len(self._ordinary) == 0:
-            raise ValueError("every token in the vocabulary is special, so no token can be masked")
+            raise ValueError(
+                "expected at least one ordinary token in the vocabulary, got only special tokens"
+            )
 
     def mask(
         self, windows: NDArray[np.integer], samples: NDArray[np.int64], epochs: NDArray[np.int64] | int = 0
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return masked inputs and targets.  A window of only special tokens has no target; others have at least one.
+        """Return masked inputs and targets; every window with ordinary tokens has at least one target.
 
         Args:
             windows: tokens (n, positions).
-            samples: the sample numbers of the windows (n).
-            epochs: the epochs of the windows (n), or one epoch for all.
+            samples: the sample indices of the windows (n).
+            epochs: the epochs of the windows (n), or one epoch for all windows.
 
         Returns:
             Inputs and targets, both (n, positions) of int64.
@@ -93,7 +95,7 @@ class Masking:
             return inputs, targets
         if not 0 <= inputs.min() <= inputs.max() < self.vocabulary:
             wrong = inputs.min() if inputs.min() < 0 else inputs.max()
-            raise ValueError(f"token {wrong} is not in the vocabulary of {self.vocabulary}")
+            raise ValueError(f"expected tokens in the vocabulary of {self.vocabulary}, got {wrong}")
         keys = self._keys(samples, np.broadcast_to(np.asarray(epochs), samples.shape))
         for start in range(0, len(windows), _BATCH_WINDOWS):
             part = slice(start, start + _BATCH_WINDOWS)
@@ -110,15 +112,15 @@ class Masking:
 
         second = mix(numbers[indices] ^ _SECOND)
         others = self._ordinary[(mix(second + _STEP) % np.uint64(len(self._ordinary))).astype(np.int64)]
-        tenth = (second >> np.uint64(32)) * np.uint64(10) >> np.uint64(32)  # 0 to 9, equally likely
+        tenth = (second >> np.uint64(32)) * np.uint64(10) >> np.uint64(32)  # 0 to 9 with equal probability
         inputs[indices] = np.select([tenth < 8, tenth == 8], [np.int64(self.mask_token), others], chosen)
 
     def _choose(self, tokens: NDArray[np.int64], numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Choose the positions with the smallest numbers in every window, among tokens that are not special."""
+        """Select the positions with the smallest numbers in every window, among ordinary tokens."""
         special = self._is_special[tokens]
         many = tokens.shape[1] - special.sum(1)
         count = np.where(many > 0, np.maximum(1, np.rint(self.share * many).astype(np.int64)), 0)
-        # the low bits are replaced by the position, so that numbers are unique; the top bit marks special tokens
+        # the position replaces the low bits, so that numbers are unique; the top bit marks special tokens
         width = np.uint64(max(1, tokens.shape[1]).bit_length())
         unique = (numbers >> (width + np.uint64(1)) << width) | np.arange(tokens.shape[1], dtype=np.uint64)
         unique |= special.astype(np.uint64) << np.uint64(63)
@@ -142,7 +144,7 @@ class Masking:
 
 
 def masking_for(tokenizer: Tokenizer, seed: int, share: float = 0.15, mask: str = MASK) -> Masking:
-    """Return the masking for a tokenizer, which excludes its special tokens.
+    """Return the masking for a tokenizer; its special tokens are never masked.
 
     Raises:
         DataError: if the tokenizer has no token `mask`.
@@ -158,7 +160,7 @@ def masking_for(tokenizer: Tokenizer, seed: int, share: float = 0.15, mask: str 
 
 
 class MaskedBatches:
-    """Batches of masked windows.  Their order and masks depend only on the seeds.
+    """Batches of masked windows, whose order and masks depend only on the seeds.
 
     `sampler.consumed` is the complete state; set it to resume.
 
@@ -169,7 +171,7 @@ class MaskedBatches:
     def __init__(self, windows: Windows, masking: Masking, sampler: Sampler) -> None:
         if sampler.samples > windows.samples:
             raise ValueError(
-                f"the sampler has {sampler.samples} samples, but there are only {windows.samples} windows"
+                f"expected a sampler for at most {windows.samples} windows, got a sampler for {sampler.samples} samples"
             )
         self.windows = windows
         self.masking = masking
@@ -183,5 +185,5 @@ class MaskedBatches:
     def read(
         self, samples: NDArray[np.int64], epochs: NDArray[np.int64] | int = 0
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return inputs and targets, (len(samples), context), of these samples in these epochs."""
+        """Return the inputs and targets of these samples in these epochs, each (len(samples), context)."""
         return self.masking.mask(self.windows.read(samples)[:, :-1], samples, epochs)

@@ -1,10 +1,10 @@
 """Sample in a seeded random order without storing a permutation.
 
-A run's position in its data is one number: the samples consumed by all ranks together.  Sample k of a run is entry k
-mod n of the permutation of epoch k div n.  The permutation is a four-round Feistel network on the smallest even number
-of bits that holds n, applied repeatedly until the result is below n (cycle walking; Black and Rogaway, 2002, "Ciphers
-with Arbitrary Finite Domains").  Each entry is computed separately, so the cost per sample does not depend on n, and
-resuming is free.
+A run's position in its data is one number: the number of samples consumed by all ranks together.  Sample k of a run is
+entry k mod n in the permutation of epoch k div n.  The permutation is a four-round Feistel network on the smallest even
+number of bits that can represent n, applied repeatedly until the result is below n (cycle walking; Black and Rogaway,
+2002, "Ciphers with Arbitrary Finite Domains").  Each entry is computed separately, so the cost per sample does not
+depend on n, and resuming has no extra cost.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Sampler:
         return self.at(self.take(count, rank, ranks))
 
     def take(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-        """Like `next`, but return positions in the run.  `at` returns their samples and `epochs` their epochs."""
+        """Like `next`, but return positions in the run, for `at` (samples) and `epochs` (epochs)."""
         if count % ranks:
-            raise ValueError(f"{count} samples are not divisible by {ranks} ranks")
+            raise ValueError(f"expected a number of samples divisible by {ranks} ranks, got {count}")
         share = count // ranks
         first = self.consumed + rank * share
         self.consumed += count
         return np.arange(first, first + share)
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at these positions, which are counted over all epochs."""
+        """Return the samples at these positions, which count across epochs."""
         epochs, indices = np.divmod(positions, self.samples)
         result = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -60,7 +60,7 @@ class Sampler:
 
 
 def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the entries at `indices` of the permutation of 0..size-1 for `seed` and `epoch`."""
+    """Return the entries at `indices` in the permutation of 0..size-1 for `seed` and `epoch`."""
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
     values = _feistel(indices.astype(np.uint64), half, keys)
@@ -78,7 +78,7 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint6
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finalizer of splitmix64: a bijection of 64 bits that looks random."""
+    """Apply the finalizer of splitmix64, a bijection on 64-bit numbers with random-looking results."""
     values = (values ^ (values >> np.uint64(30))) * _MIX[0]
     values = (values ^ (values >> np.uint64(27))) * _MIX[1]
     return values ^ (values >> np.uint64(31))

@@ -22,7 +22,7 @@ from farandole.data.wording import counted
 _log = logging.getLogger(__name__)
 
 STANDARD_LIBRARY = "stdlib"
-"""The path that stands for the source files of Python's standard library."""
+"""The path that represents the source files of Python's standard library."""
 
 TEXT_SUFFIXES = (
     ".txt",
@@ -45,12 +45,12 @@ ARROW_SUFFIXES = (".arrow",)
 RECORD_SUFFIXES = JSON_LINES_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES
 READABLE_SUFFIXES = TEXT_SUFFIXES + RECORD_SUFFIXES
 
-_ACCEPTED = "expected UTF-8 text, JSON lines (.jsonl) or Parquet; exclude or convert this file"
+_ACCEPTED = "expected UTF-8 text, JSON lines (.jsonl) or Parquet; exclude or convert the file"
 
 _MAX_INVALID_SHARE = 0.3
-"""The largest fraction of a text file's characters that may be invalid UTF-8."""
+"""The maximum fraction of a text file's characters that may be invalid UTF-8."""
 
-# Tests are larger than the rest of the library; encodings and pydoc_data are tables, not programs.
+# Tests are larger than the rest of the library; encodings and pydoc_data contain tables, not programs.
 _EXCLUDED = {
     *("site-packages", "dist-packages", "__pycache__"),
     *("test", "tests", "idle_test"),
@@ -60,12 +60,12 @@ _EXCLUDED = {
 
 @dataclass(frozen=True)
 class Source:
-    """Files of documents, in a fixed order.
+    """A fixed sequence of files with documents.
 
     Args:
-        root: the file or folder that the user named.
+        root: the file or folder given by the user.
         files: sorted paths under `root`.
-        field: the JSON field or Parquet column of the text.
+        field: the JSON field or Parquet column that contains the text.
     """
 
     root: Path
@@ -74,20 +74,20 @@ class Source:
 
     @property
     def size(self) -> int:
-        """The size of all files in bytes."""
+        """The total size of the files in bytes."""
         return sum(path.stat().st_size for path in self.files)
 
     def records(self, fields: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (place, record) for all records.  Raises `DataError` with the place."""
+        """Yield (location, record) for all records.  Raise `DataError` for an invalid record."""
         for path in self.files:
             if not path.name.lower().endswith(RECORD_SUFFIXES):
                 raise DataError(
-                    f"{path}: expected records: JSON lines, Parquet or Arrow ({', '.join(RECORD_SUFFIXES)})"
+                    f"{path}: expected a file with records: JSON lines, Parquet or Arrow ({', '.join(RECORD_SUFFIXES)})"
                 )
             yield from read_records(path, fields)
 
     def documents(self) -> Iterator[str]:
-        """Yield all documents that are not blank, in order.  Raises `DataError` with file and line."""
+        """Yield all documents that are not blank, in order.  Raise `DataError` for an invalid document."""
         for path in self.files:
             yield from (text for text in _read(path, self.field) if text.strip())
 
@@ -95,8 +95,8 @@ class Source:
 def find_source(path: str, text_field: str = "text") -> Source:
     """Return the files at `path`: "stdlib", a file, or a folder.
 
-    A file may have any suffix; a suffix that is not JSON lines or Parquet means text.  Folders are searched recursively
-    for `READABLE_SUFFIXES`; hidden files are skipped.
+    A file may have any suffix; unless the suffix indicates JSON lines or Parquet, the file is read as text.  Folders
+    are searched recursively for `READABLE_SUFFIXES`; hidden files are skipped.
 
     Raises:
         DataError: if no readable file is found.
@@ -114,12 +114,12 @@ def find_source(path: str, text_field: str = "text") -> Source:
         files = tuple(_walk(_split_of_datasets(root.resolve())))
         if not files:
             raise DataError(
-                f"data.path={path}: no text found in this folder; expected files that end in "
+                f"data.path={path}: found no text in this folder; expected files with the suffixes "
                 f"{' '.join(READABLE_SUFFIXES)}"
             )
     for file in files:
         if not os.access(file, os.R_OK):
-            raise DataError(f"data.path={path}: no permission to read {file}")
+            raise DataError(f"data.path={path}: no permission to read {file}; change its permissions")
     source = Source(root.resolve(), files, text_field)
     if source.size == 0:
         what = (
@@ -139,7 +139,7 @@ def _standard_library() -> Source:
     if not files:
         raise DataError(
             f"this Python has no source files of its standard library in {root}; "
-            "use other text: data.path=FILE or FOLDER"
+            "use data.path=FILE or data.path=FOLDER"
         )
     return Source(root, tuple(files))
 
@@ -160,12 +160,12 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _split_of_datasets(root: Path) -> Path:
-    """Return the training split of a folder that `datasets.DatasetDict.save_to_disk` wrote, or `root`."""
+    """Return the training split of a folder written by `datasets.DatasetDict.save_to_disk`, or `root`."""
     if not (root / "dataset_dict.json").is_file():
         return root
     if not (root / "train").is_dir():
         splits = ", ".join(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
-        raise DataError(f"data.path={root} has no split train; choose the folder of a split: {splits}")
+        raise DataError(f"data.path={root} has no split named train; choose the folder of a split: {splits}")
     return root / "train"
 
 
@@ -196,12 +196,12 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
                     f'{where}: expected text in field "{text_field}", found {type(text).__name__}'
                 )
             raise DataError(
-                f'{where}: no text in field "{text_field}"; found: {", ".join(record)}; choose a field with data.field='
+                f'{where}: expected text in field "{text_field}", found only {", ".join(record)}; choose a field with data.field='
             )
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file; replace a few invalid UTF-8 bytes, and raise `DataError` for many."""
+    """Return the text of a file; replace a few invalid UTF-8 bytes, but raise `DataError` for many."""
     text = path.read_text(encoding="utf-8", errors="replace")
     replaced = text.count("\N{REPLACEMENT CHARACTER}") / max(1, len(text))
     if "\0" in text:
@@ -212,24 +212,25 @@ def _read_text(path: Path) -> str:
         )
     if replaced:
         try:
-            path.read_text(encoding="utf-8")  # the file may contain the replacement character itself
+            path.read_text(encoding="utf-8")  # the file itself may contain the replacement character
         except UnicodeDecodeError as error:
             _warn_invalid(path, f"byte {error.start + 1}")
     return text
 
 
-@cache  # a file is read several times
+@cache  # warn only once, although a file is read several times
 def _warn_invalid(path: Path, where: str) -> None:
     _log.warning(
-        "farandole: %s, %s: invalid UTF-8, replaced by U+FFFD; convert the file, or exclude it", path, where
+        "farandole: %s, %s: invalid UTF-8 replaced by U+FFFD; convert or exclude the file", path, where
     )
 
 
 def read_records(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the records of a JSON lines, Parquet or Arrow file, each with its place for messages.
+    """Yield the records of a JSON lines, Parquet or Arrow file, each with its location for messages.
 
     Args:
-        fields: the columns of a Parquet or Arrow file to read, of which at least one must exist; by default all.
+        fields: the columns of a Parquet or Arrow file to read, at least one of which must exist; by default, all
+            columns.
 
     Raises:
         DataError: if the file is damaged, or has none of the fields.
@@ -255,7 +256,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 record: Any = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{path}, line {number}: not JSON: {error}") from None
+                raise DataError(f"{path}, line {number}: expected JSON: {error}") from None
             if not isinstance(record, dict):
                 raise DataError(
                     f"{path}, line {number}: expected a JSON object, found {type(record).__name__}"
@@ -264,7 +265,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow as arrow  # importing takes a second, and most text is not in Parquet
+    import pyarrow as arrow  # imported here, because the import takes a second and few users need it
     import pyarrow.parquet as parquet
 
     try:
@@ -276,7 +277,7 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict
 
 
 def _read_arrow(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read a file of the `datasets` library: Arrow's stream format, or its file format."""
+    """Read a file written by the `datasets` library, in Arrow's stream format or file format."""
     import pyarrow as arrow
 
     try:
@@ -297,7 +298,7 @@ def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[st
     if not found:
         wanted = " or ".join(f'"{field}"' for field in fields)
         raise DataError(
-            f"{path}: no column {wanted}; found: {', '.join(names)}; choose a column with data.field="
+            f"{path}: expected a column {wanted}, found only {', '.join(names)}; choose a column with data.field="
         )
     return found
 

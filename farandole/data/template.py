@@ -1,6 +1,6 @@
-"""Chat templates: conversations as text, with the text that the assistant wrote.
+"""Chat templates, which render conversations as text and locate the assistant's text.
 
-A template is a Jinja program of the tokenizer, with the variables and functions that `transformers` defines for it.
+A template is a Jinja program of the tokenizer, with the variables and functions that `transformers` defines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Message = Mapping[str, Any]
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}` of `transformers`, whose content is rendered as it is."""
+    """The `{% generation %}` tag of `transformers`, whose content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
 
@@ -44,7 +44,7 @@ class Template:
 
     Args:
         source: the Jinja program.
-        tokens: special tokens by their names in templates, such as `bos_token`.
+        tokens: special tokens by template variable, such as `bos_token`.
 
     Raises:
         DataError: if the program is invalid.
@@ -64,30 +64,30 @@ class Template:
             raise DataError(f"the chat template is invalid in line {error.lineno}: {error.message}") from None
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **variables: Any) -> str:
-        """Return a conversation as text, with `prompt` up to the beginning of the assistant's next message.
+        """Return a conversation as text; with `prompt`, also the start of the assistant's next message.
 
         Raises:
-            DataError: if the template refuses the messages.
+            DataError: if the template rejects the messages.
         """
         try:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=prompt, **self._tokens, **variables
             )
         except jinja2.TemplateError as error:
-            raise DataError(f"the chat template refuses the messages: {error}") from None
+            raise DataError(f"the chat template rejects the messages: {error}") from None
         except (TypeError, KeyError, AttributeError) as error:
             raise DataError(f"the chat template cannot render the messages: {error!r}") from None
 
     def answers(
         self, messages: Sequence[Message], **variables: Any
     ) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Return texts with the ranges of characters that the assistant wrote.
+        """Return texts, each with the ranges of characters written by the assistant.
 
-        There is one text for a conversation whose beginning is rendered alike in all its turns.  A template that
-        changes earlier turns, for example by removing their reasoning, gives one text per turn of the assistant.
+        If all turns are rendered with the same earlier text, the conversation is one text.  If the template changes
+        earlier turns, for example by removing their reasoning, there is one text per assistant turn.
 
         Raises:
-            DataError: if the template refuses the messages, or renders a turn without its prompt.
+            DataError: if the template rejects the messages, or renders a turn without its prompt.
         """
         turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
         spans, texts = [], []
@@ -99,7 +99,8 @@ class Template:
                 prompt = self.render(messages[:turn], **variables)
             if not done.startswith(prompt):
                 raise DataError(
-                    "the chat template renders the assistant's message without the prompt before it"
+                    "the chat template renders the assistant's message without the preceding prompt; choose "
+                    "another with data.template="
                 )
             texts.append((done, [(len(prompt), len(done))]))
             spans.append((len(prompt), len(done)))
@@ -124,7 +125,7 @@ def find_template(folder: Path, choice: str = "") -> Template:
         choice: a file with another template, or "chatml".
 
     Raises:
-        DataError: if there is no template, or it is invalid.
+        DataError: if the template is missing or invalid.
     """
     config = read_tokenizer_config(folder)
     tokens = {name: text for name in config if name.endswith("_token") and (text := token_text(config, name))}
@@ -134,31 +135,33 @@ def find_template(folder: Path, choice: str = "") -> Template:
         try:
             return Template(Path(choice).expanduser().read_text(encoding="utf-8"), tokens)
         except OSError as error:
-            raise DataError(f"data.template={choice}: {error.strerror}; expected a file, or chatml") from None
+            raise DataError(
+                f"data.template={choice}: {error.strerror}; expected a readable file, or chatml"
+            ) from None
     file = folder / "chat_template.jinja"
     source: Any = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several templates with names
+    if isinstance(source, list):  # several named templates
         named = {each["name"]: each["template"] for each in source}
         source = named.get("default") or next(iter(named.values()), None)
     if not isinstance(source, str):
-        raise DataError(f"{folder} has no chat template: use data.template=FILE or data.template=chatml")
+        raise DataError(f"{folder} has no chat template; use data.template=FILE or data.template=chatml")
     return Template(source, tokens)
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`, or {} if it does not exist.  Raises `DataError` if it is damaged."""
+    """Return the content of `tokenizer_config.json`, or {} without this file; raise `DataError` if damaged."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}") from None
+        raise DataError(f"{path} is damaged: {error}; restore the file") from None
     return found if isinstance(found, dict) else {}
 
 
 def token_text(config: Mapping[str, Any], name: str) -> str | None:
-    """Return a special token of a tokenizer's configuration, such as `eos_token`."""
+    """Return a special token from a tokenizer's configuration, such as `eos_token`."""
     token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")

@@ -4,7 +4,7 @@
     text.train.samples                            # the number of windows
     text.train.read(np.array([0, 5]))             # (2, 257) tokens: inputs, and targets shifted by one
 
-Every rank calls `prepare_text`.  One rank per host does the work, and the others wait (`cache`).
+Every rank calls `prepare_text`.  One rank per host does the work while the others wait (`cache`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from farandole.data.wording import counted
 
 _BATCH_CHUNKS = 512
 _TOKENIZER_BYTES = 100 << 20
-"""A tokenizer is trained on at most about this much text, sampled evenly: more text changes it very little."""
+"""The approximate maximum size of the text for training a tokenizer, sampled evenly; more text has little effect."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Windows:
         return self.read(np.array([index]))[0]
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the windows at `indices`, (len(indices), context + 1)."""
+        """Return the windows at `indices`, of shape (len(indices), context + 1)."""
         positions = indices[:, None] * self.context + np.arange(self.context + 1)
         return self.tokens[positions].astype(np.int64)
 
@@ -85,20 +85,20 @@ def prepare_text(
     cache: Path | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Text:
-    """Return the tokenized text at `path`, memory-mapped from the cache; tokenize it first if needed.
+    """Return the tokenized text at `path`, memory-mapped from the cache; tokenize it first if necessary.
 
     Args:
         path: "stdlib", a file or a folder (`find_source`).
         vocabulary: the number of tokens of the tokenizer.
         context: the number of input tokens in a window.
-        text_field: the JSON field or Parquet column of the text.
-        validation_share: the fraction of the text for validation.
-        special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  Their names in the text are encoded
-            as text.
-        tokenizer: a `tokenizer.json` to use; by default a tokenizer is trained on the text.
+        text_field: the JSON field or Parquet column that contains the text.
+        validation_share: the fraction of the text used for validation.
+        special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  If the text contains their names,
+            the names are encoded as ordinary text.
+        tokenizer: the `tokenizer.json` to use; by default, a tokenizer is trained on the text.
         end: the token that ends a document.
-        cache: the cache folder, by default the user's.
-        progress: called with the current activity and its completed fraction.
+        cache: the cache folder; by default, the user's cache folder.
+        progress: a function called with the current activity and its completed fraction.
 
     Raises:
         DataError: if the text is missing, unreadable or too short, the cache cannot be written, or a special token is
@@ -113,7 +113,7 @@ def prepare_text(
         )
     source = find_source(path, text_field)
     settings: dict[str, object] = {"vocabulary": vocabulary, "validation_share": validation_share}
-    if special_tokens:  # keeps the keys of cache entries without special tokens
+    if special_tokens:  # does not change the keys of entries without special tokens
         settings["special_tokens"] = list(special_tokens)
     if tokenizer is not None:
         settings["tokenizer"] = _check_tokenizer(tokenizer, vocabulary, (end, *special_tokens))
@@ -131,27 +131,29 @@ def prepare_text(
         count = (folder / f"{name}.bin").stat().st_size // dtype.itemsize
         if count <= context:
             raise DataError(
-                f"data.path={path}: {counted(count, 'token')} for {name}, expected at least {context + 1} for one window "
-                f"of model.context={context}; use more text, or lower model.context"
+                f"data.path={path}: expected at least {context + 1} tokens for {name}, for one window of "
+                f"model.context={context}, found {counted(count, 'token')}; use more text, or reduce model.context"
             )
         parts[name] = Windows(np.memmap(folder / f"{name}.bin", dtype, "r"), context)
     return Text(folder, load_tokenizer(folder / "tokenizer.json"), parts["train"], parts["validation"])
 
 
 def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str]) -> str:
-    """Return the content of a `tokenizer.json`.  Raises `DataError` unless a model with `vocabulary` can use it."""
+    """Return a `tokenizer.json` as text; raise `DataError` if it does not fit a model with `vocabulary` tokens."""
     try:
         tokenizer = load_tokenizer(path)
     except Exception as error:  # the library raises Exception itself
-        raise DataError(f"tokenizer {path} is damaged: {error}") from None
+        raise DataError(f"tokenizer {path} is damaged: {error}; restore the file") from None
     if tokenizer.get_vocab_size() > vocabulary:
         raise DataError(
-            f"tokenizer {path} has {tokenizer.get_vocab_size():,} tokens, and model.vocabulary={vocabulary}; "
+            f"tokenizer {path} has {tokenizer.get_vocab_size():,} tokens, but model.vocabulary={vocabulary}; "
             f"use model.vocabulary={tokenizer.get_vocab_size()}"
         )
     for token in special_tokens:
         if tokenizer.token_to_id(token) is None:
-            raise DataError(f"tokenizer {path} has no token {token}, which this task needs")
+            raise DataError(
+                f"tokenizer {path} has no token {token}, which this task requires; use another tokenizer"
+            )
     return path.read_text(encoding="utf-8")
 
 
@@ -173,7 +175,7 @@ def _build(
         sample = islice(_chunks(source, "learning tokens", progress), 0, None, stride)
         tokenizer = train_tokenizer((chunk.text for chunk in sample), vocabulary, special_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
-    tokenizer.encode_special_tokens = bool(special_tokens)  # "[MASK]" in the text is ordinary text
+    tokenizer.encode_special_tokens = bool(special_tokens)  # encode "[MASK]" in the text as ordinary text
 
     dtype = _dtype(vocabulary)
     end = tokenizer.token_to_id(end_of_text)
@@ -218,13 +220,13 @@ def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
 
 
 def uniform_hash(text: str) -> float:
-    """Hash `text` to [0, 1).  Equal chunks get the same number, so none is in both training and validation."""
+    """Hash `text` to [0, 1).  Equal chunks get the same number, so no chunk is in both training and validation."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
 
 def _hold_out_end(folder: Path, dtype: np.dtype[np.unsignedinteger], share: float) -> None:
-    """For small texts: concatenate both streams, and hold out the last `share` of the tokens."""
+    """Concatenate both streams, and hold out the last `share` of the tokens; used for small texts."""
     tokens = np.concatenate([np.fromfile(folder / f"{name}.bin", dtype) for name in ("train", "validation")])
     end = len(tokens) - max(1, round(share * len(tokens)))
     tokens[:end].tofile(folder / "train.bin")

@@ -1,6 +1,6 @@
-"""A byte-level BPE tokenizer as in GPT-2, trained on the text with the `tokenizers` library.
+"""A byte-level BPE tokenizer, as in GPT-2, trained on the text with the `tokenizers` library.
 
-It can encode any text, and decoding restores the same bytes.
+The tokenizer can encode any text, and decoding restores the same bytes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ END_OF_TEXT = "<|endoftext|>"
 """The end of every document; token 0."""
 
 MASK, PAD = "[MASK]", "[PAD]"
-"""Optional special tokens: for masked positions and for padding."""
+"""Optional special tokens for masked positions and for padding."""
 
 SMALLEST_VOCABULARY = 257
-"""256 bytes and the end of text."""
+"""The number of tokens for the 256 bytes and the end of text."""
 
 CHUNK_CHARACTERS = 1 << 13
 
@@ -27,7 +27,7 @@ CHUNK_CHARACTERS = 1 << 13
 def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
     """Train a tokenizer of `vocabulary` tokens (at least 257) on `texts`, deterministically.
 
-    `special_tokens` are part of the vocabulary, as tokens 1, 2 and so on.
+    `special_tokens` are part of the vocabulary, as tokens 1, 2, and so on.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,22 +47,24 @@ def check_special_tokens(special_tokens: Sequence[str]) -> None:
     for index, name in enumerate(special_tokens):
         if name == END_OF_TEXT or name in special_tokens[:index]:
             raise DataError(
-                f"duplicate special token {name!r}: name each token once, and omit {END_OF_TEXT!r}, which is always "
+                f"duplicate special token {name!r}: list each token once, and omit {END_OF_TEXT!r}, which is always "
                 f"included"
             )
         if len(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(name)) < 2:
-            raise DataError(f"special token {name!r} could be learned from text; try '[{name}]'")
+            raise DataError(
+                f"special token {name!r} could be learned from text; use a name such as '[{name}]'"
+            )
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a `tokenizer.json`."""
+    """Read a tokenizer from a `tokenizer.json`."""
     return Tokenizer.from_file(str(path))
 
 
 def split_document(document: str) -> Iterator[str]:
     """Yield chunks of at most 8 Ki characters, split after line ends if possible.
 
-    Chunks are encoded in parallel, and each is assigned to training or validation as a whole.
+    Chunks are encoded in parallel, and each chunk is assigned to training or validation as a whole.
     """
     start = 0
     while start < len(document):

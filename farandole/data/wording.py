@@ -13,7 +13,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def short(number: int) -> str:
-    """Format a count in few characters: `850`, `42 k`, `2.6 M`, `1.3 G`."""
+    """Format a count compactly: `850`, `42 k`, `2.6 M`, `1.3 G`."""
     if number < 1000:
         return str(number)
     if number < 10**6:
@@ -43,7 +43,7 @@ def disk_failure(error: OSError | str, folder: Path, needed: int = 0) -> str:
     """Return the reason for a failed write to `folder`, with the free space if the disk is full.
 
     Libraries report a full disk in different ways.  If fewer than `needed` bytes are free, this function therefore
-    reports a full disk, for any `error`.
+    reports a full disk for any `error`.
     """
     free = shutil.disk_usage(folder).free
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -64,7 +64,7 @@ def test_runs_never_share_a_folder(launched: list[Any]) -> None:
         (("tiny", "default"), "expected one preset or configuration file, got 2: tiny, default"),
         ((*MINE, "--ranks", "3"), "batch=8 is not divisible by 3 ranks; try batch=6 or 9"),
         ((*MINE, "data.path=text.text"), "did you mean text.txt?"),
-        ((*MINE, "model.context=100000"), "expected at least 100001 for one window"),
+        ((*MINE, "model.context=100000"), "expected at least 100001 tokens"),
         ((*MINE, "out=text.txt"), "out=text.txt"),
         (("--resume",), "there is no run to resume: folder runs does not exist"),
         (("--resume", "text"), "text does not exist: expected a checkpoint, a run, or a folder of runs"),

@@ -76,7 +76,9 @@ def test_json_lines_with_a_chosen_field(tmp_path: Path) -> None:
     path.write_text('{"text": "one", "body": "eins"}\n\n{"text": "two", "body": "zwei"}\n')
     assert _documents(path) == ["one", "two"]
     assert _documents(path, "body") == ["eins", "zwei"]
-    with pytest.raises(DataError, match=r'a.jsonl, line 1: no text in field "content"; found: text, body'):
+    with pytest.raises(
+        DataError, match=r'a.jsonl, line 1: expected text in field "content", found only text, body'
+    ):
         _documents(path, "content")
 
 
@@ -94,7 +96,7 @@ def test_parquet_with_a_chosen_column(tmp_path: Path) -> None:
     )
     assert _documents(path) == ["one", "two"]
     assert _documents(path, "body") == ["x", "y", "z"]
-    with pytest.raises(DataError, match='no column "content"; found: text, body, n'):
+    with pytest.raises(DataError, match='expected a column "content", found only text, body, n'):
         _documents(path, "content")
     with pytest.raises(DataError, match='row 1: expected text in field "n", found int'):
         _documents(path, "n")
@@ -113,7 +115,9 @@ def test_missing_file_is_reported_with_the_closest_name(tmp_path: Path) -> None:
 
 def test_empty_sources_are_refused(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_text("x")
-    with pytest.raises(DataError, match="no text found in this folder; expected files that end in .txt"):
+    with pytest.raises(
+        DataError, match="found no text in this folder; expected files with the suffixes .txt"
+    ):
         find_source(str(tmp_path))
     with pytest.raises(DataError, match="data.path is empty: expected a file, a folder, or stdlib"):
         find_source("")

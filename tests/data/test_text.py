@@ -81,11 +81,11 @@ def test_small_text_has_validation_tokens(tmp_path: Path, cache: Path) -> None:
 def test_too_little_text_is_refused(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.txt").write_text("few words")
     with pytest.raises(
-        DataError, match=r"expected at least 9 for one window of model.context=8; .* lower model.context"
+        DataError, match=r"expected at least 9 tokens .* model.context=8, .* reduce model.context"
     ):
         _prepare(tmp_path / "a.txt", cache)
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match="1 token for train, expected"):
+    with pytest.raises(DataError, match="for train, .* found 1 token"):
         _prepare(tmp_path / "a.txt", cache)
     (tmp_path / "b.txt").write_text(" \n\n")
     with pytest.raises(DataError, match="expected text, found only whitespace"):
@@ -124,7 +124,7 @@ def test_damaged_entry_is_built_again(
             (folder / "entry.json").write_text("{")
     text = _prepare(corpus, cache)
     assert (text.folder / "train.bin").read_bytes() == train
-    assert "building them again" in caplog.text
+    assert "rebuilding them" in caplog.text
 
 
 def test_full_disk_is_reported_and_leaves_no_files(
@@ -134,7 +134,9 @@ def test_full_disk_is_reported_and_leaves_no_files(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module, "_build", full)
-    with pytest.raises(DataError, match=r"no space for tokens in .* choose another folder with data.cache="):
+    with pytest.raises(
+        DataError, match=r"not enough disk space for tokens in .* choose another folder with data.cache="
+    ):
         _prepare(corpus, cache)
     assert [p for p in cache.rglob("*") if p.suffix != ".lock"] == [cache / "tokens"]
 
@@ -239,7 +241,7 @@ def test_special_tokens_follow_the_end_token_and_their_names_in_text_stay_text(
     [
         ((MASK, MASK), "duplicate special token '\\[MASK\\]'"),
         ((END_OF_TEXT,), "always included"),
-        (("mask",), "could be learned from text; try '\\[mask\\]'"),
+        (("mask",), "could be learned from text; use a name such as '\\[mask\\]'"),
         (("",), "could be learned"),
         (MASK, "'\\[' could be learned"),  # a string instead of a tuple
     ],

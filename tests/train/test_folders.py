@@ -206,14 +206,17 @@ def _no_template(folder: Path) -> None:
         (lambda f: _change(f, model_type="new"), "model_type='new', which is not supported"),
         (lambda f: _change(f, hidden_size=64), "has shape"),
         (lambda f: (f / "base" / "tokenizer.json").unlink(), "has no tokenizer.json"),
-        (_no_template, "has no chat template: use data.template=FILE or data.template=chatml"),
+        (_no_template, "has no chat template; use data.template=FILE or data.template=chatml"),
         (lambda f: _conversations(f, {"text": "x"}), 'chat.jsonl, line 1: expected a field "messages"'),
         (
             lambda f: _conversations(f, {"messages": [{"role": "user", "content": "x"}]}),
-            "no message has the role",
+            "expected a message with role",
         ),
-        (lambda f: _conversations(f, {"messages": [{"text": "x"}]}), 'message 0 has text: expected "role"'),
-        (lambda f: (f / "chat.jsonl").write_text("{"), "chat.jsonl, line 1: not JSON"),
+        (
+            lambda f: _conversations(f, {"messages": [{"text": "x"}]}),
+            'expected "role" and "content" in message 0, found text',
+        ),
+        (lambda f: (f / "chat.jsonl").write_text("{"), "chat.jsonl, line 1: expected JSON"),
     ],
 )
 def test_damaged_folders_and_data_are_refused_before_training(
