@@ -50,7 +50,10 @@ def test_every_key_has_its_default_and_a_description() -> None:
 def test_explain_names_type_limits_presets_and_resume() -> None:
     text = _config("explain", "learning_rate").stdout
     assert "optimizer.learning_rate" in text and "number, greater than 0" in text
-    assert "0.003; 0.0006 in gpt2-small, 0.002 in tiny" in text and "may not change it" in text
+    assert (
+        "0.003; 5e-05 in classify, 0.0006 in gpt2-small, 0.0003 in pretrain" in text
+        and "may not change it" in text
+    )
     text = _config("explain", "plan.recompute").stdout
     assert "one of none, block, selective, attention, auto" in text and "--resume      may change it" in text
 

@@ -290,7 +290,7 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(tmp_path: Pa
         file.close()
         os._exit(0)
     os.wait()
-    assert b"of which this process is a fork" in os.read(heard, 1000)
+    assert b"create another store in this forked process" in os.read(heard, 1000)
     file.read(record, buffer).wait()
     file.close()
 
@@ -350,5 +350,5 @@ def test_the_benchmark_measures_itself(tmp_path: Path) -> None:
     assert result["records"] == 6
     assert result["moved_bytes"] == pytest.approx(2 * 48 << 20, rel=1e-4)
     assert result["share_of_plain"] > 0.1  # far below what is seen: others may use the machine
-    assert "AdamW, state on the disk" in offload.table(result)
+    assert "AdamW, state on disk" in offload.table(result)
     assert "of the plain bandwidth" in offload.notes(result)

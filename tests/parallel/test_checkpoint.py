@@ -266,7 +266,8 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
     momentum = farandole.parallelize(Net())
     momentum.optimizer(torch.optim.SGD(momentum.model.parameters(), 0.1))
     with pytest.raises(
-        CheckpointError, match=r"the state of AdamW with \[1\] groups, the engine SGD with \[1\]"
+        CheckpointError,
+        match=r"the state of AdamW with \[1\] parameter groups, but the engine has SGD with \[1\]",
     ):
         momentum.load(folder / "state")
     larger = Net()

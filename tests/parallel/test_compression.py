@@ -121,7 +121,7 @@ def who_has_a_gradient(rank: int, size: int) -> None:
         for name, value in again.compression_state().items():
             factor = 2 if "residual" in name else 1
             assert torch.equal(value, replica.compression_state()[name] * factor)
-    with pytest.raises(TypeError, match=r"compression='int8': a Compression \(Cast, Int8"):
+    with pytest.raises(TypeError, match=r"compression='int8': expected a Compression \(Cast, Int8"):
         Engine(nn.Linear(2, 2), Communicator(group), compression="int8")
     with pytest.raises(TypeError, match=r"got torch\.float64"):
         Engine(nn.Linear(2, 2).double(), Communicator(group), compression=Int8())

@@ -97,7 +97,7 @@ def _refused(rank: int, size: int, folder: Path) -> None:
         (folder / "taken").mkdir()
     engine.comm.barrier()
     for name, match in {
-        "shape": r"first.weight has shape \(3, 3\) in shape.safetensors, and \(9, 7\)",
+        "shape": r"first.weight has shape \(3, 3\) in shape.safetensors, but \(9, 7\)",
         "more": "it has second.weight: it belongs to another model",
         "less": "it has no scale, convolution.weight",
         "cut": "cut.safetensors: truncated: norm.bias ends at byte",

@@ -61,7 +61,7 @@ def test_the_scale_stays_at_its_minimum() -> None:
 
 
 def test_what_cannot_be_a_scaler() -> None:
-    with pytest.raises(ValueError, match="growth_interval=0"):
+    with pytest.raises(ValueError, match="growth_interval of at least 1 step, got 0"):
         LossScaler(growth_interval=0)
     with pytest.raises(ValueError, match="scale=1 with minimum=2"):
         LossScaler(1.0, minimum=2.0)
@@ -356,7 +356,7 @@ def _average_overflows(rank: int, size: int) -> str:
 
 def _refusals(rank: int, size: int) -> None:
     model = _blocks()
-    with pytest.raises(PlanError, match="diagnose=True with precision='bf16'"):
+    with pytest.raises(PlanError, match="diagnose=True requires precision='fp16', got 'bf16'"):
         farandole.parallelize(model, Plan(precision="bf16"), diagnose=True)
     engine = farandole.parallelize(model, Plan(precision="fp16"))
     with pytest.raises(RuntimeError, match=r"call engine\.backward\(loss\) instead"):

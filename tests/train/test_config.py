@@ -50,7 +50,7 @@ def test_files_override_presets_and_arguments_override_both(tmp_path: Path) -> N
         ("stps=3", "unknown key stps; did you mean steps?"),
         ("modle.width=3", "unknown key modle.width; did you mean model.width?"),
         ("learning_rate=1", "unknown key learning_rate; did you mean optimizer.learning_rate?"),
-        ("model=3", "unknown key model; model has vocabulary, context"),
+        ("model=3", "model.folder=3: it should be a valid string"),
         ("lr=1", "unknown key lr; did you mean optimizer.learning_rate?"),
         ("optimizer.name=lion", "unknown key optimizer.name; optimizer has learning_rate, "),
         ("data.zero=1", "unknown key data.zero; did you mean plan.zero?"),
@@ -98,7 +98,7 @@ def test_all_mistakes_are_reported_together() -> None:
 def test_missing_and_invalid_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tinny is not a preset or file; did you mean tiny?"):
         load_config("tinny")
-    with pytest.raises(ConfigError, match="presets are default, gpt2-small, tiny"):
+    with pytest.raises(ConfigError, match="presets are classify, default, gpt2-small, pretrain, sft, tiny"):
         load_config("nothing-like-it")
     (tmp_path / "bad.toml").write_text("steps = = 3")
     with pytest.raises(ConfigError, match=r"bad.toml is not valid TOML: .*line 1"):
@@ -107,7 +107,7 @@ def test_missing_and_invalid_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown key model.widht; did you mean model.width?"):
         load_config(str(tmp_path / "odd.toml"))
     (tmp_path / "preset.toml").write_text('preset = "nope"')
-    with pytest.raises(ConfigError, match="presets are default, gpt2-small, tiny"):
+    with pytest.raises(ConfigError, match="presets are classify, default, gpt2-small, pretrain, sft, tiny"):
         load_config(str(tmp_path / "preset.toml"))
 
 

@@ -40,7 +40,7 @@ def refuse_at_once(rank: int, size: int) -> None:
             roles.session(model, sgd(list(model.parameters())))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="staleness applies to mode='async'"):
             roles.session(model, sgd, staleness=3)
-        with pytest.raises(ValueError, match="staleness=-1: a worker is ahead by 0 gradients or more"):
+        with pytest.raises(ValueError, match="staleness of at least 0, or None for no bound, got -1"):
             roles.session(model, sgd, mode="async", staleness=-1)
         with pytest.raises(ValueError, match="no parameter that requires a gradient"):
             roles.session(model.requires_grad_(False), sgd)
