@@ -273,7 +273,7 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
     larger = Net()
     larger.first = nn.Linear(7, 10, bias=False)
     with pytest.raises(
-        CheckpointError, match=r"model.first.weight has shape \(9, 7\) in it, and \(10, 7\) in this model"
+        CheckpointError, match=r"model.first.weight has shape \(9, 7\) in it, but \(10, 7\) in this model"
     ):
         farandole.parallelize(larger).load(folder / "state")
     dist.barrier()
