@@ -108,7 +108,7 @@ def test_half_precision_is_for_fp32_only(ranks):
         ({"micro_batch": 0}, "--micro-batch: expected at least 1, got 0"),
         ({"num_iters": 0}, "--num-iters: expected at least 1, got 0"),
         ({"num_warmup_batches": -1}, "--num-warmup-batches: expected at least 0, got -1"),
-        ({"image_size": 31}, "--image-size 31: .* at least 32 x 32"),
+        ({"image_size": 31}, "--image-size 31 is too small: .* at least 32 x 32"),
         ({"micro_batch": 1}, "--micro-batch 1 with --image-size 32 .* use 2 images or larger images"),
         (
             {"implementation": "gloo"},

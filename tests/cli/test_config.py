@@ -66,7 +66,7 @@ def test_explain_names_type_limits_presets_and_resume() -> None:
         (("keys", "optimiser"), "unknown section optimiser; sections are model, "),
         (("show", "tinny"), "did you mean tiny?"),
         (("show", "steps=0"), "steps=0: it should be greater than or equal to 1"),
-        (("show", "--chnged"), "nearest: --changed"),
+        (("show", "--chnged"), "did you mean --changed?"),
     ],
 )
 def test_mistakes_are_refused_with_a_suggestion(words: tuple[str, ...], says: str) -> None:

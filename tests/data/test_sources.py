@@ -43,8 +43,8 @@ def test_a_few_invalid_bytes_are_replaced_with_a_warning(
     assert len(_documents(tmp_path / "replacement.txt")) == 1
     warnings = [record.getMessage() for record in caplog.records]
     assert [text.partition(":")[2].partition(";")[0].rpartition("/")[2] for text in warnings] == [
-        "latin.txt, byte 4: invalid UTF-8, replaced by U+FFFD",
-        "lines.jsonl, line 2: invalid UTF-8, replaced by U+FFFD",
+        "latin.txt, byte 4: invalid UTF-8 replaced by U+FFFD",
+        "lines.jsonl, line 2: invalid UTF-8 replaced by U+FFFD",
     ]
 
 

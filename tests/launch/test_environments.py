@@ -139,7 +139,7 @@ def test_the_innermost_launcher_is_used(environ, launcher):
         ({**TORCHRUN, "RANK": "one"}, r"torchrun set RANK='one'; expected an integer"),
         ({"RANK": "1"}, r"WORLD_SIZE is not set \(RANK=1 is set\)"),
         ({"WORLD_SIZE": "2"}, r"RANK is not set \(WORLD_SIZE=2 is set\)"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, r"set MASTER_PORT"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, r"not set: MASTER_PORT"),
         ({**HYDRA, "MASTER_ADDR": "node0"}, r"MASTER_ADDR=node0 is set, but MASTER_PORT is not"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK is not set"),
         ({"PMIX_RANK": "3"}, r"as rank 3, but no environment variable contains the number of ranks"),

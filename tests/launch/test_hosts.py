@@ -85,7 +85,7 @@ def test_a_named_interface(tmp_path, two_hosts):
     status, _, err = finish(two_hosts.start("--nics", first.interface, write(tmp_path, HELLO), "gloo"))
     assert status == 2
     assert f"on {second.name}: --network-interface {first.interface}: this host" in err
-    assert f"it has lo (127.0.0.1), {second.interface} ({second.address})" in err
+    assert f"choose from: lo (127.0.0.1), {second.interface} ({second.address})" in err
 
 
 def test_a_failure_on_another_host_is_reported_once(tmp_path, two_hosts):

@@ -389,7 +389,7 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
     ("arguments", "message"),
     [
         (["-n", "3", "--nodes", "2", "--rendezvous", "a:1", "x.py"], "divided evenly among --nodes 2"),
-        (["--nodes", "2", "x.py"], "--nodes 2 needs --rendezvous HOST:PORT"),
+        (["--nodes", "2", "x.py"], "--nodes 2 requires --rendezvous HOST:PORT"),
         (["--nodes", "2", "--node-rank", "2", "x.py"], "numbered from 0 to 1"),
         (["--rendezvous", "node0", "x.py"], "'node0' is not HOST:PORT"),
         (["progam.py"], "there is no script 'progam.py' here; nearest: program.py"),
