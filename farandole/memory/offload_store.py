@@ -120,7 +120,7 @@ class OffloadStore(ABC):
 
 
 class HostStore(OffloadStore):
-    """Records in host memory.  With `pinned`, copies from and to a CUDA device run at full speed in addition to kernels.
+    """Records in host memory.  With `pinned`, copies from and to a CUDA device run at full speed while kernels run.
 
     Copies from and to a device run in order on a separate stream.
     """
