@@ -1,1 +1,1 @@
-"""The benchmark commands: training, collectives, tuning and the measurements of the planner."""
+"""The benchmark commands for training, collectives and tuning, and the planner's measurements."""

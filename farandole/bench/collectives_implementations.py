@@ -25,7 +25,7 @@ class Implementation(Protocol):
     name: str
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a buffer; a collective call."""
+        """Allocate a buffer.  This is a collective call."""
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
         """Return a function that runs the collective."""
@@ -173,7 +173,7 @@ class Nccl(Torch):
 
 
 def make_implementations(names: tuple[str, ...], runtime: Runtime) -> list[Implementation]:
-    """Return an implementation for each name, in order; a collective call."""
+    """Return an implementation for each name, in order.  This is a collective call."""
     comm = runtime.comm
 
     def over_mpi() -> Implementation:

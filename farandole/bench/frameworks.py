@@ -28,7 +28,7 @@ class Framework(Protocol):
         """Raise BenchError for options that this framework does not support; called before any rank starts."""
 
     def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> Training:
-        """Return this rank's training run with one of the framework's implementations; a collective call.
+        """Return this rank's training run with one of the framework's implementations.  This is a collective call.
 
         The implementation "alone" trains without communication and is the reference for the efficiency.
         """

@@ -124,7 +124,7 @@ class CudaMemory:
 
 
 def context_bytes(runtime: Runtime) -> int:
-    """Return the bytes of CUDA memory that this process uses without tensors; a collective call.
+    """Return the bytes of CUDA memory that this process uses without tensors.  This is a collective call.
 
     The device reports the total of all processes, so ranks that share a device count equally.
     """

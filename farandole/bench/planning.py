@@ -232,7 +232,7 @@ def _estimates(
 
 
 def _machine(setup: PlanSetup, ranks: int) -> Machine:
-    """Return this machine, with the values that the options replace."""
+    """Return a description of this machine, with the values given as options instead of measured values."""
     if setup.accelerators:
         return _accelerated(setup)
     found = speeds(ranks, remeasure=setup.remeasure)

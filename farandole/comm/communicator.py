@@ -66,7 +66,7 @@ class Communicator:
 
     @classmethod
     def from_mpi(cls, comm: Intracomm, timeout_s: float = 1800.0) -> Communicator:
-        """Return a communicator over a duplicate of an mpi4py communicator; a collective call.
+        """Return a communicator over a duplicate of an mpi4py communicator.  This is a collective call.
 
         Args:
             comm: The mpi4py communicator.
@@ -84,7 +84,7 @@ class Communicator:
     # ---- groups ----
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Split the ranks into groups of equal `color`, ordered by `key`, then by rank; a collective call.
+        """Split the ranks into groups of equal `color`, ordered by `key`, then by rank.  This is a collective call.
 
         Returns:
             The communicator of this rank's group, or None if `color` is None.
@@ -124,7 +124,7 @@ class Communicator:
     def empty(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor:
-        """Return an uninitialized tensor in shared memory, separate for each rank; a collective call.
+        """Return an uninitialized tensor in shared memory, separate for each rank.  This is a collective call.
 
         Every rank passes the same shape and type.  If the group cannot share memory (because it uses another backend,
         spans several hosts, or `device` is not the CPU), the tensor is in private memory.
@@ -136,7 +136,7 @@ class Communicator:
     def common(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor | None:
-        """Return a tensor of zeros whose memory all ranks share; a collective call.
+        """Return a tensor of zeros whose memory all ranks share.  This is a collective call.
 
         Every rank passes the same shape and type.  All ranks see the writes of one rank, so synchronize accesses, for
         example with `barrier`.

@@ -118,10 +118,10 @@ class Core(Protocol):
         """Whether `allocate_common` is supported."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return a tensor in the memory in which operations are fastest; a collective call."""
+        """Return a tensor in the memory in which operations are fastest.  This is a collective call."""
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return a tensor whose memory all ranks share; a collective call."""
+        """Return a tensor whose memory all ranks share.  This is a collective call."""
 
     # ---- state and shutdown ----
 

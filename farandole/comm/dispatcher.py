@@ -127,7 +127,7 @@ class Dispatcher:
         return made[0]
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in the memory in which operations are fastest; a collective call."""
+        """Return a tensor in the memory in which operations are fastest.  This is a collective call."""
         core = self.core_for()
         if core.returns_work:
             return torch.empty(*shape, dtype=dtype, device="cpu")

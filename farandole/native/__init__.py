@@ -40,7 +40,7 @@ message return `Status.PENDING` and leave the group whole."""
 
 
 class Status(IntEnum):
-    """The result of a call of the core."""
+    """The result of a call into the C core."""
 
     OK = 0
     DIED = 1

@@ -227,7 +227,7 @@ class Bucket:
         return self._stored is not None
 
     def prefetch(self) -> None:
-        """Start to read the result, if it is not in memory."""
+        """Start reading the result into memory, if it is not there."""
         if self._in_record and self._stored is not None:
             with memory_tag("gradients", self.parameters):
                 self._stored.prefetch()
@@ -374,7 +374,7 @@ DEPTH = 2
 
 
 def buffer_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths of the buffers for buckets with these `lengths`, which use the buffers in turn."""
+    """Return the lengths of the buffers that buckets with these `lengths` use in turn."""
     return [max(lengths[turn::DEPTH]) for turn in range(min(DEPTH, len(lengths)))]
 
 
@@ -452,7 +452,7 @@ def norm_of(tensor: Tensor, order: float = 2) -> Tensor:
 
 
 def empty(comm: Communicator | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor in shared memory if possible, and otherwise in normal memory; a collective call."""
+    """Return a tensor in shared memory if possible, and otherwise in normal memory.  This is a collective call."""
     if comm is None:
         return torch.empty(length, dtype=dtype, device=device)
     return comm.empty(length, dtype=dtype, device=device)

@@ -54,7 +54,7 @@ def build(
     compression: Compression | None = None,
     stores: Stores | None = None,
 ) -> Built:
-    """Move the parameters of `model` into the buffers of the plan; a collective call.
+    """Move the parameters of `model` into the buffers of the plan.  This is a collective call.
 
     Args:
         groups: the groups of ranks that reduce and shard each bucket.
@@ -107,7 +107,7 @@ def build(
 
 
 def connect(mesh: Mesh, comm: Communicator, layouts: Iterable[Layout], zero: int) -> Groups:
-    """Return the groups that reduce and shard the tensors in `layouts`; a collective call."""
+    """Return the groups that reduce and shard the tensors in `layouts`.  This is a collective call."""
     alike = {(layout.stages, layout.shards, layout.same): layout for layout in layouts}
     sets = {
         ranks

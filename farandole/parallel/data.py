@@ -55,7 +55,7 @@ class StepEvents(Protocol):
 
 @dataclass
 class _Queue:
-    """The buckets of one group of ranks by number, in reduction order; buckets before `next` are reduced in this pass."""
+    """One rank group's bucket numbers, in reduction order.  Buckets before `next` have already been reduced in this pass."""
 
     ranks: tuple[int, ...]
     order: list[int] = field(default_factory=list)
@@ -350,7 +350,7 @@ class BufferAverage:
         return self._versions() != self._known
 
     def average(self) -> None:
-        """Average the buffers of modules in which any rank has changed a buffer; a collective call.
+        """Average the buffers of modules in which any rank has changed a buffer.  This is a collective call.
 
         Other buffers are not averaged, because the mean of equal values can differ in the last bit.
         """

@@ -278,7 +278,7 @@ class Engine:
     def evaluate(
         self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any] = first_of
     ) -> float:
-        """Return the mean of `metric` over all batches on all ranks, in evaluation mode; a collective call.
+        """Return the mean of `metric` over all batches on all ranks, in evaluation mode.  This is a collective call.
 
         See `forward_backward` for the arguments.  The number of batches may differ between ranks.
         """
@@ -473,7 +473,7 @@ class Engine:
         return self._whole.edit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`; a collective call.
+        """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`.  This is a collective call.
 
         Parameters have the type of the master weights or, if optimizer states are offloaded, the type in which the model
         computes.
@@ -512,7 +512,7 @@ class Engine:
         asynchronous: bool = False,
         on_saved: Callable[[], None] | None = None,
     ) -> PendingSave:
-        """Write the state of the model and its optimizers to a new folder; a collective call.
+        """Write the state of the model and its optimizers to a new folder.  This is a collective call.
 
         The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the states of the random
         number generators, and `extra`.  The folder receives its final name when it is complete.
@@ -540,7 +540,7 @@ class Engine:
         return pending
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Restore a checkpoint that was saved under any plan and with any number of ranks; a collective call.
+        """Restore a checkpoint that was saved under any plan and with any number of ranks.  This is a collective call.
 
         Call `optimizer` for every optimizer before `load`.
 
@@ -555,7 +555,7 @@ class Engine:
         return checkpoint.load(self, Path(folder).expanduser())
 
     def export(self, folder: str | Path, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30) -> None:
-        """Write parameters and buffers to safetensors files in a new folder, for other tools; a collective call.
+        """Write parameters and buffers to safetensors files in a new folder, for other tools.  This is a collective call.
 
         Args:
             dtype: the type of floating-point tensors; by default the type of the master weights.
@@ -569,7 +569,7 @@ class Engine:
     def save_pretrained(
         self, folder: str | Path, *, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30
     ) -> None:
-        """Write a new Hugging Face folder that `transformers` can load; a collective call.
+        """Write a new Hugging Face folder that `transformers` can load.  This is a collective call.
 
         LoRA adapters are merged into the written weights.  The tokenizer files are copied from the folder from which the
         model was created.  No rank holds the unsharded model.
@@ -585,7 +585,7 @@ class Engine:
         safetensors_files.save_pretrained(self, Path(folder).expanduser(), dtype, file_bytes)
 
     def save_adapter(self, folder: str | Path, base_model: str | None = None) -> None:
-        """Write the LoRA adapters in PEFT format; a collective call.
+        """Write the LoRA adapters in PEFT format.  This is a collective call.
 
         Args:
             base_model: the base model's name in the PEFT configuration; by default the folder from which the model was
@@ -602,7 +602,7 @@ class Engine:
                 save_adapter(self.model, path, base_model, values)
 
     def load_weights(self, path: str | Path) -> None:
-        """Load parameters and buffers from a safetensors file, or from the files in a folder; a collective call.
+        """Load parameters and buffers from a safetensors file, or from the files in a folder.  This is a collective call.
 
         Each rank reads only its own shards.  Optimizer states are unchanged.
 
@@ -655,7 +655,7 @@ class Engine:
         return [gradient for shards in self.shards_of_buckets for _, gradient in shards.set()]
 
     def gradient_norm(self) -> float:
-        """Return the global norm of all averaged gradients, equal on all ranks; a collective call.
+        """Return the global norm of all averaged gradients, equal on all ranks.  This is a collective call.
 
         With fp16, the norm is infinite or NaN if the step will be skipped.
         """
@@ -663,7 +663,7 @@ class Engine:
         return self._steps.norm
 
     def locate_nonfinite(self, outputs: OutputWatch | None = None) -> OverflowReport:
-        """Return a report that names the rank and the parameter with non-finite gradients; a collective call.
+        """Return a report that names the rank and the parameter with non-finite gradients.  This is a collective call.
 
         Call it before the update.
 

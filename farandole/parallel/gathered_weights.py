@@ -184,7 +184,7 @@ class GatheredWeights(FlatWeights):
         self._set(self._placeholders)
 
     def use_masters(self) -> None:
-        """Make the parameters unsharded copies of the master weights; a collective call."""
+        """Make the parameters unsharded copies of the master weights.  This is a collective call."""
         self.release()
         with self.in_memory():
             master = self.master if self.has_master_copy else None
@@ -292,7 +292,7 @@ class Gatherer:
     # ---- passes ----
 
     def end_pass(self, kind: Kind) -> None:
-        """End a forward or backward pass, even if this rank computed nothing in it; a collective call."""
+        """End a forward or backward pass, even if this rank computed nothing in it.  This is a collective call."""
         if self._whole_contexts:
             return
         if self._order.kind != kind:
@@ -334,7 +334,7 @@ class Gatherer:
         return all(weights.is_whole for group in self._groups for weights in group)
 
     def one_by_one(self) -> Iterator[list[nn.Parameter]]:
-        """Yield all parameters, one group at a time, with unsharded values; a collective call."""
+        """Yield all parameters, one group at a time, with unsharded values.  This is a collective call."""
         self.release()
         every = [weights for group in self._groups for weights in group]
         for weights, following in zip(every, [*every[1:], None], strict=True):

@@ -87,7 +87,7 @@ def fill_model(
     initialise: Initialise,
     types: Mapping[int, torch.dtype],
 ) -> None:
-    """Initialize the parameters and buffers of `model` with `initialise` on rank 0; a collective call.
+    """Initialize the parameters and buffers of `model` with `initialise` on rank 0.  This is a collective call.
 
     Args:
         weights: the flat buffers; parameters outside of them are allocated.
@@ -171,7 +171,7 @@ def broadcast_parameters(
     groups: Groups,
     names: Collection[str] | None = None,
 ) -> None:
-    """Broadcast parameters and buffers from the first rank that stores them; a collective call.  `names` selects some of them."""
+    """Broadcast parameters and buffers from the first rank that stores them.  This is a collective call.  `names` selects some of them."""
     everywhere = frozenset(range(mesh.stages))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -211,7 +211,7 @@ class ScaledSteps:
         return not self.scaler.enabled or self.norm is None or math.isfinite(self.norm)
 
     def decide(self) -> None:
-        """Decide once per step, for all optimizers, whether the step is skipped; a collective call."""
+        """Decide once per step, for all optimizers, whether the step is skipped.  This is a collective call."""
         if self._decided or not self.scaler.enabled:
             return
         self._decided = True

@@ -100,7 +100,7 @@ class GradientWatch:
                 self._note(self._places[number][index], kind_of(view))
 
     def locate(self, comm: Communicator, outputs: OutputWatch | None = None) -> OverflowReport:
-        """Return the report of this step on all ranks; a collective call."""
+        """Return the report of this step on all ranks.  This is a collective call."""
         block, output = (-2, 0) if outputs is None else outputs.found()
         mine = torch.tensor([*self._kinds_here(), *self._kinds_averaged(), block, output], dtype=torch.int32)
         seen = torch.empty(comm.size * len(mine), dtype=torch.int32)

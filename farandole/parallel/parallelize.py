@@ -48,7 +48,7 @@ def parallelize(
     watch: bool = False,
     report: bool = True,
 ) -> Engine:
-    """Return an engine that trains `model` on all ranks of `comm` under `plan`; a collective call.
+    """Return an engine that trains `model` on all ranks of `comm` under `plan`.  This is a collective call.
 
     All ranks start with the parameters of rank 0.  The engine owns the parameters of `model`: call the engine instead
     of the model. Layers with recomputation or adapters are logged at level INFO.
@@ -159,7 +159,7 @@ def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any],
 
 
 def _common_seed(comm: Communicator) -> int:
-    """Return rank 0's torch seed; a collective call."""
+    """Return rank 0's torch seed.  This is a collective call."""
     seed = torch.tensor(torch.initial_seed() % 2**63)
     if comm.size > 1:
         comm.broadcast(seed)

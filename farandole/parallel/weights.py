@@ -74,7 +74,7 @@ class FlatWeights(ABC):
 
     @abstractmethod
     def use_masters(self) -> None:
-        """Let the parameters refer to unsharded copies of the master weights; a collective call."""
+        """Let the parameters refer to unsharded copies of the master weights.  This is a collective call."""
 
     @abstractmethod
     def is_in_place(self, index: int) -> bool:
@@ -207,7 +207,7 @@ class WholeWeights(FlatWeights):
         self._set(self._views)
 
     def use_masters(self) -> None:
-        """Let the parameters refer to unsharded copies of the master weights; a collective call."""
+        """Let the parameters refer to unsharded copies of the master weights.  This is a collective call."""
         if self.has_master_copy and self.master is not None:
             self._set(self._gathered(self.master))
         else:

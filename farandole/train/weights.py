@@ -62,7 +62,7 @@ def load_initial_weights(model: nn.Module, config: TrainConfig) -> None:
     parameters = {name for name, _ in model.named_parameters()}
     if odd := sorted((saved.keys() - expected.keys()) | (parameters - saved.keys())):
         raise ConfigError(
-            f"weights={config.weights}: {file} belongs to another model: missing or unexpected {', '.join(odd[:5])}"
+            f"weights={config.weights}: {file} belongs to another model: missing or unexpected tensors {', '.join(odd[:5])}"
         )
     for name, tensor in saved.items():
         expected[name].copy_(tensor)

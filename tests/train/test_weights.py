@@ -97,7 +97,7 @@ def test_another_text_is_encoded_with_the_tokenizer_of_the_weights(
             ["model.width=64"],
             "has shape (512, 32) in .*, but (512, 64) in the model; use the [model] section",
         ),
-        (["model.layers=1"], "belongs to another model: missing or unexpected"),
+        (["model.layers=1"], "belongs to another model: missing or unexpected tensors"),
         (["weights=nowhere"], "nowhere does not exist: expected a checkpoint"),
     ],
 )

@@ -35,7 +35,7 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
 
 
 def core_over(comm: Any, timeout: timedelta) -> MpiCore:
-    """Return an implementation over a duplicate of an mpi4py communicator; a collective call."""
+    """Return an implementation over a duplicate of an mpi4py communicator.  This is a collective call."""
     mpi_engine = engine()
     with mpi_engine.making_group(), mpi_engine.lock:
         copy = comm.Dup()

@@ -125,7 +125,7 @@ class MpiMessage:
 
 
 class _Tested:
-    """An adapter that lets the engine test a message like a request."""
+    """An adapter that lets the engine test a message as if it were a request."""
 
     def __init__(self, message: MpiMessage) -> None:
         self.Test = message.advance

@@ -56,7 +56,7 @@ class PendingSave:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is on the disk; a collective call.
+        """Wait until the checkpoint is on the disk.  This is a collective call.
 
         Raises:
             CheckpointError: on all ranks, once, if one of them could not write its part.
@@ -236,7 +236,7 @@ def fail_on_all(
 def raise_on_all(
     comm: Communicator, failure: OSError | str, folder: Path, kind: type[CheckpointError] = CheckpointError
 ) -> None:
-    """Raise a `CheckpointError` about `folder` on all ranks if any rank has a `failure`; a collective call."""
+    """Raise a `CheckpointError` about `folder` on all ranks if any rank has a `failure`.  This is a collective call."""
     for rank, reason in enumerate(comm.all_gather_object(failure)):
         if reason:
             error = kind(f"checkpoint {folder}: {reason} (rank {rank})")

@@ -116,7 +116,7 @@ def _write(
     file_bytes: int,
     describe_model: Callable[[Path, torch.dtype], None] = lambda path, dtype: None,
 ) -> None:
-    """Write a new folder; a collective call.
+    """Write a new folder.  This is a collective call.
 
     Args:
         tensors: a function that returns the tensors to write for the model's parameters and buffers.
@@ -257,7 +257,7 @@ class _Files:
 
 
 def read_weights(engine: Engine, source: WeightSource) -> None:
-    """Read the parameters and buffers that this rank stores, directly into their memory; a collective call.
+    """Read the parameters and buffers that this rank stores, directly into their memory.  This is a collective call.
 
     Tensors that are missing in `source` keep their values.
 

@@ -95,7 +95,7 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
 
 
 def restore(engine: Engine, rank: int, loaded: State) -> None:
-    """Restore `engine` from the tensors of `empty_state` after they were loaded; a collective call."""
+    """Restore `engine` from the tensors of `empty_state` after they were loaded.  This is a collective call."""
     with torch.no_grad():
         pairs = ((stored, loaded.get(f"model.{stored.name}")) for stored in stored_tensors(engine))
         set_values((stored, new.values) for stored, new in pairs if isinstance(new, Range))

@@ -1,6 +1,6 @@
 """Save and load LoRA adapters in PEFT format.
 
-A folder with two files:
+An adapter is a folder with two files:
 
     adapter_model.safetensors   base_model.model.PATH.lora_A.weight   (rank, in)
                                 base_model.model.PATH.lora_B.weight   (out, rank)
@@ -9,8 +9,8 @@ A folder with two files:
     adapter_config.json         {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [PATH, ...],
                                  "lora_dropout": ..., "use_rslora": ..., "bias": ..., "modules_to_save": ..., ...}
 
-PATH is the path of the layer in the model, or, for a model from a Hugging Face folder, in the model of
-`transformers`.  Each file is written to a temporary name, flushed and renamed.
+PATH is the layer's path in the model or, if the model was loaded from a Hugging Face folder, its path in the corresponding
+`transformers` model.  Each file is written under a temporary name, flushed and then renamed.
 """
 
 from __future__ import annotations

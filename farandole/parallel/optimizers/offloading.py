@@ -36,7 +36,7 @@ _AHEAD = 2
 
 
 def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
-    """Return a function that creates records with given sizes in the storage `Plan.offload`; a collective call.
+    """Return a function that creates records with given sizes in the storage `Plan.offload`.  This is a collective call.
 
     The function is also a collective call, and raises `OffloadError` on all ranks if any rank has too little space.
     """
@@ -54,7 +54,7 @@ def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
 def stores_at(
     place: Place, offloaded: Offloaded, plan: ShardingPlan, comm: Communicator, *, accelerator: bool
 ) -> Stores:
-    """Return the stores for gradients and weights according to `Plan.offload` and `Plan.offloaded`; a collective call.
+    """Return the stores for gradients and weights according to `Plan.offload` and `Plan.offloaded`.  This is a collective call.
 
     Raises:
         OffloadError: on all ranks, if any rank has too little space.

@@ -74,13 +74,13 @@ class OwnedParameters:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Receive the gradients and values of the owned parameters; a collective call."""
+        """Receive the gradients and values of the owned parameters.  This is a collective call."""
         for exchange in self._exchanges:
             exchange.receive()
 
     @torch.no_grad()
     def send_back(self) -> None:
-        """Send all ranks their parts of the new values, and free the owned parameters; a collective call."""
+        """Send all ranks their parts of the new values, and free the owned parameters.  This is a collective call."""
         for exchange in self._exchanges:
             exchange.send_back()
 

@@ -342,7 +342,7 @@ class GradientNorms:
         return self._norms[order][self._numbers[name]]
 
     def total(self) -> float:
-        """Return the Euclidean norm of all gradients, which is infinite or NaN if any element is; a collective call."""
+        """Return the Euclidean norm of all gradients, which is infinite or NaN if any element is.  This is a collective call."""
         squares: dict[int, list[Tensor]] = {}
         for _, norm, holders in self._parts(2):
             squares.setdefault(holders, []).append(norm.to(self._device, torch.float64))

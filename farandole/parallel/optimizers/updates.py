@@ -66,7 +66,7 @@ class Updates:
         self._owned: list[OwnedParameters] = []
 
     def add(self, optimizer: Optimizer) -> None:
-        """Make `optimizer` update this rank's shards; a collective call.
+        """Make `optimizer` update this rank's shards.  This is a collective call.
 
         Raises:
             ValueError: if the results would differ.
