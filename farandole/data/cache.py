@@ -1,10 +1,10 @@
 """A content-addressed disk cache for tokenized text.
 
 An entry is a folder with `tokenizer.json`, `train.bin` and `validation.bin` (token ids of 2 or 4 bytes), and
-`entry.json` (sizes and checksums).  Its name is a hash of the text and the settings, so a stale entry is never used for
-changed text.  An entry is written under a temporary name, flushed and renamed, so an entry is always complete.  With a
-file lock, one process per host builds an entry while other processes wait, including processes of other jobs.  If a
-process dies, the kernel releases its lock.
+`entry.json` (sizes and checksums).  The folder name is a hash of the text and the settings, so a stale entry is never
+used for changed text.  An entry is written under a temporary name, flushed and renamed, so every entry is complete.
+With a file lock, one process per host builds an entry while other processes wait, including processes of other jobs.
+If a process dies, the kernel releases its lock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from farandole.data.sources import Source
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-"""Increased when the format changes, so that older entries are not used."""
+"""The version of the format, increased with every change so that older entries are not used."""
 
 FILES = ("tokenizer.json", "train.bin", "validation.bin")
 

@@ -34,7 +34,7 @@ from farandole.data.wording import counted
 _log = logging.getLogger(__name__)
 
 IGNORED = -100
-"""The target for tokens without a loss."""
+"""The target for tokens that do not contribute to the loss."""
 
 FILES = ("tokens.bin", "trained.bin", "ends.bin", "held_out.bin")
 """Token ids (int32), trained flags (uint8), ends of conversations (int64), validation flags (uint8)."""
@@ -208,7 +208,7 @@ def prepare_chat(
     long = sum(b - a > context + 1 for a, b in spans)
     if long:
         _log.warning(
-            "%s of %d are longer than model.context=%d and are truncated",
+            "%s of %d are longer than model.context=%d tokens and are truncated",
             counted(long, "conversation"),
             len(spans),
             context,
@@ -222,8 +222,8 @@ def prepare_chat(
         ]
         if not chosen:
             raise DataError(
-                f"data.path={path}: no conversation for {('training', 'validation')[wanted]} has an answer within "
-                f"model.context={context} tokens; expected two or more conversations"
+                f"data.path={path}: no {('training', 'validation')[wanted]} conversation has an answer within "
+                f"model.context={context} tokens; expected at least two conversations with answers; add some, or increase model.context"
             )
         parts.append(Conversations(tokens, trained, chosen, context))
     number = tokenizer.token_to_id(end) if end is not None else None
@@ -231,7 +231,7 @@ def prepare_chat(
 
 
 class _Encoder:
-    """Encodes records as tokens, with a flag for each token that is trained."""
+    """Encodes records as tokens and flags the trained tokens."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: Template | None, missing: str, field: str, end: str | None

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class DataError(ValueError):
-    """The data cannot be used; the message describes the expected and the found data in one line."""
+    """Raised if the data cannot be used; the message describes the expected and the actual data in one line."""

@@ -1,4 +1,4 @@
-"""Read documents and records from text files, folders, JSON lines, Parquet, and folders of the `datasets` library.
+"""Read documents and records from text files, JSON lines, Parquet, Arrow, and folders of such files.
 
 A *document* is one string: a text file, a field of a JSON line, or a cell of a Parquet column.
 """
@@ -22,7 +22,7 @@ from farandole.data.wording import counted
 _log = logging.getLogger(__name__)
 
 STANDARD_LIBRARY = "stdlib"
-"""The path that represents the source files of Python's standard library."""
+"""The path that selects the source files of Python's standard library."""
 
 TEXT_SUFFIXES = (
     ".txt",

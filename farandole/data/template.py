@@ -100,7 +100,7 @@ class Template:
             if not done.startswith(prompt):
                 raise DataError(
                     "the chat template renders the assistant's message without the preceding prompt; choose "
-                    "another with data.template="
+                    "another template with data.template="
                 )
             texts.append((done, [(len(prompt), len(done))]))
             spans.append((len(prompt), len(done)))

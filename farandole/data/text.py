@@ -40,7 +40,7 @@ _TOKENIZER_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class Windows:
-    """A stream of tokens as samples.  Window i has tokens i C to (i + 1) C, including the last target."""
+    """A token stream, read in windows: with context C, window i consists of tokens i C to (i + 1) C."""
 
     tokens: NDArray[np.unsignedinteger]
     context: int
@@ -226,7 +226,7 @@ def uniform_hash(text: str) -> float:
 
 
 def _hold_out_end(folder: Path, dtype: np.dtype[np.unsignedinteger], share: float) -> None:
-    """Concatenate both streams, and hold out the last `share` of the tokens; used for small texts."""
+    """Concatenate both streams, and hold out the last `share` of the tokens, for texts too small for a random split."""
     tokens = np.concatenate([np.fromfile(folder / f"{name}.bin", dtype) for name in ("train", "validation")])
     end = len(tokens) - max(1, round(share * len(tokens)))
     tokens[:end].tofile(folder / "train.bin")

@@ -1,1 +1,1 @@
-"""Save and measure training memory: recomputation, offloading, swapping, dry runs and trackers."""
+"""Reduce and measure training memory: recomputation, offloading, swapping, dry runs and memory trackers."""

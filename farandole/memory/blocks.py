@@ -14,7 +14,7 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks of `module` and their names in registration order, without duplicates.
 
     - The blocks of an `nn.Sequential` are its children: `0`, `1`, ...
-    - The blocks of another module are the members of its outermost ModuleLists and Sequentials, such as
+    - The blocks of any other module are the members of its outermost ModuleLists and Sequentials, such as
       `transformer.h.0`.  Modules outside these lists (an embedding, the last norm) belong to no block.
     - If there is no list, `module` is its only block, named ``""``.
 
@@ -34,10 +34,10 @@ def group_by_block(
     """Group the parameters of `model` by block.
 
     Returns:
-        - One parameter list per block of `blocks_of(model)`, with the parameters that are in this block only, and a
+        - One parameter list per block of `blocks_of(model)`, with the parameters that belong only to this block, and a
           last list with all other parameters.  Lists keep the model's order and may be empty.
-        - For each block, the block and the indices of the lists that its forward pass needs.  If some parameters are in
-          no block, the last entry is for `model`.
+        - Each block, with the indices of the lists that its forward pass needs.  If some parameters are in no block,
+          the last entry is for `model`.
     """
     blocks = [block for _, block in blocks_of(model)]
     owners: dict[nn.Parameter, list[int]] = {parameter: [] for parameter in model.parameters()}

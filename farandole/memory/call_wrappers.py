@@ -21,7 +21,7 @@ _WRAPPERS = "_farandole_wrappers"
 
 
 class Wrapper(Protocol):
-    """A replacement for a module's call; it returns the result, normally `call(*args, **kwargs)`."""
+    """A callable that runs instead of a module's call and returns the result, normally `call(*args, **kwargs)`."""
 
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -33,7 +33,7 @@ WrapperT = TypeVar("WrapperT", bound=Wrapper)
 
 
 class _Wrapped(nn.Module):
-    """The first base of a wrapped class; it passes calls through the wrappers in `_WRAPPERS`."""
+    """The first base class of a wrapped class, which passes calls through the wrappers in `_WRAPPERS`."""
 
     _plain: type[nn.Module]
 
@@ -78,7 +78,7 @@ def wrap_calls(module: nn.Module, wrapper: Wrapper) -> None:
 
 
 def unwrap_calls(module: nn.Module, wrapper: type[Wrapper] | Wrapper) -> bool:
-    """Remove `wrapper`, or all wrappers of this type; return whether any was removed."""
+    """Remove `wrapper` or, given a type, all wrappers of this type; return whether any was removed."""
     before = module.__dict__.get(_WRAPPERS, [])
     kind = wrapper if isinstance(wrapper, type) else None
     after = [one for one in before if not (isinstance(one, kind) if kind else one is wrapper)]

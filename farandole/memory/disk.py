@@ -16,11 +16,11 @@ _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 
 
 class OffloadError(RuntimeError):
-    """Offloaded state cannot be stored, read or written; the message names the state, the location and the reason."""
+    """Raised if offloaded state cannot be stored, read or written; the message names the state, location and reason."""
 
 
 class NoSpace(OffloadError):
-    """A file system has less free space than the state needs."""
+    """Raised if a file system has too little free space for the state."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def require_folder(folder: str | os.PathLike[str]) -> Path:
             f"{nearest}"
         ) from None
     except OSError as error:
-        raise OffloadError(f"cannot offload to {path}: {error.strerror}") from error
+        raise OffloadError(f"cannot offload to {path}: {error.strerror}; choose another folder") from error
     raise OffloadError(f"cannot offload to {path}: this path is not a folder; use {path.absolute().parent}")
 
 
@@ -92,7 +92,7 @@ def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -
 
 
 def _advice(needed: int, free: int, where: FileSystem) -> str:
-    """Return how much to free, and which other disk has enough space."""
+    """Return advice for the user: how much space to free, or another disk with enough space."""
     best, most = "", needed - 1
     for mount in _mounts():
         if mount.in_memory or mount.device == where.device or not mount.device.startswith("/"):
@@ -100,7 +100,7 @@ def _advice(needed: int, free: int, where: FileSystem) -> str:
         if os.path.isdir(mount.mounted) and os.access(mount.mounted, os.W_OK):
             there = free_bytes(mount.mounted)
             if there > most:
-                best, most = f", or use {mount.mounted}, which has {size(there)}", there
+                best, most = f", or use {mount.mounted}, which has {size(there)} free", there
     return f"free {size(needed - free)} more in this file system{best}"
 
 
@@ -125,7 +125,7 @@ def _unescape(text: str) -> str:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """A disk's read and write bandwidths in bytes per second, each measured alone, and the access mode."""
+    """A disk's read and write bandwidths in bytes per second, measured separately, and its access mode."""
 
     read: float
     write: float

@@ -54,9 +54,9 @@ def aligned_buffer(nbytes: int) -> Tensor:
 
 
 class DiskFile:
-    """An unnamed file in `folder`, which the kernel deletes when the process ends.
+    """An unnamed file in `folder`, deleted by the kernel when the process ends.
 
-    Error messages describe the file's content by `name`.  `direct` is true if the file bypasses the page cache.
+    Error messages use `name` to describe the file's content.  `direct` is true if the file bypasses the page cache.
 
     Raises:
         OffloadError: if the file cannot be created.
@@ -83,7 +83,7 @@ class DiskFile:
         return f"{self.file_system}, {how}"
 
     def extend(self, nbytes: int) -> None:
-        """Reserve `nbytes` more.  On failure, raise `NoSpace` or `OffloadError` and reserve nothing."""
+        """Reserve `nbytes` more bytes.  On failure, raise `NoSpace` or `OffloadError` and reserve nothing."""
         if nbytes:
             require_space(self.folder, nbytes)
             self._reserve(nbytes)
@@ -159,7 +159,7 @@ class DiskFile:
             raise NoSpace(f"{needed}, {size(free)} free: {more}") from error
 
     def _make_direct(self) -> bool:
-        """Switch to direct access and test it: some file systems accept the flag but reject the reads."""
+        """Enable direct access and return whether it works: some file systems accept the flag but reject reads."""
         if not hasattr(os, "O_DIRECT"):
             return False
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)

@@ -142,21 +142,22 @@ def saved_bytes(
 ) -> SavedBytes:
     """Measure the bytes that `model(example)` saves for its backward pass, in the current mode and autocast context.
 
-    Tensors saved by autograd and by recomputation count.  Memory shared by several views counts once, for the block
-    that saves it first.  Parameters, buffers and the example do not count.  Tensors that a custom `autograd.Function`
-    stores as attributes of `ctx`, or that the model itself stores, are not detected.
+    The result includes tensors saved by autograd and by recomputation, but not parameters, buffers or the example.
+    Memory shared by several views counts once, for the block that saves it first.  Tensors that a custom
+    `autograd.Function` stores as attributes of `ctx`, or that the model itself stores, are not detected.
 
     Args:
-        example: one tensor, a tuple of arguments or a dict of keyword arguments; on the meta device if the model is.
-        loss: a function of the output, whose saved tensors also count.
+        example: one tensor, a tuple of arguments or a dict of keyword arguments; if the model is on the meta device,
+            the example must be too.
+        loss: a function of the model's output; tensors that it saves also count.
         device: the device of the fake tensors; by default the model's device, or the CPU for a model on the meta
             device.
         dtype: the dtype of all floating-point tensors; by default, tensors keep their dtypes.
-        real: run a forward pass with the real tensors, then restore buffers and random states.
+        real: run a forward pass with the real tensors, then restore buffers and random states.  A model whose control
+            flow depends on values (`.item()`) requires this option.
 
     Raises:
-        ValueError: if this machine cannot simulate the device.  The model's exceptions are passed on.  A model whose
-            control flow depends on values (`.item()`) needs `real=True`.
+        ValueError: if this machine cannot simulate the device.
     """
     if real:
         if device is not None or dtype is not None:
@@ -170,7 +171,7 @@ def saved_bytes(
 
 
 class _InBlock:
-    """Run a block and attribute the tensors saved during the call to it."""
+    """Runs a block and attributes the tensors saved during the call to the block."""
 
     def __init__(self, name: str, stack: list[str | None]) -> None:
         self.name, self.stack = name, stack
@@ -231,7 +232,7 @@ def _measured(model: nn.Module, example: Any, loss: Callable[[Any], Tensor] | No
 
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
-    """Restore buffers (running statistics) and random generators after the context."""
+    """Restore buffers (running statistics) and random generators when the context exits."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     with torch.random.fork_rng(devices=devices):
@@ -247,11 +248,11 @@ def _undone(model: nn.Module) -> Iterator[None]:
 
 
 def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """Return the floating-point operations of one call of `kind` (an `OpOverloadPacket`) in products and attention.
+    """Count the floating-point operations of one call to `kind`, an `OpOverloadPacket`, in products and attention.
 
     The counts match torch's `FlopCounterMode`, which does not cover fused CPU attention.  CPU attention is counted like
-    the other attention kernels: two products forward and five backward, because scores are recomputed (Dao et al.,
-    2022, "FlashAttention").
+    the other attention kernels: two products in the forward pass and five in the backward pass, which recomputes scores
+    (Dao et al., 2022, "FlashAttention").
     """
     if kind in FUSED_ATTENTION:
         return _attention_flops(args[0], args[1], args[2], score_products=1, value_products=1)
@@ -271,8 +272,8 @@ def _attention_flops(query: Any, key: Any, value: Any, score_products: int, valu
 def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None = None) -> Counter[str]:
     """Count the operations (`flops_of`) that the recomputation of each module repeats, by module name.
 
-    Run one forward and backward pass of `model(example)`.  Recomputations also record in this pass where they can stop.
-    `dtype` is as for `fake_model`.
+    Run one forward and backward pass of `model(example)`.  During this pass, each recomputation also records where it
+    can stop. `dtype` is as for `fake_model`.
     """
     counting = _CountRecomputed()
     with fake_model(model, example, device_of(model), dtype) as fake, torch.enable_grad(), counting:
@@ -285,7 +286,7 @@ def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None =
 
 
 class _CountRecomputed(TorchDispatchMode):
-    """Counts recomputed operations.  Kept products are skipped: their mode returns before this mode."""
+    """Counts recomputed operations, except kept products, whose dispatch mode returns before this mode runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +309,7 @@ class _CountRecomputed(TorchDispatchMode):
 def attention_modules(
     model: nn.Module, example: Any, dtype: torch.dtype | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """Return the modules of `model` that compute attention themselves, not in a submodule, with their names.
+    """Return names and modules for all modules of `model` that compute attention outside their submodules.
 
     A module computes attention if it calls torch's scaled dot-product attention, or batched matrix products with a
     softmax, which may be a separate module.  `dtype` is as for `fake_model`.

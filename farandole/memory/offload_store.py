@@ -6,8 +6,8 @@
     again = store.empty(record.nbytes, data.device)
     store.read(record, again).wait()
 
-Reads and writes run while the caller computes: on I/O threads (disk), or on a CUDA stream (host).  The space of a
-record is reused after the record has been garbage-collected.
+Reads and writes run while the caller computes: on I/O threads (disk), or on a CUDA stream (host).  A record's space is
+reused after the record has been garbage-collected.
 
 A record on a disk is transferred in parts, several at a time, because modern disks need several requests in their
 queue, as in ZeRO-Infinity's offload engine (Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for
@@ -38,7 +38,7 @@ PART_BYTES = 4 << 20
 """The size of one kernel request in bytes."""
 
 DEPTH = 4
-"""The number of requests in flight, the smallest that reached the full bandwidth of the tested disks."""
+"""The number of requests in flight: the smallest number that reached full bandwidth on the tested disks."""
 
 _PROBE_BYTES = 256 << 20
 _PROBE_S = 1.0
@@ -68,19 +68,19 @@ class Transfer:
             raise self.error
 
     def wait(self) -> None:
-        """Make later computation of this thread, or of the current CUDA stream, wait for the transfer."""
+        """Make later computation on this thread, or on the current CUDA stream, wait for the transfer."""
         self.synchronize()
 
 
 class Record:
-    """Space for `nbytes` bytes in a store.  For a store in memory, `memory` is the content."""
+    """Space for `nbytes` bytes in a store.  `memory` contains the data if the store is in memory."""
 
     def __init__(self, index: int, nbytes: int, memory: Tensor | None = None) -> None:
         self.index, self.nbytes, self.memory = index, nbytes, memory
 
 
 class OffloadStore(ABC):
-    """Records of fixed sizes.  Error messages describe their content by `name`.
+    """Stores records of fixed sizes.  Error messages use `name` to describe the content of the records.
 
     The caller must order transfers of the same record or memory, for example with `after`.
     """
@@ -120,9 +120,10 @@ class OffloadStore(ABC):
 
 
 class HostStore(OffloadStore):
-    """Records in host memory.  With `pinned`, copies from and to a CUDA device run at full speed while kernels run.
+    """Stores records in host memory.
 
-    Copies from and to a device run in order on a separate stream.
+    Copies from and to a device run in order on a separate stream.  With `pinned`, copies from and to a CUDA device run
+    at full speed while kernels run.
     """
 
     in_memory = True
@@ -281,7 +282,7 @@ def _nothing(at: int) -> None:
 
 
 class DiskStore(OffloadStore):
-    """Records in an unnamed scratch file of this process in `folder`, accessed without the page cache.
+    """Stores records in an unnamed scratch file in `folder`, accessed without the page cache.
 
     `allocate` reserves the space.  `read` and `write` return immediately and may be called from any thread.  Unaligned
     memory is copied through a buffer.  If several ranks share the disk, all of them must call `require_space` with the
@@ -455,7 +456,7 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
     if allowed < PART_BYTES:
         raise NoSpace(
             f"measuring the disk in {folder} needs {size(PART_BYTES)}, but the limit or the free space is "
-            f"{size(allowed)}"
+            f"{size(allowed)}; free space on the disk, or choose another folder"
         )
     store = DiskStore(folder, "random bytes")
     try:

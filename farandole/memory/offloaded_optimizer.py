@@ -1,10 +1,10 @@
 """A torch optimizer with offloaded state, which steps one unit of a model at a time.
 
-Optimizer state is most of the memory used in training.  For AdamW in mixed precision, it is 12 bytes per parameter
-(master weights and two moments), compared with 2 for weights and 2 for gradients (Rajbhandari et al., 2020, "ZeRO",
-section 3.1).  Each step uses the state once, element by element.  The state can therefore be kept in host memory (Ren
-et al., 2021, "ZeRO-Offload") or on a disk (Rajbhandari et al., 2021, "ZeRO-Infinity") and streamed through a few
-buffers.
+Optimizer state accounts for most of the memory used in training.  In mixed precision, AdamW needs 12 bytes of state per
+parameter (master weights and two moments), compared with 2 bytes for weights and 2 for gradients (Rajbhandari et al.,
+2020, "ZeRO", section 3.1).  Each step uses the state once, element by element.  The state can therefore be kept in host
+memory (Ren et al., 2021, "ZeRO-Offload") or on a disk (Rajbhandari et al., 2021, "ZeRO-Infinity") and streamed through
+a few buffers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _IN_RECORD = object()
 
 @dataclass(frozen=True)
 class ShardState:
-    """The checkpoint of one shard: weights, and state by name (tensors of the shard's length, and single numbers).
+    """A checkpoint of one shard: its weights, and its state by name (tensors of the shard's length, or single numbers).
 
     The state is empty before the shard's first step.
     """
@@ -47,8 +47,8 @@ class ShardState:
 class OffloadedOptimizer:
     """Steps `optimizer`, an elementwise `torch.optim.Optimizer`, one unit at a time.
 
-    The results are bitwise identical to steps of `optimizer` itself, whose values and state are kept.  Schedulers
-    change `optimizer.param_groups` as usual.  Groups that do not set `fused` use `fused=True`.
+    The results are bitwise identical to calling `optimizer.step()`.  Existing values and state are preserved.
+    Schedulers change `optimizer.param_groups` as usual.  Groups that do not set `fused` use `fused=True`.
 
     Args:
         units: the optimizer's parameters ("shards": 1-D, floating point, on the CPU), partitioned into units.  Each
@@ -158,8 +158,7 @@ class OffloadedOptimizer:
         self._broken.discard(unit)
 
     def budget(self, bandwidth: Bandwidth | None = None) -> Budget:
-        """Return the bytes that a step with gradients for every unit transfers, and the time if `bandwidth` is
-        given."""
+        """Return the bytes and, given `bandwidth`, the time of a step with gradients for every unit."""
         nbytes = sum(self.stream.record_bytes)
         return Budget(nbytes, nbytes, bandwidth)
 
@@ -347,7 +346,7 @@ def _restricted_to(
 def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
     """Return the names and dtypes of the elementwise state of shards in group `index`.
 
-    The source is the existing state or, if there is none, a step on a shard of three elements.
+    Without existing state, these are determined by a step on a shard of three elements.
     """
     group = optimizer.param_groups[index]
     shards = [shard for shard in group["params"] if optimizer.state.get(shard)]
@@ -403,7 +402,7 @@ def _check(optimizer: Optimizer, units: list[list[nn.Parameter]]) -> dict[Tensor
                 )
     if left:
         raise ValueError(
-            f"{counted(len(left), 'parameter')} of the optimizer in no unit: add every parameter to a unit"
+            f"found {counted(len(left), 'optimizer parameter')} outside all units: add every parameter to a unit"
         )
     return group_of
 

@@ -26,7 +26,7 @@ _HOST = torch.device("cpu")
 
 
 class OffloadedTensors:
-    """Creates tensors in `store`, and closes the store.
+    """Creates tensors in `store`; `close` also closes the store.
 
     Only one thread at a time may use the tensors.  A failed transfer raises `OffloadError` in a later write, or in the
     tensor's next `read`.

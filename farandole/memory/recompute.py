@@ -1,16 +1,16 @@
 """Recompute activations in the backward pass instead of keeping them.
 
     apply_recompute(model, "block")                       # every block: least memory, one additional forward pass
-    apply_recompute(model, "selective")                   # all operations but matrix products: half the memory, little
-    time apply_recompute(model, "attention", example=tokens)   # attention only
+    apply_recompute(model, "selective")                   # all except matrix products: half the memory, little time
+    apply_recompute(model, "attention", example=tokens)   # attention only
     apply_recompute(model, "auto", example=tokens, budget_bytes=2 << 30)
     apply_recompute(model, "none")                        # undo
 
 Names in `state_dict` do not change.  Gradients are bitwise identical to gradients without recomputation, because a
-recomputation starts from the random states and buffers of the forward pass (batch normalization counts a batch once).
-Forward passes without gradients, keyword arguments, nested and repeated calls, autocast, inputs without gradients and
-`retain_graph` are supported.  A block may depend only on its inputs, parameters, buffers and random numbers; PyTorch
-raises an error if shapes or dtypes differ.
+recomputation starts from the random states and buffers of the forward pass; for example, batch normalization counts
+each batch once. Forward passes without gradients, keyword arguments, nested and repeated calls, autocast, inputs
+without gradients and `retain_graph` are supported.  A block may depend only on its inputs, parameters, buffers and
+random numbers; PyTorch raises an error if shapes or dtypes differ.
 
 Engines that change `parameter.data` between the forward and the backward pass (ZeRO-3) can use hooks.  A recomputation
 calls the block like the forward pass, so forward pre-hooks of the block and its submodules run again before the
@@ -48,9 +48,9 @@ class Recomputed:
     """The result of `apply_recompute`: `modules` maps the name of each module to its mode.
 
     A "block" module keeps only its inputs.  A "selective" module also keeps the outputs of weight products and fused
-    attention, an "attention" module the outputs of weight products.  `before` and `after` are the bytes saved for the
-    backward pass without and with recomputation.  `flops` is the number of repeated operations in matrix products and
-    attention.  These three are None if no example was given.
+    attention.  An "attention" module also keeps the outputs of weight products.  `before` and `after` are the bytes
+    saved for the backward pass without and with recomputation.  `flops` is the number of repeated operations in matrix
+    products and attention.  These three are None if no example was given.
     """
 
     mode: Recompute
@@ -69,24 +69,25 @@ def apply_recompute(
     budget_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Recomputed:
-    """Recompute parts of `model` in its backward passes; a later call replaces an earlier call.
+    """Recompute parts of `model` in its backward passes, replacing the choice made by earlier calls.
 
     Args:
-        mode: "none": nothing.  "block": every block of `blocks_of(model)`.  "selective": every block, except weight
-            products and fused attention, whose outputs are kept.  "attention": modules that compute attention, except
-            their weight products.  "auto": the blocks that save the most bytes per repeated operation, selectively or
-            entirely, until at most `budget_bytes` are kept.
-        example: an input of the model, as for `saved_bytes`, for a dry run, which must use the same autocast settings
-            as training.  Required by "attention" and "auto".  With an example, the result includes byte counts, and
-            selective recomputation omits unneeded outputs from the first step (without an example, from the second
-            step).
+        mode: "none" recomputes nothing.  "block" recomputes every block of `blocks_of(model)`.  "selective" also
+            recomputes every block, but keeps the outputs of weight products and fused attention.  "attention"
+            recomputes the modules that compute attention, except their weight products.  "auto" recomputes the blocks
+            that save the most bytes per repeated operation, selectively or entirely, until at most `budget_bytes` are
+            kept.
+        example: a model input for a dry run, in a form that `saved_bytes` accepts.  The dry run must use the same
+            autocast settings as training.  "attention" and "auto" require an example.  With an example, the result
+            includes byte counts, and selective recomputation omits unneeded outputs from the first step on; without an
+            example, from the second step on.
         loss: a function of the output, whose saved bytes are included in the counts.
         dtype: the model's dtype in training, if it differs from the current dtype.
 
     Raises:
         ValueError: if the mode is unknown, an argument is missing or not applicable, the model has no attention, or no
-            choice meets the budget; the message then names the smallest possible budget.  Nothing is recomputed after
-            an error.
+            choice meets the budget (the message states the smallest possible budget).  After an error, nothing is
+            recomputed.
     """
     _check(mode, example, loss, budget_bytes)
     saved = partial(saved_bytes, model, example, loss=loss, dtype=dtype)
@@ -116,10 +117,14 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
     if mode not in get_args(Recompute):
         raise ValueError(f"recompute={mode!r} is unknown; expected one of {', '.join(get_args(Recompute))}")
     if mode in ("attention", "auto") and example is None:
-        wanted = "searches for attention" if mode == "attention" else "measures blocks"
-        raise ValueError(f"recompute={mode!r} {wanted} in a dry run: pass example=(an input of the model)")
+        wanted = "find attention modules" if mode == "attention" else "measure blocks"
+        raise ValueError(
+            f"recompute={mode!r} requires an example to {wanted} in a dry run: pass example=(an input of the model)"
+        )
     if loss is not None and example is None:
-        raise ValueError("loss= is used in a dry run only; also pass example=(an input of the model)")
+        raise ValueError(
+            "loss= applies only to a dry run, which requires an example: also pass example=(an input of the model)"
+        )
     if mode == "auto" and budget_bytes is None:
         raise ValueError(
             "recompute='auto' needs budget_bytes; to recompute without a budget, use 'selective' or 'block'"
@@ -140,18 +145,18 @@ def _wrap(model: nn.Module, ways: dict[str, str]) -> None:
 
 
 class Option(NamedTuple):
-    """A mode for recomputing a block: the bytes that it saves and the floating-point operations that it repeats."""
+    """A way of recomputing a block, with the saved bytes and the repeated floating-point operations."""
 
     saved: int
     flops: int
 
 
 def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield choices with increasing savings: (bytes saved by all blocks, mode of each block).
+    """Yield choices in order of increasing savings: (bytes saved by all blocks, mode of each block).
 
-    `blocks` maps each block to its options by mode.  Consecutive choices differ in one block, by the change that saves
-    the most bytes per additional operation.  This is the greedy solution of a knapsack problem in which a block can be
-    recomputed partly or entirely.  Ties are resolved in the given order: the first blocks keep their activations
+    `blocks` maps each block to its options by mode.  Consecutive choices differ in one block, namely by the change that
+    saves the most bytes per additional operation.  This is the greedy solution of a knapsack problem in which a block
+    can be recomputed partly or entirely.  Ties are resolved in the given order: the first blocks keep their activations
     longest.
     """
     chosen: dict[str, str] = {}

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 aten = torch.ops.aten
 
 WEIGHT_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.convolution, aten._scaled_mm, aten.mv, aten.addmv})
-"""Products with weights, which have many operations per output byte."""
+"""Products with weights, which perform many operations per output byte."""
 
 FUSED_ATTENTION = frozenset(
     {
@@ -82,9 +82,9 @@ def measuring() -> bool:
 class RecomputeWrapper:
     """Recomputes the calls of a module in the backward pass.  `way` is a key of `KEPT_PRODUCTS`.
 
-    Extends PyTorch's checkpointing: tensors in nested arguments are saved tensors, a recomputation starts from the
-    buffers of the forward pass and does not change them again, products can be kept, and an error names the module that
-    changes its input.
+    This class extends PyTorch's checkpointing.  Tensors in nested arguments are treated as saved tensors.  A
+    recomputation starts from the buffers of the forward pass and does not change them again.  Products can be kept.  If
+    a module changes its input, an error names the module.
     """
 
     def __init__(self, name: str, way: str) -> None:
@@ -147,7 +147,7 @@ def _recomputation(name: str) -> Iterator[None]:
 
 
 class _Buffers:
-    """The buffer values before a call that changes them, from which a recomputation starts."""
+    """The buffer values before a call; a recomputation starts from these values."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [

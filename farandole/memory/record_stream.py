@@ -56,7 +56,7 @@ class _Slot:
 
 
 class RecordStream:
-    """A stream of records with sizes `record_bytes` in `store`, through `buffers` buffers.
+    """Streams records of sizes `record_bytes` in `store` through a pool of `buffers` buffers.
 
     At least 2 buffers are needed; with 3, one record can be read and another written while a third is processed.
     Records of an in-memory store need no buffers.
@@ -125,7 +125,7 @@ class RecordStream:
         return slot.buffer[: self.record_bytes[record]]
 
     def blank(self, record: int) -> Tensor:
-        """Return an uninitialized buffer, in which the caller creates `record`."""
+        """Return an uninitialized buffer, which the caller fills to create `record`."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._hand_out(slot, blank=True)
@@ -153,7 +153,7 @@ class RecordStream:
             slot.record = None
 
     def update(self, order: Iterable[int], work: Work) -> None:
-        """Call `work(record, bytes)`, which may change the bytes, for each record in `order`, and write the bytes.
+        """For each record in `order`, call `work(record, bytes)`, which may change the bytes, and write the bytes.
 
         If `work` raises an exception, or on Ctrl-C, all transfers end and all buffers are released before the exception
         is passed on. On a disk, the current record is then unchanged and the earlier records are updated.
@@ -161,7 +161,7 @@ class RecordStream:
         self._pass(list(order), work, self.read)
 
     def fill(self, order: Iterable[int], work: Work) -> None:
-        """Call `work(record, bytes)` with uninitialized bytes, in which it creates the record, and write the bytes."""
+        """For each record in `order`, call `work(record, bytes)` to fill uninitialized bytes, and write the bytes."""
         self._pass(list(order), work, self.blank)
 
     def visit(self, order: Iterable[int]) -> Iterator[tuple[int, Tensor]]:

@@ -55,10 +55,12 @@ def swap_activations(
     """Swap the tensors that `model` saves for its backward pass, until `close` is called.
 
     Args:
-        to: "host" for a model on a CUDA device; "disk:FOLDER" for a model on the CPU: an unnamed file in FOLDER, which
-            is deleted when the process ends.  While a model swaps to a disk, glibc maps large memory blocks one by one.
-        threshold_bytes: smaller tensors are not swapped, nor are parameters and buffers.
-        behind_bytes: the maximum number of bytes that wait to be written; the forward pass waits while it is exceeded.
+        to: "host" for a model on a CUDA device, or "disk:FOLDER" for a model on the CPU.  The file in FOLDER is unnamed
+            and is deleted when the process ends.  While a model swaps to a disk, glibc maps large memory blocks one by
+            one.
+        threshold_bytes: the minimum size of swapped tensors.  Parameters and buffers are never swapped.
+        behind_bytes: the maximum number of bytes that wait to be written; while it is exceeded, the forward pass is
+            blocked.
         ahead_bytes: the maximum number of prefetched bytes.
 
     Raises:
@@ -104,7 +106,7 @@ def _store(to: str, device: torch.device) -> OffloadStore:
 
 
 def map_blocks_from(threshold_bytes: int) -> None:
-    """Make glibc map blocks of at least this size one by one; no effect on other C libraries.
+    """Make glibc map blocks of at least this size one by one; this has no effect with other C libraries.
 
     By default, glibc raises its threshold when large blocks are freed, and then allocates large blocks in its heap.
     There, aligned blocks leave gaps that are too small for the next block of the same size, so swapping would save no
@@ -159,9 +161,9 @@ class _View:
 
 
 class Swap:
-    """Swaps the activations of one model; created by `swap_activations`, and a context manager that closes on exit.
+    """Swaps the activations of one model; as a context manager, calls `close` on exit.
 
-    `written_bytes` and `read_bytes` count the bytes that were swapped out and in.
+    Create it with `swap_activations`.  `written_bytes` and `read_bytes` count the bytes that were swapped out and in.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class Swap:
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def enter_block(self) -> None:
-        """Start the next block, which owns the tensors saved from now on."""
+        """Start the next block, which owns all tensors saved until the following block starts."""
         self._block += 1
         self._first_of_block[self._block] = self._count
 

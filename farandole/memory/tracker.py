@@ -67,16 +67,16 @@ def memory_tag(kind: Kind, parameters: Sequence[nn.Parameter] = (), *, ranks: in
 
 
 def by_kind(count: Mapping[Kind, int]) -> str:
-    """Return a text such as `weights 2.3 GiB, gradients 4.6 GiB`, without kinds of zero bytes."""
+    """Return text such as `weights 2.3 GiB, gradients 4.6 GiB`, omitting kinds with zero bytes."""
     return ", ".join(f"{kind} {size(count[kind])}" for kind in get_args(Kind) if count.get(kind))
 
 
 class OutOfDeviceMemory(RuntimeError):
     """Raised when an allocation exceeds the memory of the device.
 
-    `requested` is the size in bytes if it is known, and `purpose` the intended use.  `in_use` has the bytes of each
-    kind before the allocation.  `place` names the block and the phase of the step.  `step` is the step number (None
-    before the first step).
+    `requested` is the size in bytes if it is known, and `purpose` the intended use.  `in_use` contains the bytes of
+    each kind before the allocation.  `place` names the block and the phase of the step.  `step` is the step number
+    (None before the first step).
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class OutOfDeviceMemory(RuntimeError):
 class DeviceMemory:
     """Limits this process to `limit_bytes` of `device` within a context, and counts its memory by kind.
 
-    The memory of each tensor on the device counts once for all of its views, from the first operation that creates or
-    uses it until it is freed.  Memory shared by several ranks counts in equal parts for each rank.  Memory that belongs
-    to no tensor, such as library workspaces and temporary memory within an operation, is not detected.  A CUDA device
-    enforces the limit itself, and includes this memory.
+    The memory of each tensor on the device counts once, including all views, from the first operation that creates or
+    uses the tensor until the memory is freed.  Memory shared by several ranks is divided equally among them.  Memory
+    that belongs to no tensor, such as library workspaces and temporary memory within an operation, is not detected.  A
+    CUDA device enforces the limit itself, and includes this memory.
 
     Args:
         limit_bytes: the limit, or None to count without a limit.
@@ -148,7 +148,7 @@ class DeviceMemory:
         return self.in_use.total()
 
     def watch(self, model: nn.Module) -> None:
-        """Use names of blocks and parameters of `model` in errors, and count its existing tensors as weights.
+        """Count the existing tensors of `model` as weights, and use the names of its blocks and parameters in errors.
 
         Call this method before the model is parallelized.
         """
@@ -241,7 +241,7 @@ class DeviceMemory:
         return OutOfDeviceMemory(limit, requested, dict(self.in_use), wanted, self._place, self.step)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return a text such as ` of 3.attention.qkv.weight`, with the first and the last of several names."""
+        """Return text such as ` of 3.attention.qkv.weight`, limited to the first and the last of several names."""
         if self._model is None or not parameters:
             return ""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -284,7 +284,7 @@ class _TensorMode(TorchDispatchMode):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of real or fake tensors that operations create, and the work of the operations.
+    """Counts the bytes of real or fake tensors that operations create, and the work that the operations do.
 
     The memory of the tensors in `outside` does not count.  `now` and `peak` are in bytes; for `flops` and `moved`, see
     `planner.Trace`.
@@ -352,7 +352,7 @@ class MemoryTracker(TorchDispatchMode):
         return self._peak_in_heap + self._peak_mapped
 
     def live(self, least_bytes: int = 0, *, without: Sequence[Tensor] = ()) -> dict[int, int]:
-        """Return the bytes of each live storage of at least `least_bytes`, by a unique number.
+        """Return the bytes of each live storage of at least `least_bytes`, keyed by a unique number.
 
         Storages of the tensors in `without` are omitted.
         """

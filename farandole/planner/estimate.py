@@ -18,8 +18,8 @@ from farandole.planner.workload import Machine, Workload
 ALLOCATOR_BYTES = 45 << 20
 """Overhead of the C library: gaps between blocks, small objects, and memory that kernels allocate inside a call.
 
-The overhead in an estimate is at most the size of the tensors of a pass.  The value is the median over 19 training runs
-of GPTs with 8 and 15 M parameters on 2 ranks (docs/explanation/planner.md; torch 2.13, glibc 2.36).
+The overhead in an estimate is at most the total size of the tensors in a pass.  The value is the median over 19
+training runs of GPTs with 8 and 15 M parameters on 2 ranks (docs/explanation/planner.md; torch 2.13, glibc 2.36).
 """
 
 
@@ -69,10 +69,11 @@ def estimate(
         machine = Machine(memory=16 << 30)
         estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).outcome(machine.memory)
 
-    Nothing is computed, and the model may be on the meta device.  The call switches recomputation in the model off.
+    No tensor values are computed, and the model may be on the meta device.  The call turns off recomputation in the
+    model.
 
     Args:
-        example: a rank's micro-batch.
+        example: the micro-batch of one rank.
         workload: other keyword arguments of `Workload` (`loss`, `micro_batches`, ...).
 
     Raises:
@@ -136,7 +137,7 @@ def _check(plan: Plan, machine: Machine) -> None:
 
 
 def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace) -> int:
-    """Return the measured C library overhead and the freed memory that the C library keeps.
+    """Return the bytes of measured C library overhead and of freed memory that the C library keeps.
 
     With `swap`, the C library maps most blocks one by one and does not keep them.  States that are offloaded to a disk
     are allocated in the first step and then copied.
@@ -164,7 +165,7 @@ def _start(workload: Workload, plan: Plan, state: StateBytes) -> int:
 def _swapped(plan: Plan, traced: Trace) -> int:
     """Return the number of saved bytes that are certainly swapped out.
 
-    At most `BEHIND_BYTES` of the swapped tensors are still waiting for their copies.  Tensors kept by selective
+    At most `BEHIND_BYTES` of the swapped tensors are still waiting to be copied.  Tensors kept by selective
     recomputation are not swapped.
     """
     if plan.swap == "none" or plan.recompute in ("selective", "attention", "auto"):

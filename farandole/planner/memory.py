@@ -36,16 +36,16 @@ class StateBytes:
         weights: bytes of the weights used in computation and of the model's buffers.
         gradients: bytes of gradients that are kept until the update.
         masters: bytes of the master weights, which the optimizer updates.
-        updated: bytes of one value for each parameter that this rank updates.
-        optimizer: bytes of optimizer states and master weights in device memory, or of the transfer buffers if they are
-            offloaded to a disk.
+        updated: total size in bytes of one value per parameter that this rank updates.
+        optimizer: bytes of optimizer states and master weights in device memory, or, if these are offloaded to a disk,
+            bytes of the transfer buffers.
         records: bytes of offloaded states and master weights.
         pools: with `zero` 2 and 3, bytes of unsharded gradients before their reduction and of gradient shards being
             offloaded.
         gathered: with `zero=3`, bytes of gathered weights and of shards prefetched from an offload store.
         copies: bytes of copies of weights and states for a checkpoint.  States that are offloaded to a disk are not
             copied.
-        whole: bytes of the full model when it is built.
+        whole: bytes of the full model when the rank builds it.
         largest_block: bytes of the largest block of the model.
     """
 
@@ -116,7 +116,7 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
 
 
 def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints: bool = False) -> float:
-    """Return the bytes per parameter of a large model that all ranks together keep while training with Adam.
+    """Return the bytes per parameter that all ranks together keep while training a large model with Adam.
 
     Weights, gradients and optimizer states count if they are in device memory.  With `checkpoints`, the copies from
     which checkpoints are written count instead.
@@ -132,7 +132,7 @@ def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints
 
 
 def has_master_copies(sharding: ShardingPlan, plan: Plan) -> bool:
-    """Return whether offloaded weights need master copies, because dtypes of weights and master weights differ."""
+    """Return whether offloaded weights need master copies because weights and master weights have different dtypes."""
     return plan.offloaded == "parameters" and any(b.dtype != b.master_dtype for b in sharding.trained)
 
 

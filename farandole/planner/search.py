@@ -49,7 +49,7 @@ def plan_candidates(
 
 
 def estimated_plans(workload: Workload, ranks: int, machine: Machine) -> Iterator[Estimate]:
-    """Yield estimates of plans that recompute whole blocks, the simplest first.
+    """Yield estimates of plans that recompute entire blocks, starting with the simplest.
 
     If the machine has a disk, plans that offload states to it are included; `FOLDER` is a placeholder for a folder on
     the disk.

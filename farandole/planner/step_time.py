@@ -1,13 +1,13 @@
-"""Predict the seconds per step: the work and the transferred bytes divided by the machine's speeds.
+"""Predict the seconds per step by dividing the work and the transferred bytes by the machine's speeds.
 
-compute        matrix products at the speed of products, and all other operations at the speed of memory, for each
-               micro-batch (Williams et al., 2009, "Roofline")
-communication  ring algorithms: in an all-reduce of S bytes among n ranks, each rank sends 2 (n - 1) / n S bytes, and
-               half as many in a reduce-scatter or all-gather; time that overlaps the backward pass does not count
+compute        for each micro-batch, matrix products at the machine's FLOP/s, and all other operations at its memory
+               bandwidth (Williams et al., 2009, "Roofline")
+communication  ring algorithms: each of n ranks sends 2 (n - 1) / n S bytes in an all-reduce of S bytes, and half as
+               many in a reduce-scatter or all-gather; time that overlaps the backward pass does not count
 update         the optimizer reads and writes each of its values once
-offload        offloaded data pass through the disk, or the link between accelerator and host, in each step; gradients
-               and weights are transferred during the passes, and count only if their transfers take longer
-swap           the time by which copying activations out and back exceeds the passes that the copies overlap
+offload        in each step, offloaded data pass through the disk or the link between accelerator and host; transfers of
+               gradients and weights overlap the passes, and count only if they take longer than the passes
+swap           activations are copied out and back during the passes; only the time beyond the passes counts
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _stored(buckets: Sequence[BucketPlan]) -> int:
 
 
 def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float:
-    """Return the seconds that the forward pass waits for copies out and the backward pass waits for copies back."""
+    """Return the seconds that the passes wait for activations to be copied out and back."""
     moved = traced.swappable
     if machine.host:
         away, back = _disk(0, moved, ranks, machine), _disk(moved, 0, ranks, machine)

@@ -67,7 +67,7 @@ def trace(
     Args:
         example: a micro-batch, in a form that `saved_bytes` accepts.
         dtype: the dtype of weights and inputs; with None, their dtypes do not change.
-        scaled: whether the loss is multiplied by a factor (several micro-batches, fp16), which needs a copy of its
+        scaled: whether the loss is multiplied by a factor (several micro-batches, fp16), which requires a copy of its
             gradient.
     """
     where = device_of(model, device)

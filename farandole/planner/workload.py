@@ -1,4 +1,4 @@
-"""The input of the planner: a workload and a machine."""
+"""The planner's input: a workload and a machine."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ plan` measures both.
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One rank's share of a machine, while all ranks compute.
+    """One rank's share of a machine while all ranks compute.
 
     Args:
         memory: bytes that a rank may use: the memory of its accelerator, or its share of the host's memory.
-        flops: floating-point operations per second of matrix products, by precision ("fp32", "bf16", "fp16").
+        flops: floating-point operations per second in matrix products, by precision ("fp32", "bf16", "fp16").
         stream: bytes per second that other operations read and write.
         bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
         host_link: bytes per second between an accelerator and the memory of its host.
         disk: the disk bandwidth of a host, shared by its ranks; None for a machine without a disk.
-        process, libraries: bytes of a process without a model: its private pages, and file pages that all ranks of a
-        host share.
+        process, libraries: bytes of a process without a model: its private pages, and the file pages shared by all
+            ranks of a host.
         hosts: the number of hosts, with the same number of ranks on each.
         shared: whether the ranks of a host share memory, and so keep one copy of identical weights.
         overlap: whether communication overlaps computation; False if the same cores run both.
@@ -75,14 +75,14 @@ class Workload:
 
     Args:
         model, example, loss: as for `saved_bytes`; the example is a micro-batch of one rank.  The model may be on the
-        meta device.
+            meta device.
         micro_batches: forward and backward passes per rank in a step.
         states: values that the optimizer keeps per parameter (2 for Adam, 1 for momentum).
         checkpoints: whether copies of weights and states are kept in host memory (`farandole train`).
         block_by_block: whether the model is created block by block, never in full (`parallelize` of a model on the meta
             device).
-        mesh, layouts, rank: for ranks with different parts of a model, the mesh, the layouts, and the rank that `model`
-        belongs to.  By default, ranks differ only in their samples.
+        mesh, layouts, rank: if ranks have different parts of a model, the mesh, the layouts, and the rank that has
+            `model`.  By default, ranks differ only in their samples.
     """
 
     model: nn.Module

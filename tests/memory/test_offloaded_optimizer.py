@@ -319,7 +319,7 @@ def test_what_cannot_be_stepped_in_shards_is_refused() -> None:
 
 def test_units_divide_the_parameters() -> None:
     first, second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-    with pytest.raises(ValueError, match="1 parameter of the optimizer in no unit"):
+    with pytest.raises(ValueError, match="found 1 optimizer parameter outside all units"):
         OffloadedOptimizer(AdamW([first, second]), [[first]], host_records)
     with pytest.raises(ValueError, match="unit 1, shard 0 is in two units"):
         OffloadedOptimizer(AdamW([first]), [[first], [first]], host_records)

@@ -271,7 +271,7 @@ def test_the_choice_is_reported() -> None:
             "recompute='blocks' is unknown; expected one of none, block, selective, attention, auto",
         ),
         ("attention", {}, "pass example="),
-        ("auto", {"budget_bytes": 1}, "measures blocks in a dry run: pass example="),
+        ("auto", {"budget_bytes": 1}, "measure blocks in a dry run: pass example="),
         ("auto", {"example": True}, "needs budget_bytes"),
         ("block", {"budget_bytes": 1}, "only recompute='auto' uses budget_bytes"),
         ("block", {"loss": torch.sum}, "pass example="),
