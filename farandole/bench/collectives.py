@@ -1,6 +1,6 @@
 """Benchmark the latency and bandwidth of collectives, with all installed backends in one run.
 
-`farandole launch` and mpiexec start `python -m farandole.bench.collectives SETUP`; under another launcher every rank
+`farandole launch` and mpiexec start `python -m farandole.bench.collectives SETUP`; under other launchers, every rank
 calls `run`.
 """
 
@@ -32,7 +32,7 @@ from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
 
 TIMEOUT_S = 3600.0
-"""The timeout in seconds for a busy rank."""
+"""How long, in seconds, a rank waits for a busy rank."""
 
 
 def start(setup: CollectivesSetup, ranks: int) -> int:
@@ -56,7 +56,7 @@ def run(setup: CollectivesSetup) -> None:
 
     Raises:
         BenchError: on all ranks, if the setup cannot be run.
-        SystemExit: if `check` finds wrong values.
+        SystemExit: if validation finds wrong values.
     """
     with farandole.init(timeout_s=TIMEOUT_S) as runtime:
         rows = _Benchmark(setup, runtime).run()

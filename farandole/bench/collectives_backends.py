@@ -23,18 +23,18 @@ from farandole.data.wording import counted
 from farandole.launch.cores import usable_cores
 
 BACKENDS = {
-    "farandole": "ours",
+    "farandole": "farandole's own backend",
     "shared": "farandole with buffers in shared memory",
     "gloo": "torch's Gloo",
-    "mpi": "MPI itself, through mpi4py",
-    "farandole-mpi": "MPI as our backend of torch.distributed",
+    "mpi": "MPI through mpi4py",
+    "farandole-mpi": "MPI as a torch.distributed backend",
     "nccl": "NCCL, on accelerators",
 }
 OVER_MPI = ("mpi", "farandole-mpi")
 
 
 def choose(setup: CollectivesSetup, ranks: int, launcher: str) -> CollectivesSetup:
-    """Return the setup with its backends: the requested ones, or all that support at least one requested operation.
+    """Return the setup with the requested backends, or with all backends that support at least one requested operation.
 
     Args:
         launcher: the launcher that starts the ranks, as in `Placement.launcher`.
@@ -73,11 +73,11 @@ def why_unavailable(name: str, ranks: int, launcher: str) -> str | None:
         if not has_nccl():
             return "this machine has no CUDA device"
         if ranks > torch.cuda.device_count():
-            return f"NCCL wants an accelerator for every rank, and there are {torch.cuda.device_count()}"
+            return f"NCCL needs one accelerator per rank, but this machine has {torch.cuda.device_count()}"
     if name in OVER_MPI:
         register()
         if name not in dist.Backend.backend_list and name != "mpi":
-            return "this installation does not include it"
+            return "this installation does not include the backend"
         if importlib.util.find_spec("mpi4py") is None:
             return "mpi4py is not installed (pip install mpi4py mpich)"
         if not launcher.startswith(("mpirun", "srun")):
@@ -88,18 +88,18 @@ def why_unavailable(name: str, ranks: int, launcher: str) -> str | None:
 def why_unsupported(name: str, operation: Operation, setup: CollectivesSetup) -> str | None:
     """Return why an available backend cannot run an operation as requested, or None."""
     if name == "shared" and (operation.messages or not operation.sized):
-        return f"{operation.name} is the same with any memory"
+        return f"shared memory makes no difference for {operation.name}"
     if name in ("gloo", "nccl") and setup.dtype == "int16" and operation.sized:
-        return f"{name} has no int16"
+        return f"{name} does not support int16"
     if name == "nccl" and setup.reduction in ("and", "or", "xor") and operation.reduces:
-        return f"nccl has no {setup.reduction}"
+        return f"nccl does not support --reduction {setup.reduction}"
     if name == "gloo" and operation.reduces and setup.reduction == "avg" and not setup.kind.is_floating_point:
         return "gloo does not average integers"
     if name == "mpi" and operation.reduces:
         if not reduces(setup.reduction):
-            return f"MPI has no {setup.reduction}"
+            return f"MPI does not support --reduction {setup.reduction}"
         if setup.dtype not in REDUCIBLE:
-            return f"mpi4py does not reduce {setup.dtype}"
+            return f"mpi4py does not support reductions of {setup.dtype}"
     return None
 
 
@@ -127,4 +127,5 @@ def without_mpiexec(setup: CollectivesSetup, ranks: int) -> str:
     """Return why MPI is not measured, for a job that mpiexec did not start."""
     if find_mpiexec() is None:
         return "farandole launch, because there is no mpiexec"
-    return f"farandole launch, because MPI ranks spin and {counted(ranks, 'rank')} share {counted(usable_cores(), 'core')}"
+    sharing = f"{counted(ranks, 'rank')} share {counted(usable_cores(), 'core')}"
+    return f"farandole launch, because MPI ranks spin and {sharing}"

@@ -1,7 +1,7 @@
-"""Time collectives: implementations take turns at each size, with a barrier after every call.
+"""Time collectives; the implementations take turns at each size, with a barrier after every call.
 
-A rank times its own call, from entry to return.  The barrier after the call is not timed and keeps calls from overlapping.
-The OSU Micro-Benchmarks (D. K. Panda et al.) measure in the same way.
+A rank times its own call, from entry to return.  The barrier after the call is not timed, and prevents calls from
+overlapping.  The OSU Micro-Benchmarks (D. K. Panda et al.) use the same method.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from farandole.bench.collectives_values import count_errors, expected, values
 from farandole.comm.communicator import Communicator
 
 TURNS = 10
-"""The number of turns into which each implementation's iterations are divided; implementations alternate."""
+"""The number of turns into which the iterations of each implementation are divided."""
 
 Row = dict[str, Any]
 """A table row, with the keys in `collectives_table.COLUMNS`."""
@@ -48,7 +48,7 @@ class Case:
 
 
 class Buffers:
-    """The input and output buffers of an implementation at one size, and with `check` the expected values."""
+    """The input and output buffers of an implementation at one size; with `validate`, also the expected values."""
 
     def __init__(self, implementation: Implementation, case: Case) -> None:
         operation, setup, size, comm = case.operation, case.setup, case.size, case.comm
@@ -96,7 +96,7 @@ class Trial:
         )
 
     def run(self, iterations: int) -> None:
-        """Run `count` calls."""
+        """Run `iterations` calls."""
         call, meet, clock = self._call, self.comm.barrier, time.perf_counter
         for _ in range(iterations):
             if self.checked:
@@ -115,7 +115,7 @@ class Trial:
 
 
 def measure(implementations: list[Implementation], case: Case) -> list[Row]:
-    """Return the latency of each implementation: its mean over iterations, and the mean, minimum and maximum of this over ranks."""
+    """Return a row for each implementation, with its mean latency averaged over ranks, and the minimum and maximum."""
     iterations, warmup = case.counts
     trials = [Trial(implementation, case) for implementation in implementations]
     for trial in trials:

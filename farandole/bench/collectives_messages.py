@@ -1,4 +1,4 @@
-"""Time messages between ranks 0 and 1: half a ping-pong, and bandwidth with a window of outstanding messages."""
+"""Time messages between ranks 0 and 1: half a ping-pong, and the bandwidth of windows of outstanding messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farandole.bench.collectives_values import count_errors, values
 
 
 class Exchange:
-    """Messages of one size with one implementation; ranks 2 and above only wait for the end."""
+    """Exchanges messages of one size with one implementation; ranks 2 and above only wait."""
 
     def __init__(self, implementation: Implementation, case: Case) -> None:
         operation, setup, comm = case.operation, case.setup, case.comm
@@ -39,7 +39,7 @@ class Exchange:
             self._wanted = fill(self._peer if self._takes_part else ROOT).to(self._buffers.output.device)
 
     def run(self, iterations: int) -> None:
-        """Run `count` round trips, or windows."""
+        """Run `iterations` round trips or windows."""
         for _ in range(iterations if self._takes_part else 0):
             if self._checked:
                 self._buffers.output.copy_(self._wanted).add_(1)

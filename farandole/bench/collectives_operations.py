@@ -1,4 +1,4 @@
-"""The operations to measure: the buffers on each rank, and the bytes that its link must transfer.
+"""The operations to measure: the buffers of each rank, and the bytes that a rank's link must transfer.
 
 S is the size in bytes that a table shows, the larger of a rank's input and output.  `docs/guides/bench.md` derives the
 factors of the bus bandwidth.
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 ROOT = 0
-"""The root of rooted collectives; in messages between two ranks, the rank that measures."""
+"""The root of rooted collectives; in tests between two ranks, the rank that measures."""
 WINDOW = 64
 """The number of outstanding messages in bandwidth tests."""
 
 Extent = Literal["whole", "part", "none"]
-"""The size of a buffer: S, one rank's part of S, or nothing because the operation has no such buffer."""
+"""The size of a buffer: S, one rank's part of S, or zero if the operation does not use the buffer."""
 
 
 @dataclass(frozen=True)
@@ -34,28 +34,28 @@ class Operation:
     messages: bool = False
 
     def unit(self, ranks: int, itemsize: int) -> int:
-        """Return the number of bytes of which all sizes are multiples."""
+        """Return the granularity of sizes in bytes."""
         return itemsize * (ranks if "part" in (self.input, self.output) or self.name == "all_to_all" else 1)
 
     def elements(self, extent: Extent, size: int, ranks: int, itemsize: int) -> int:
-        """Return the elements of the input and of the output for S = `size`."""
+        """Return the number of elements in a buffer with this extent for S = `size`."""
         if extent == "none":
             return 0
         return size // itemsize // (ranks if extent == "part" else 1)
 
     def bytes_per_rank(self, size: int, ranks: int) -> int:
-        """Return the bytes of input and output together."""
+        """Return the total bytes of a rank's input and output."""
         each = {"whole": size, "part": -(-size // ranks), "none": 0}
         return each[self.input] + each[self.output]
 
     @property
     def sized(self) -> bool:
-        """Return whether the operation has a size."""
+        """Whether the operation has a size."""
         return self.input != "none"
 
     @property
     def is_bandwidth(self) -> bool:
-        """Return whether the result is a bandwidth instead of a latency."""
+        """Whether the result is a bandwidth instead of a latency."""
         return self.name in ("bw", "bibw")
 
 

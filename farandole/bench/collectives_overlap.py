@@ -61,7 +61,7 @@ class Overlap:
         self.pure_s = 0.0
 
     def run(self, iterations: int) -> None:
-        """Time communication, computation and both together, `count` times each."""
+        """Time communication, computation and both together, `iterations` times each."""
         self._pure(iterations)
         clock, meet = time.perf_counter, self._comm.barrier
         for _ in range(iterations):

@@ -1,4 +1,4 @@
-"""Draw latency and bandwidth over size, with one line per backend."""
+"""Plot latency and bandwidth over size, with one line per backend."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PANELS = {
     "pure_us": ("pure communication", True),
     "overlap": ("overlap (%)", False),
 }
-"""The drawn columns of a row, with their labels, and whether the axis is logarithmic."""
+"""The plotted columns of a row, with their labels, and whether the axis is logarithmic."""
 
 
 def draw(rows: list[Row], ranks: int, path: str) -> None:
-    """Draw all operations that have a size; the file suffix selects the format."""
+    """Plot all operations that have a size; the file suffix selects the format."""
     operations = [name for name in dict.fromkeys(row["operation"] for row in rows) if OPERATIONS[name].sized]
     panels = [
         (name, key)

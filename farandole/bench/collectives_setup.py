@@ -34,8 +34,9 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 class CollectivesSetup:
     """Options of the collectives benchmark.
 
-    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, it depends on the size.  Empty
-    `backends` selects all available backends; `left_out` contains the reasons why other backends are unavailable.
+    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, it depends on the size.  If `backends`
+    is empty, all available backends are measured, and `left_out` contains the reasons why other backends are
+    unavailable.
     """
 
     operations: tuple[str, ...] = ("all_reduce",)
@@ -136,7 +137,7 @@ class CollectivesSetup:
         """Raise BenchError if the `here` ranks of this host cannot allocate buffers of the largest size.
 
         Args:
-            copies: sets of buffers per rank, one for each backend; `check` doubles them.
+            copies: sets of buffers per rank, one for each backend; `validate` doubles their number.
         """
         have = available_memory()
         for name in self.operations:

@@ -1,4 +1,4 @@
-"""Print the results with the columns of the OSU Micro-Benchmarks and nccl-tests.
+"""Print the results with the same columns as the OSU Micro-Benchmarks and nccl-tests.
 
 Each line shows one backend and one size.  The backend is the last column, so scripts for those benchmarks find the
 other columns in the expected positions.

@@ -1,4 +1,4 @@
-"""Input values and expected results, so that every element can be checked.
+"""Input values and expected results, used to check every element.
 
 Values repeat after a prime number of elements, so that a misplaced part is detected.  They are small integers that
 every type represents exactly, and differ between ranks.

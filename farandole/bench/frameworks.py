@@ -30,7 +30,7 @@ class Framework(Protocol):
     def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> Training:
         """Return this rank's training run with one of the framework's implementations.  This is a collective call.
 
-        The implementation "alone" trains without communication and is the reference for the efficiency.
+        The implementation "alone" trains without communication, as the reference for the efficiency.
         """
 
 

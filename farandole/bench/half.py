@@ -1,4 +1,4 @@
-"""Reduce fp32 tensors in fp16, like the compression in Horovod's tutorials."""
+"""All-reduce fp32 tensors in fp16, like the compression in Horovod's tutorials."""
 
 from __future__ import annotations
 

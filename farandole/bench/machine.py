@@ -1,8 +1,8 @@
-"""Measure the speeds of all ranks on this machine while they work at the same time, and cache the results.
+"""Measure and cache the speeds of this machine's ranks while all ranks work at the same time.
 
     python -m farandole.bench.machine FILE      # one rank of the measurement; rank 0 writes FILE
 
-The measurement takes seconds.  The slowest rank counts.
+The measurement takes seconds.  Each result is the worst value over all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds of one rank while all ranks work, in the units of `Machine`: bytes, bytes per second, and FLOP/s by precision."""
+    """Speeds of one rank while all ranks work: bytes, bytes per second, and FLOP/s by precision, as in `Machine`."""
 
     flops: dict[str, float]
     stream: float
@@ -48,7 +48,7 @@ class Speeds:
 
 
 def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
-    """Return the speeds of `ranks` ranks on this machine, by default one per core; read from the cache unless `remeasure`.
+    """Return the speeds of `ranks` ranks on this machine (at most one per core), cached unless `remeasure`.
 
     Raises:
         BenchError: if ranks cannot be started.
@@ -75,7 +75,7 @@ def _cache_file(ranks: int) -> Path:
 
 
 def measure(runtime: Runtime) -> Speeds:
-    """Measure this rank."""
+    """Return the speeds and the memory of this rank."""
     keep_freed_memory()
     warm_up("fp32", runtime)
     process = data_bytes() if runtime.device.type == "cpu" else context_bytes(runtime)
@@ -123,7 +123,7 @@ def _bandwidth(runtime: Runtime) -> float:
 
 
 def _seconds(call: Callable[[], object], runtime: Runtime) -> float:
-    """Return the median time of a few calls that all ranks make at the same time."""
+    """Return the median time of several calls that all ranks run at the same time."""
     found = []
     for _ in range(_TURNS + 1):
         runtime.comm.barrier()

@@ -1,4 +1,4 @@
-"""One rank of `farandole plan --check`: train a few steps on random text as `farandole train` does, and measure memory.
+"""One rank of `farandole plan --check`: train a few steps on random text, and measure memory.
 
     python -m farandole.bench.plan_check ORDER
 
@@ -39,8 +39,9 @@ from farandole.train.trainer import Trainer
 class Seen:
     """The measured bytes of a rank, without library pages.
 
-    `process` is measured before the model exists.  `parts` contains the tensors that exist between steps, and `tensors` is the peak of the
-    other tensors in a step.  `start` is the peak before the first step, and `peak` is the peak during steps.
+    `process` is measured before the model exists.  `parts` contains the tensors that exist between steps, and `tensors`
+    is the peak of the other tensors in a step.  `start` is the peak before the first step, and `peak` is the peak
+    during steps.
     """
 
     process: int
@@ -88,7 +89,7 @@ def make_trainer(
 
 
 def warm_up(precision: Precision, runtime: Runtime) -> None:
-    """Make torch load the libraries that it loads at the first step of any model."""
+    """Make torch load the libraries that it needs for the first step of any model."""
     config = load_config("tiny", [f"batch={runtime.size}"])
     make_trainer(config, precision, runtime.comm, runtime.device).step()
     gc.collect()

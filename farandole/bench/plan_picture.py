@@ -1,4 +1,4 @@
-"""Draw the picture for `farandole plan`: one bar per plan, divided into the parts of its memory."""
+"""Draw the chart for `farandole plan`: one bar per plan, divided into memory categories."""
 
 from __future__ import annotations
 

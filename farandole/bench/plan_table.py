@@ -24,10 +24,10 @@ COLUMNS = {
     "checkpoint": ("checkpoint",),
     "process": ("process", "allocator"),
 }
-"""The columns of the table, and the parts of an estimate that each column adds up."""
+"""The columns of the table, each with the parts of an estimate whose sum it shows."""
 
 _MOST_LINES, _FEW = 40, 12
-"""The maximum number of lines in a table, and of plans that do not fit if other plans fit."""
+"""The maximum number of lines in a table, and of lines for plans that do not fit if other plans fit."""
 
 TOLERANCE = 0.1
 """The largest accepted error of a predicted peak, as a fraction of the measured peak."""
@@ -39,12 +39,12 @@ def column(estimate: Estimate, name: str) -> int:
 
 
 def seconds(number: float) -> str:
-    """Return seconds with two significant digits, or as an integer from 100 on."""
+    """Format seconds with two significant digits, or as an integer from 10 on."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def choices(estimates: Sequence[Estimate]) -> list[str]:
-    """Return the fields in which plans differ from each other or from the defaults, and always the ZeRO stage and recomputation."""
+    """Return the plan fields to show: the ZeRO stage, recomputation, and fields with values other than the default."""
     plans, default = [one.plan for one in estimates], Plan()
     seldom = ("hybrid", "precision", "rounding", "offload", "offloaded", "swap")
     wanted = [name for name in seldom if {getattr(one, name) for one in plans} != {getattr(default, name)}]
@@ -60,7 +60,7 @@ def word(plan: Plan, name: str) -> str:
 
 
 def plans(planned: Planned) -> Group:
-    """Return the table, with a line for each plan that fits, and for a few plans that do not fit."""
+    """Return the table, with lines for all plans that fit and a few plans that do not fit."""
     memory = planned.machine.memory
     fitting = [one for one in planned.estimates if one.fits(memory)]
     others = planned.estimates[len(fitting) :]
@@ -91,7 +91,7 @@ def plans(planned: Planned) -> Group:
 
 
 def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group, bool]:
-    """Return the table of predicted and measured bytes of every rank, and whether all peaks are within the tolerance."""
+    """Return the table of each rank's predicted and measured bytes, and whether all peaks are within the tolerance."""
     ranks = len(seen)
     parts = predicted.parts
     rows: dict[str, tuple[float, list[float]]] = {

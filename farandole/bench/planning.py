@@ -30,7 +30,7 @@ from farandole.train.start import default_ranks, read_request
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")
 
 _FIELDS = ("zero", "hybrid", "recompute", "offload", "offloaded", "precision", "rounding", "swap")
-"""The fields of a plan that are chosen."""
+"""The fields of a plan that the command chooses."""
 
 _KNOWN: dict[str, Sequence[str]] = {
     "zero": [str(stage) for stage in range(4)],
@@ -48,17 +48,18 @@ _ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
     {"offload": ["none", "host", "disk:."]},
     {"offloaded": get_args(Offloaded), "swap": ["none", "host"], "rounding": get_args(Rounding)},
 )
-"""Additional choices, which are considered if no plan fits."""
+"""Additional choices to consider if no plan fits."""
 
 _CHECKED_PASSES = 2
 """The number of micro-batches per step with `--check`; more would take time without using more memory."""
 
 _FLOPS_PER_BYTE = 200
-"""The assumed FLOP per byte of memory traffic for other machines' accelerators; 156 for an A100 (312 TFLOP/s, 2 TB/s) and 295
-for an H100, by their data sheets."""
+"""The assumed FLOP per byte of memory traffic for accelerators of other machines.
+
+The data sheets give 156 for an A100 (312 TFLOP/s, 2 TB/s) and 295 for an H100."""
 
 _CONTEXT_BYTES = 600 << 20
-"""The approximate memory that a process uses on an accelerator before its first tensor; it depends on the loaded kernels."""
+"""The approximate accelerator memory of a process before its first tensor; depends on the loaded kernels."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECASE)
 
@@ -69,8 +70,7 @@ class PlanSetup:
 
     Without `ranks`, `default_ranks` selects the number.  `memory` (bytes), `flops` and `bandwidth` are per rank; None
     selects this machine's values.  `accelerators` plans for accelerators, and requires all three.  `choices` maps
-    fields of `Plan` to the values to consider; every valid combination is a plan. Without `choices`,
-    `plan_candidates` selects the plans.
+    fields of `Plan` to the values to consider; every valid combination is a plan.  Other fields have default choices.
     """
 
     words: tuple[str, ...]
@@ -99,12 +99,15 @@ def plan(setup: PlanSetup) -> Planned:
     """Estimate every requested plan.
 
     Raises:
-        ConfigError, PlanError, BenchError: if options are invalid."""
+        ConfigError, PlanError, BenchError: if options are invalid.
+    """
     request = read_request(_words(setup), resume=False)
     config = load_config(request.source, request.overrides)
     ranks = setup.ranks or default_ranks(config)
     if ranks % setup.nodes:
-        raise BenchError(f"--ranks {ranks} is not a multiple of --nodes {setup.nodes}")
+        raise BenchError(
+            f"--ranks {ranks} is not a multiple of --nodes {setup.nodes}: use the same number of ranks on each node"
+        )
     if setup.nodes > 1 and setup.bandwidth is None:
         raise BenchError(
             f"--nodes {setup.nodes} requires --bandwidth, the bandwidth between hosts in bytes per second"
@@ -129,7 +132,7 @@ def plan(setup: PlanSetup) -> Planned:
 
 
 def _words(setup: PlanSetup) -> list[str]:
-    """Return the words of the run; hf:FOLDER selects training of the model in a Hugging Face folder, which must contain config.json."""
+    """Return the words of the run; expand hf:FOLDER to train the model in a Hugging Face folder with config.json."""
     words: list[str] = []
     for word in setup.words:
         kind, _, folder = word.partition(":")
@@ -160,16 +163,20 @@ def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> d
 
 
 def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]]]:
-    """Train `steps` steps under the first plan; return its estimate and the measurements of each rank.
+    """Train `steps` steps with the first plan; return its estimate and each rank's measurements.
 
     Raises:
         BenchError: if a rank fails, or this machine cannot run the plan.
     """
     first = planned.estimates[0].plan
     if planned.machine.host == torch.cuda.is_available():
-        raise BenchError("--check runs on this machine, but the plans are for another kind of device")
+        raise BenchError(
+            "--check trains on this machine, but the plans are for another kind of device; omit --check"
+        )
     if not planned.estimates[0].fits(planned.machine.memory):
-        raise BenchError("--check started no ranks, because no plan fits")
+        raise BenchError(
+            "--check requires a plan that fits, but no plan fits; use more ranks or a smaller model"
+        )
     count, samples = planned.config.micro_batches(planned.ranks)
     passes = min(count, _CHECKED_PASSES)
     values = {"batch": passes * samples * planned.ranks, "micro_batch": samples}
@@ -183,12 +190,14 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
         order = Order(config, first.precision, steps, answer)
         status = launch("farandole.bench.plan_check", [order.dump()], ranks=planned.ranks, module=True)
         if status:
-            raise BenchError(f"--check: a rank ended with status {status}")
+            raise BenchError(
+                f"--check failed: a rank ended with exit status {status}; see its error message above"
+            )
         return predicted, json.loads(answer.read_text())
 
 
 def dump(planned: Planned) -> str:
-    """Return the machine and the parts and seconds of each plan as JSON."""
+    """Return the machine, and the memory parts and seconds of each plan, as JSON."""
     plans = [
         {
             **asdict(one),
@@ -205,7 +214,8 @@ def parse_number(option: str, text: str, base: int) -> float:
     """Parse a number such as 16GiB, 1.5G or 50 G, where K, M, G, T and P are powers of `base`.
 
     Raises:
-        BenchError: if `text` has another format."""
+        BenchError: if `text` has another format.
+    """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise BenchError(f"{option}: expected a number above 0 such as 512M, 16GiB or 1.5G, got {text!r}")
@@ -221,7 +231,7 @@ def _estimates(
     for values in itertools.product(*axes.values()):
         try:
             plans.append(Plan(**dict(zip(axes, values, strict=True))))
-        except PlanError as error:  # these values exclude each other
+        except PlanError as error:  # this combination of values is invalid
             refusal = error
     if not plans and refusal is not None:
         raise refusal

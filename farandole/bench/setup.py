@@ -12,7 +12,7 @@ from farandole.models.resnet import STRIDE, resnet_config
 
 
 class BenchError(ValueError):
-    """Raised if benchmark options are invalid; the message contains the option and a valid value."""
+    """Raised if benchmark options are invalid; the message names the option and suggests a valid value."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrainingSetup:
 
     @property
     def title(self) -> str:
-        """Return the model's name in its authors' spelling."""
+        """Return the model's name as its authors spell it."""
         return self.model.replace("resnet", "ResNet")
 
     def check(self) -> None:

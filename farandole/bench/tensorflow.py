@@ -1,7 +1,9 @@
-"""Train a ResNet on one synthetic batch with TensorFlow: the networks of `farandole.models.resnet`, built from Keras layers.
+"""Train a ResNet on one synthetic batch with TensorFlow.
 
-The step is a `tf.function` without XLA, for the implementation "alone" too: XLA cannot compile the reduction, and the
-implementations must differ only in communication.
+The networks are the same as in `farandole.models.resnet`, built from Keras layers.
+
+Every implementation, including "alone", uses a `tf.function` without XLA as its step: XLA cannot compile the reduction,
+and the implementations must differ only in communication.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ IMPLEMENTATIONS = {
 
 
 def build_resnet(config: ResNetConfig, image_size: int) -> keras.Model:
-    """Return the network for a config, which maps images (batch, image_size, image_size, 3) to logits (batch, classes)."""
+    """Return the network for a config.
+
+    It maps images (batch, image_size, image_size, 3) to logits (batch, classes).
+    """
     import keras
 
     layers = keras.layers

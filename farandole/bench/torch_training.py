@@ -24,14 +24,14 @@ HOROVOD = "farandole.horovod.torch"
 
 
 def do_nothing() -> None:
-    """Do nothing, because most implementations need no cleanup."""
+    """Do nothing; the default cleanup."""
 
 
 @dataclass
 class Job:
     """The model, the optimizer, and the synthetic batch for all steps.
 
-    Images are in channels-last format: on a CPU with AMX bf16 is about 1.4 times as fast as with channels first
+    Images are in channels-last format: on a CPU with AMX, bf16 is about 1.4 times as fast as with channels first
     (ResNet-50), and fp32 is no slower.  Weights keep their format, because convolutions reorder them anyway.
     """
 

@@ -2,14 +2,14 @@
 
 `farandole launch` starts `python -m farandole.bench.training SETUP`; under another launcher every rank calls `run`.
 
-A barrier precedes each measurement, and the time of the slowest rank counts.  The efficiency is relative to the same
+A barrier precedes each measurement, and the slowest rank's time counts.  The efficiency is relative to the same
 training without communication, in two variants.  All variants take turns, because times measured minutes apart on a
 shared machine are not comparable:
 
-- *apart*: all ranks train at the same time, without communication.  They share caches, memory bandwidth and clock frequency as in the
-parallel run, so this ratio is the cost of communication alone.
-- *alone*: only rank 0 trains, on its share of the cores, while the others sleep.  This ratio is the speedup over one rank, and
-includes the slowdown of a fully loaded machine.
+- *apart*: all ranks train at the same time, without communication.  They share caches, memory bandwidth and clock
+  frequency as in the parallel run, so this ratio shows the cost of communication alone.
+- *alone*: only rank 0 trains, on its share of the cores, while the other ranks sleep.  This ratio also includes the
+  slowdown of a fully loaded machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from farandole.bench.setup import TrainingSetup
 from farandole.launch.runtime import Runtime
 
 TIMEOUT_S = 3600.0
-"""The timeout in seconds for a computing rank."""
+"""How long, in seconds, a rank waits for a computing rank."""
 
 CONFIDENCE = 1.96
 """The number of standard deviations on each side that contain 95 % of a normal distribution."""
@@ -91,7 +91,7 @@ class _Benchmark:
         self.report()
 
     def trainings(self) -> dict[str, Training]:
-        """Return the throughput by mode: together, apart and alone."""
+        """Return this rank's training runs by mode: together and, to compute the efficiency, apart."""
         build = self.framework.build
         trainings = {"together": build(self.setup, self.runtime, self.setup.implementation)}
         if self.setup.efficiency:
@@ -99,7 +99,7 @@ class _Benchmark:
         return trainings
 
     def implementations(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
-        """Return the runs that take turns on this rank, as functions of the number of steps."""
+        """Return the runs that take turns on this rank, as functions of a number of steps."""
 
         def steps(training: Training) -> Callable[[int], None]:
             def many(count: int) -> None:
@@ -115,7 +115,7 @@ class _Benchmark:
         return implementations
 
     def measure(self, name: str, implementation: Callable[[int], None]) -> float:
-        """Return a rank's throughput in one iteration in images per second, with the same result on all ranks."""
+        """Return the images per second of a rank in one iteration; the result is the same on all ranks."""
         comm = self.runtime.comm
         comm.barrier()
         started = time.perf_counter()

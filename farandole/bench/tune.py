@@ -43,17 +43,17 @@ from farandole.launch.runtime import Runtime
 TIMEOUT_S = 600.0
 TURNS = 9
 CHANNEL = 16
-"""Distinguishes these messages from other collectives' messages."""
+"""The channel of these messages, which separates them from other collectives."""
 _BYTES_PER_TURN = 4 << 20  # limits the number of calls for large sizes
 _MOST_CALLS = 30
 
 Runs = dict[tuple[int, int, str], Callable[[], object]]
-"""The calls to measure, by number of hosts or leaders, size and name."""
+"""The calls to measure, by number of hosts or leaders, size and algorithm."""
 
 
 @dataclass(frozen=True)
 class TuneSetup:
-    """Options of `farandole tune`: sizes from `min` to `max` bytes in factors of 4, the link's name, and the output file."""
+    """Options of `farandole tune`: sizes from `min` to `max` bytes in factors of 4, the link's name and the output."""
 
     min: int = 64
     max: int = 16 << 20
@@ -92,7 +92,7 @@ class TuneSetup:
 
 
 def check_ranks(ranks: int) -> None:
-    """Raise BenchError for a single rank or a single host."""
+    """Raise BenchError unless there are at least two ranks (or simulated hosts)."""
     if ranks < 2:
         raise BenchError("a single rank has no other rank to communicate with; use --ranks 2, or more hosts")
 
@@ -112,8 +112,8 @@ class _Tuning:
         group = runtime.comm.group
         if not isinstance(group, FarandoleProcessGroup) or not native.available():
             raise BenchError(
-                f"the ranks communicate through torch's own backends ({native.why_unavailable() or group.name()}), "
-                f"and the algorithms are those of farandole"
+                "farandole tune measures the farandole backend, but the ranks use another backend "
+                f"({native.why_unavailable() or group.name()}); use the backend farandole"
             )
         self.setup = setup
         self.tensor = torch.zeros(setup.sizes[-1] // 4)
@@ -129,12 +129,12 @@ class _Tuning:
         hosts, ranks = len(self.members), self.comm.size
         if self.spans:
             self.say(
-                f"# all-reduce (sum) of float32 on {hosts} hosts with {ranks} ranks, one rank of each host"
+                f"# all-reduce (sum) of float32 between {hosts} hosts, one rank per host ({ranks} ranks in total)"
             )
         else:
             self.say(
-                f"# all-reduce (sum) of float32 among {ranks} ranks that share a host and stand for as many: the "
-                f"messages go\n# through its memory.  For a table to use, run it on several hosts."
+                f"# all-reduce (sum) of float32 among {ranks} ranks on one host, each of which simulates a host;\n"
+                "# messages pass through memory.  To measure a table for real use, run farandole tune on several hosts."
             )
         seconds = self.algorithms()
         measured = {
@@ -150,10 +150,10 @@ class _Tuning:
             print("\n".join(report(link)), flush=True)
             if self.setup.output is not None:
                 Path(self.setup.output).write_text(Table((link,)).dump())
-                print(f'# use it: farandole.comm.Options(table="{self.setup.output}"), on all hosts')
+                print(f'# to use the table: farandole.comm.Options(table="{self.setup.output}") on all hosts')
 
     def algorithms(self) -> dict[int, dict[int, dict[str, float]]]:
-        """Return each algorithm's time in seconds between the first ranks of the first hosts, by number of hosts and size."""
+        """Return the seconds of each algorithm between the first ranks of the hosts, by number of hosts and size."""
         runs: Runs = {}
         for hosts in range(2, len(self.members) + 1):
             ranks = [members[0] for members in self.members[:hosts]]
@@ -199,7 +199,7 @@ class _Tuning:
     def take_turns(self, runs: Runs) -> dict[tuple[int, int, str], float]:
         """Return each run's time in seconds: the minimum over turns of the slowest rank's time.
 
-        All runs take one turn per round, so a temporary disturbance affects one turn of several runs, not all turns
+        All runs take one turn per round, so a temporary disturbance affects single turns of several runs, not all turns
         of one run.
         """
         least = dict.fromkeys(runs, math.inf)
@@ -224,8 +224,8 @@ def report(link: Link) -> list[str]:
     """Return the report with measured and predicted times, the fitted parameters, and the fastest algorithm."""
     names, table = list(ALL_REDUCE), Table((link,))
     others = len(link.seconds) > 1
-    source = "the other numbers of hosts" if others else "all these figures"
-    lines = [f"# model: by the cost of each algorithm, with a latency and a bandwidth fitted to {source}"]
+    source = "the other numbers of hosts" if others else "all measurements"
+    lines = [f"# model: cost of each algorithm, with a latency and a bandwidth fitted to {source}"]
     heads = [f"{f'{name}(us)':>18}{'model':>12}" for name in names]
     lines.append(f"{'# Hosts':<9}{'Size':<12}{''.join(heads)}  Fastest")
     for hosts, sizes in link.seconds.items():
@@ -239,12 +239,12 @@ def report(link: Link) -> list[str]:
     bandwidth = f", {1e-9 / link.fit.seconds_per_byte:.2f} GB/s" if link.fit.seconds_per_byte else ""
     lines += [
         "",
-        f"# a message takes {link.fit.latency_s * 1e6:.1f} us{bandwidth}; the models are off by: {errors}",
+        f"# message latency: {link.fit.latency_s * 1e6:.1f} us{bandwidth}; median model error: {errors}",
     ]
     if link.leaders:
         counts = list(next(iter(link.leaders.values())))
         heads = [f"{f'{count} leaders(us)' if count > 1 else '1 leader(us)':>18}" for count in counts]
-        lines += ["", "# all ranks of all hosts, by how many ranks of a host lead (Options(leaders=...))"]
+        lines += ["", "# all ranks of all hosts, by the number of leaders per host (Options(leaders=...))"]
         lines.append(f"{'# Size':<12}{''.join(heads)}  Fastest")
         for size, by_count in link.leaders.items():
             fastest = min(by_count, key=lambda count: by_count[count])

@@ -193,7 +193,10 @@ def test_sizes():
         ({"operations": ("allreduce",)}, "--op allreduce is unknown; nearest: all_reduce"),
         ({"backends": ("glo",)}, "--backend glo is unknown; nearest: gloo"),
         ({"backends": ("mpi",)}, "--backend mpi: .*; available: farandole, shared, gloo"),
-        ({"backends": ("gloo",), "dtype": "int16"}, "gloo has no int16; available: farandole, shared"),
+        (
+            {"backends": ("gloo",), "dtype": "int16"},
+            "gloo does not support int16; available: farandole, shared",
+        ),
         ({"backends": ("gloo",), "dtype": "int8", "reduction": "avg"}, "gloo does not average integers"),
         ({"dtype": "float31"}, "--dtype float31 is unknown; nearest: float32"),
         ({"reduction": "and"}, "--reduction and requires an integer type: add --dtype int32"),
