@@ -123,7 +123,7 @@ class CollectivesSetup:
     def _check_files(self) -> None:
         for option, name in (("--json", self.json), ("--picture", self.picture)):
             if name is not None and not (folder := Path(name).absolute().parent).is_dir():
-                raise BenchError(f"{option} {name}: folder {folder} does not exist")
+                raise BenchError(f"{option} {name}: folder {folder} does not exist; create it")
         if self.picture is None:
             return
         if Path(self.picture).suffix.lower() not in _PICTURES:

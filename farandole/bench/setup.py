@@ -67,7 +67,7 @@ class TrainingSetup:
                 f"cannot normalize; use 2 images or larger images"
             )
         if self.json is not None and (folder := Path(self.json).absolute().parent) and not folder.is_dir():
-            raise BenchError(f"--json {self.json}: folder {folder} does not exist")
+            raise BenchError(f"--json {self.json}: folder {folder} does not exist; create it")
 
     def dump(self) -> str:
         """Return the setup as JSON."""

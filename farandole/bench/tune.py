@@ -70,7 +70,7 @@ class TuneSetup:
         if self.turns < 1:
             raise BenchError(f"--turns: expected at least 1, got {self.turns}")
         if self.output is not None and not (folder := Path(self.output).absolute().parent).is_dir():
-            raise BenchError(f"--output {self.output}: folder {folder} does not exist")
+            raise BenchError(f"--output {self.output}: folder {folder} does not exist; create it")
 
     @property
     def sizes(self) -> list[int]:

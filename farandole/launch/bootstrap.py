@@ -1,9 +1,9 @@
 """Open the key-value store with which the ranks of a job create their process group.
 
-The ranks of one host need an address that all of them can derive, that no other job uses, and that leaves nothing
-behind when the job ends.  A name in Linux's *abstract* socket namespace, derived from the job's identity, has these
-properties. Rank 0 listens at this name and sends the port of its store to the other ranks.  The kernel reports the user
-of each connection, so another user of the machine can neither impersonate rank 0 nor learn the port.
+The ranks of one host need an address that every rank can derive, that no other job uses, and that disappears when the
+job ends.  A name in Linux's *abstract* socket namespace, derived from the job's identity, has these properties. Rank 0
+listens at this name and sends the port of its store to the other ranks.  The kernel reports the user of each
+connection, so another user of the machine can neither impersonate rank 0 nor learn the port.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def open_store(placement: Placement, timeout_s: float) -> dist.Store:
     old keys are not visible.
 
     Raises:
-        LaunchError: The ranks cannot rendezvous within `timeout_s` seconds.
+        LaunchError: If the ranks cannot rendezvous within `timeout_s` seconds.
     """
     if placement.size == 1:
         return dist.HashStore()

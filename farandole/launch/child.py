@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The settings for the ranks of a host, passed as JSON in one command-line argument."""
+    """The settings for the ranks of a host, passed as JSON in a single command-line argument."""
 
     launcher_pid: int
     shares: tuple[Share, ...]
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     if spec.output is not None:
         _redirect_output(spec.output)
     if hasattr(sys.stdout, "reconfigure"):
-        # Lines from different ranks do not interleave, and a killed rank loses no line.
+        # Prevents lines of different ranks from interleaving, and a killed rank from losing lines.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = [target, *program_arguments]
     own = spec.kind == "module" and target.startswith("farandole.")
@@ -81,12 +81,12 @@ def main(arguments: list[str]) -> None:
             raise
         _fail(_exit_report(end.code))
     except BaseException as error:  # report it and end the process
-        sys.last_value = error  # as the interpreter does; the other ranks receive it from here
+        sys.last_value = error  # as the interpreter does; `comm.ending` sends it to the other ranks
         _fail(_error_report(error))
 
 
 def _run_command(name: str, arguments: list[str]) -> NoReturn:
-    """Replace this process by a command, which keeps the cores and also ends with the launcher."""
+    """Replace this process by a command, which keeps the pinned cores and also ends with the launcher."""
     sys.stdout.flush()
     os.execvp(name, [name, *arguments])
 
@@ -112,7 +112,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def _apply_share(share: Share) -> None:
-    """Pin this process, and set the number of threads for libraries that are loaded later."""
+    """Pin this process, and set the number of threads for libraries loaded later."""
     os.environ["OMP_NUM_THREADS"] = str(share.threads)
     if share.processors:
         os.sched_setaffinity(0, share.processors)

@@ -25,7 +25,7 @@ def available_memory() -> int:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that are still free in the control groups; None if they are unlimited.
+    """Return the bytes that are still free in the control groups; None if memory is unlimited.
 
     Cached files count as free, because the kernel drops them when memory is needed.
     """
@@ -45,7 +45,7 @@ def free_memory() -> int | None:
 
 
 def free_tasks() -> int | None:
-    """Return how many more processes and threads the control groups allow; None if they are unlimited."""
+    """Return how many more processes and threads the control groups allow; None if their number is unlimited."""
     found = []
     for folder in _folders("pids"):
         limit, current = _read_number(folder / "pids.max"), _read_number(folder / "pids.current")
@@ -55,7 +55,7 @@ def free_tasks() -> int | None:
 
 
 def processor_quota() -> float | None:
-    """Return the processor time, in processors, that the control groups allow; None if it is unlimited.
+    """Return the processor quota of the control groups as a number of processors; None if it is unlimited.
 
     `docker run --cpus` and Kubernetes limits set this quota.
     """

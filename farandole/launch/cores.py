@@ -1,8 +1,8 @@
 """Divide a host's cores among the ranks of a job, excluding cores reserved by other jobs.
 
 Every rank of a data-parallel job waits for the slowest rank, so all ranks get the same number of threads, on cores that
-no other rank uses.  The launcher divides the processors of its own affinity mask, within the processor time that its
-container allows.  The hardware threads of a physical core stay together.
+no other rank uses.  The launcher divides the processors in its own affinity mask, within the processor quota of its
+container.  The hardware threads of a physical core stay together.
 
 A job reserves a processor by binding a name in Linux's *abstract* socket namespace.  A name has one owner at a time,
 even among different users, and leaves nothing on disk.  The kernel releases the name when the launcher ends for any
@@ -109,11 +109,11 @@ def divide_cores(
     """Divide `cores` among the `ranks` of this host.
 
     Args:
-        quota: The available processor time, in processors; None if it is unlimited.
+        quota: The available processor time as a number of processors; None if it is unlimited.
         pin: Pin each rank to its own cores, or pin the same number of ranks to each core.  Without pinning, the kernel
             may run more ranks on one core than on another, and every collective waits for the slower ranks.  Ranks are
-            not pinned if they cannot be divided evenly, if other jobs have reserved required cores, or if `quota`
-            allows less time than the cores provide.
+            not pinned if they cannot be divided evenly, if other jobs have reserved cores that the ranks need, or if
+            `quota` allows less time than the cores provide.
         threads: The number of threads per rank; None divides the cores by the number of ranks.
         reserved: The processors that other jobs have reserved.
     """

@@ -1,9 +1,8 @@
 """Identify the launcher that started this process, and read the rank from the launcher's environment variables.
 
-Each launcher has one function, which takes `environ` and returns a `Placement`, or None if the launcher's variables are
-not set.  The order of `LAUNCHERS` puts inner launchers first: torchrun started by srun counts as torchrun, mpirun
-inside a Slurm allocation counts as mpirun (srun numbers its helper processes differently), and srun with its own PMI
-counts as srun.
+For each launcher, one function maps `environ` to a `Placement`, or to None if the launcher's variables are not set.
+The order of `LAUNCHERS` puts inner launchers first: torchrun started by srun counts as torchrun, mpirun inside a Slurm
+allocation counts as mpirun (srun numbers its helper processes differently), and srun with its own PMI counts as srun.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ FIRST_PORT, PORTS = 10_000, 20_000
 def find_placement(environ: Mapping[str, str]) -> Placement:
     """Return the placement that `environ` describes, or `ALONE` (one rank without a launcher).
 
-    find_placement({"RANK": "1", "WORLD_SIZE": "2", ...}).rank == 1
-    find_placement({}).launcher == "alone"
+    For example:
+
+        find_placement({"RANK": "1", "WORLD_SIZE": "2", ...}).rank == 1
+        find_placement({}).launcher == "alone"
     """
     return next((found for read in LAUNCHERS if (found := read(environ)) is not None), ALONE)
 
@@ -120,7 +121,7 @@ def _pmi(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _job_of_ancestor(*names: str) -> str:
-    """Name a job after its nearest ancestor process with one of these names, or else after its parent process.
+    """Return a job name derived from the nearest ancestor process with one of these names, or else from the parent.
 
     The start time is part of the name, because process ids are reused.
     """
@@ -150,8 +151,8 @@ def _process(pid: int) -> tuple[str, int, int]:
 def _slurm(environ: Mapping[str, str]) -> Placement | None:
     """Read the variables of a task started by srun.
 
-    https://slurm.schedmd.com/srun.html, "Output environment variables".  The script given to sbatch also has task
-    number 0, but srun did not start this script.
+    https://slurm.schedmd.com/srun.html, "Output environment variables".  A script started by sbatch also has task
+    number 0, although srun did not start it.
     """
     is_batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     if "SLURM_PROCID" not in environ or is_batch_script:

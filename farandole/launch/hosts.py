@@ -57,7 +57,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """Return the hosts that run ranks, with their numbers of ranks as slots; the first hosts are filled first.
+    """Return the hosts that run ranks, with their numbers of ranks as slots; hosts are filled in order.
 
     If `ranks` is None, every slot gets a rank.
     """
@@ -160,7 +160,7 @@ def find_interfaces(names: str | None) -> dict[str, str]:
     """Return the addresses of the named interfaces ("eth0,eth1"), or of all interfaces except the loopback.
 
     Raises:
-        LaunchError: This host does not have one of the named interfaces.
+        LaunchError: If this host does not have one of the named interfaces.
     """
     with uncollected():  # loads torch
         from farandole.comm.interfaces import interface_addresses, is_loopback

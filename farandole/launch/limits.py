@@ -20,7 +20,7 @@ LAUNCHER_FILES = 64
 START_S = 2.0
 """The core seconds that a rank needs to load torch."""
 MAX_RANKS_PER_CORE = 4
-"""A larger number of ranks per core causes a warning."""
+"""A higher number of ranks per core causes a warning."""
 
 
 ACCELERATOR_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")

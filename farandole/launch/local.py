@@ -59,7 +59,7 @@ def launch(
         cause is printed once on stderr.  Ctrl-C and SIGTERM are forwarded to the ranks; see `monitor`.
 
     Raises:
-        LaunchError: The ranks cannot be started.
+        LaunchError: If the ranks cannot be started.
     """
     program = Program(target, arguments, "module" if module else "script", pin)
     return run_on_this_host(program, ranks, RendezvousConfig())
@@ -71,8 +71,7 @@ def run_on_this_host(
     """Run the ranks of this host; return the exit status.
 
     Args:
-        name: The name of this host, if a command on another host started this launcher.  That command then prints how
-            the job ended.
+        name: The name of this host, if a command on another host started this launcher and prints how the job ended.
     """
     if ranks < 1:
         raise LaunchError(f"--ranks {ranks}: expected at least 1 rank on each host")

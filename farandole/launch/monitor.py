@@ -1,4 +1,4 @@
-"""Monitor the ranks of one host and stop them, according to these rules:
+"""Monitor the ranks of one host, and stop them according to these rules:
 
 1. When a rank fails, the other ranks have half a second to end, because their collectives raise an error.  Then they
    get SIGTERM, and after a few seconds SIGKILL.

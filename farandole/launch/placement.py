@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 class LaunchError(RuntimeError):
-    """The ranks of a job cannot be started, or cannot connect to each other; the message suggests a solution."""
+    """Raised if the ranks of a job cannot start or connect to each other; the message suggests a solution."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Address:
 
 @dataclass(frozen=True)
 class SameHost:
-    """Rendezvous of ranks on the same host, under the name `job`, which is unique on the host."""
+    """Rendezvous of ranks on the same host under the name `job`, which is unique on that host."""
 
     job: str
 
@@ -75,7 +75,7 @@ def read_placement(
     """Build a placement from the variables with the given names.
 
     Raises:
-        LaunchError: `rank` or `size` is missing, a variable is not a number, or the numbers contradict each other.
+        LaunchError: If `rank` or `size` is missing, a variable is not a number, or the numbers contradict each other.
     """
     found = Placement(
         launcher,

@@ -55,10 +55,10 @@ class Program:
 
 
 def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
-    """Return the kind and the words of a program, without `python` and its `-u` and `-m`.
+    """Return the kind and the words of a program, without `python` and its options `-u` and `-m`.
 
     Raises:
-        LaunchError: `python` is not followed by a script or a module.
+        LaunchError: If `python` is not followed by a script or a module.
     """
     name = Path(words[0]).name
     if not PYTHON.fullmatch(name) or Path(words[0]).suffix == ".py":
@@ -124,7 +124,7 @@ def _find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
 
 
 def _find_installed(name: str) -> ModuleSpec | None:
-    """Find a module with the other finders, such as the finders of editable installations."""
+    """Find a module with all other finders, such as finders for editable installations."""
     try:
         return importlib.util.find_spec(name) if name else None
     except ValueError:  # the module is loaded but has no spec

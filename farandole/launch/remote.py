@@ -30,7 +30,7 @@ from farandole.launch.program import Program
 from farandole.launch.reports import count, describe_stop, notify
 
 STOP_TIMEOUT_S = 8.0
-"""The time, in seconds, in which the launchers of other hosts must stop after one launcher has failed."""
+"""The time, in seconds, that the other launchers have to stop after one launcher has failed."""
 
 HOST_VARIABLES = re.compile(
     r"HOME|HOSTNAME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|TMPDIR|TERM|_|DISPLAY|LS_COLORS|(SSH|XDG|DBUS|BASH_FUNC)_.*"
@@ -70,19 +70,19 @@ def launch_on_hosts(
     interfaces: str | None,
     start_timeout_s: float,
 ) -> int:
-    """Run a program in `slots` ranks on each host, numbered in the order of the hosts.
+    """Run a program in `slots` ranks on each host; ranks are numbered in the order of the hosts.
 
     Every host needs this Python interpreter and this working directory at the same paths.
 
     Args:
-        interfaces: The network interfaces that hosts use ("eth0,eth1"); None chooses an interface on each host.
+        interfaces: The network interfaces to use ("eth0,eth1"); with None, each host chooses an interface.
         start_timeout_s: How long the hosts wait for each other at the start, in seconds.
 
     Returns:
         The exit status of the host that failed first, or 0.
 
     Raises:
-        LaunchError: The job cannot be started.
+        LaunchError: If the job cannot be started.
     """
     here = [is_this_host(host.name) for host in hosts]
     if here == [True]:

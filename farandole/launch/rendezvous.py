@@ -28,7 +28,7 @@ CHECK_S = 1.0
 
 
 class LauncherRendezvous(StaticTCPRendezvous):
-    """Torch's rendezvous for a fixed number of launchers, extended to name missing hosts and publish failures."""
+    """Torch's rendezvous for a fixed number of launchers, which also reports missing hosts and publishes failures."""
 
     def __init__(self, run_id: str, config: RendezvousConfig) -> None:
         super().__init__("", config.port, config.node_rank, config.nodes, run_id, math.ceil(config.timeout_s))
@@ -110,7 +110,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
             time.sleep(1.5 * CHECK_S)
 
     def wait_for_others(self, give_up: Callable[[], bool]) -> None:
-        """Wait until the ranks of every host have succeeded, a host has failed, or `give_up` returns True."""
+        """Wait until the ranks of all hosts have succeeded, a host has failed, or `give_up` returns True."""
         nodes = self._config.nodes
         if nodes == 1 or self._store is None:
             return

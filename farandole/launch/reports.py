@@ -31,7 +31,7 @@ class ErrorReport:
     kind: str
     message: str
     trace: str
-    """The text to print: a traceback, the text of sys.exit("text"), or an empty string for sys.exit(7)."""
+    """The text to print: a traceback, the argument of sys.exit("text"), or an empty string for sys.exit(7)."""
     consequence: bool = False
     """Whether another rank's failure caused the exception, which is then a communication error."""
     time: float = field(default_factory=time.time)

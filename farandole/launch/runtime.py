@@ -22,11 +22,13 @@ from farandole.launch.placement import LaunchError, Placement
 
 @dataclass
 class Runtime:
-    """This process as a rank of its job, with its ranks, device and communicator.
+    """This process as one rank of its job: its rank numbers, device and communicator.
 
-    with farandole.init() as runtime:
-        print(f"rank {runtime.rank} of {runtime.size} on {runtime.host}")
-        runtime.comm.barrier()
+    `farandole.init` creates the runtime:
+
+        with farandole.init() as runtime:
+            print(f"rank {runtime.rank} of {runtime.size} on {runtime.host}")
+            runtime.comm.barrier()
     """
 
     rank: int
@@ -77,19 +79,19 @@ class Runtime:
 
 
 def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
-    """Join the job of this process and return its `Runtime`; without a launcher, the process is the only rank.
+    """Join this process's job and return its `Runtime`; without a launcher, the process is the only rank.
 
     All ranks call this function.  It determines the rank under `farandole launch`, torchrun, mpirun (Hydra, as in
     MPICH, and Open MPI) and srun, and creates torch's process group.  A process group that already exists is used
     unchanged.
 
     Args:
-        backend: Any backend of `torch.distributed`; None is "farandole", or Gloo if farandole's C core is not
+        backend: Any `torch.distributed` backend; None selects "farandole", or Gloo if farandole's C core is not
             available.
         timeout_s: How long to wait for the other ranks, in seconds, in this call and in every collective.
 
     Raises:
-        LaunchError: The launcher's variables contradict each other, or the ranks do not rendezvous in time.
+        LaunchError: If the launcher's variables contradict each other, or the ranks do not rendezvous in time.
     """
     placement = find_placement(os.environ)
     if dist.is_initialized():

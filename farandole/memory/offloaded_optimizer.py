@@ -126,8 +126,7 @@ class OffloadedOptimizer:
         self._broken = set()
 
     def kept(self, unit: int) -> list[dict[str, Any]]:
-        """Return the state of each shard of `unit` by name: the dtype of elementwise state, and the value of other
-        state."""
+        """Return each shard's state in `unit` by name: dtypes of elementwise state, values of other state."""
         return [
             {
                 key: places.state[key].dtype if value is _IN_RECORD else value

@@ -1,7 +1,7 @@
 """The C core: collectives between the processes of one host, in shared memory.
 
 The library is built with the package if a C compiler is available.  This module opens it with ctypes, which releases
-the interpreter lock during every call.  If the library or a required system call is missing, `available` returns False
+the interpreter lock during every call.  If the library or a required system call is missing, `available` returns False,
 and `why_unavailable` returns the reason.
 """
 
@@ -35,8 +35,8 @@ KEY_BYTES = 32
 SILENCE_S = 15.0
 """Seconds without a response after which another host is treated as unreachable."""
 BACKGROUND, MAIN_THREAD, TRY = 1, 2, 4
-"""Flags of a call: sleep early while waiting; serve signals while waiting; at the deadline of a
-message return `Status.PENDING` and leave the group whole."""
+"""Flags of a call: sleep early while waiting; handle signals while waiting; return `Status.PENDING` at a
+message's deadline instead of failing the group."""
 
 
 class Status(IntEnum):
@@ -79,11 +79,11 @@ class Operation(IntEnum):
 
 
 LAST_STATUS = 64
-"""A function that posts a message returns a status, as a pointer below this number, if it fails."""
+"""On failure, a function that posts a message returns a status, encoded as a pointer below this number."""
 
 
 class VectorLevel(IntEnum):
-    """Instruction sets that the reductions are compiled for."""
+    """The instruction sets for which the reductions are compiled."""
 
     PLAIN = 0
     AVX2 = 1
@@ -122,7 +122,7 @@ class Failure(ctypes.Structure):
 
 
 StallWarning = ctypes.CFUNCTYPE(None)
-"""A function that the core calls when a rank is late."""
+"""The type of the function that the core calls when a rank is late."""
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_abi": (c_int, []),
@@ -204,7 +204,7 @@ def available() -> bool:
 def why_unavailable() -> str | None:
     """Return why the core cannot be used on this machine, or None if it is usable."""
     if not sys.platform.startswith("linux"):
-        return f"the C core needs Linux, got {sys.platform}"
+        return f"the C core requires Linux, but this platform is {sys.platform}"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "this Python was built without memfd_create and pidfd_open"
     if _path() is None:
@@ -222,7 +222,7 @@ def why_unavailable() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the opened library; raise OSError if `why_unavailable` returns a reason."""
+    """Return the loaded library; raise OSError if it is missing or incompatible."""
     path = _path()
     if path is None:
         raise OSError(
@@ -235,7 +235,7 @@ def library() -> ctypes.CDLL:
         function.argtypes = arguments
     if core.frd_abi() != ABI:
         raise OSError(
-            f"{path.name}: expected version {ABI} of the interface, got version {core.frd_abi()}; reinstall the package"
+            f"{path.name}: expected interface version {ABI}, got version {core.frd_abi()}; reinstall the package"
         )
     _connect_signals(core)
     return core
