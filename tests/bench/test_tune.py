@@ -95,5 +95,5 @@ def test_the_command(tmp_path):
     ]
     status, out, err = jobs.run(command, tmp_path)
     assert status == 0, err
-    assert "share a host" in out and 'Options(table="t.json")' in out
+    assert "simulates a host" in out and 'Options(table="t.json")' in out
     assert Table.read(str(tmp_path / "t.json")).links
