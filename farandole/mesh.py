@@ -33,6 +33,10 @@ LOSS_AXES = ("data", "context", "expert")
 """The axes along which ranks compute different samples or tokens, and therefore different losses."""
 
 
+SAMPLE_AXES = ("data", "expert")
+"""The axes along which ranks have different samples."""
+
+
 class MeshError(ValueError):
     """Raised if a mesh is invalid; the message contains the sizes and the nearest valid size."""
 
@@ -180,6 +184,23 @@ class Mesh:
     def losses(self) -> int:
         """The number of ranks with different losses; a PyTorch training loop averages gradients over these ranks."""
         return math.prod(self.width(axis, self.stages - 1) for axis in LOSS_AXES)
+
+    @property
+    def replicas(self) -> int:
+        """The number of groups of ranks with different samples."""
+        return math.prod(self.width(axis, self.stages - 1) for axis in SAMPLE_AXES)
+
+    def replica_of(self, rank: int) -> int:
+        """Return the number of the group of ranks that have the same samples as `rank`."""
+        cell, number = self._held[rank][0], 0
+        for axis in SAMPLE_AXES:
+            number = number * self.width(axis, self.stages - 1) + self.coordinate(cell, axis)
+        return number
+
+    def has_own_loss(self, rank: int) -> bool:
+        """Return whether `rank` is the first of the ranks that compute the same loss."""
+        place = self._held[rank][0].at(LOSS_AXES)
+        return all(self._held[other][0].at(LOSS_AXES) != place for other in range(rank))
 
     def of_rank(self, rank: int) -> list[Cell]:
         """Return the cells that a rank holds."""

@@ -20,6 +20,10 @@ Rounding = Literal["nearest", "stochastic"]
 Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 
 
+MODEL_AXES = ("tensor",)
+"""The axes whose ranks have different parts of the model or of a sample, from the outermost to the innermost."""
+
+
 class PlanError(ValueError):
     """Raised for an invalid plan; the message contains the field, its value and the nearest valid plan."""
 
@@ -136,7 +140,10 @@ class Plan:
     """A parallelization plan: how training states are sharded, and how memory is saved.
 
     Args:
-        data: the number of ranks over which samples are distributed; None for all ranks.
+        data: the number of groups of ranks over which samples are distributed; None for as many as there are ranks for.
+        tensor: the number of ranks that compute each layer together (`parallel.tensor`).
+        sequence: with `tensor` > 1, whether these ranks also share the tokens between the layers' matrix products, which
+            saves activation memory.
         zero: the ZeRO stage (Rajbhandari et al., 2020): 1 shards optimizer states, 2 also gradients, 3 also weights.
         hybrid: shard only among the ranks on each host, so that every host has a complete copy and hosts exchange
             only gradients.
@@ -161,6 +168,8 @@ class Plan:
     """
 
     data: int | None = None
+    tensor: int = 1
+    sequence: bool = False
     zero: int = 0
     hybrid: bool = False
     precision: Precision = "fp32"
@@ -174,8 +183,15 @@ class Plan:
     lora: LoRA | None = None
 
     def __post_init__(self) -> None:
-        if self.data is not None and self.data < 1:
-            raise PlanError(f"data={self.data}: at least 1 rank is needed")
+        for axis in ("data", *MODEL_AXES):
+            size = getattr(self, axis)
+            if size is not None and size < 1:
+                raise PlanError(f"{axis}={size}: expected at least 1 rank")
+        if self.sequence and self.tensor == 1:
+            raise PlanError(
+                "sequence=True with tensor=1: sequence parallelism shares the tokens among tensor-parallel ranks; nearest "
+                "plan: tensor=2"
+            )
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: the stages are 0, 1, 2 and 3")
         if self.hybrid and not self.zero:
@@ -241,16 +257,33 @@ class Plan:
             )
 
     @property
+    def ranks_per_sample(self) -> int:
+        """The number of ranks that process the same samples together."""
+        return self.tensor
+
+    @property
     def offload_folder(self) -> str | None:
         """The folder for offloaded states, or None."""
         return Place.parse(self.offload).folder or None
 
-    def check(self, ranks: int) -> None:
-        """Raise PlanError if `ranks` ranks cannot run the plan."""
-        if self.data is not None and self.data != ranks:
+    def sizes(self, ranks: int) -> dict[str, int]:
+        """Return the size of each axis on `ranks` ranks.
+
+        Raises:
+            PlanError: if their product is not the number of ranks.
+        """
+        inner = {axis: getattr(self, axis) for axis in MODEL_AXES}
+        each = math.prod(inner.values())
+        data = self.data if self.data is not None else max(1, ranks // each)
+        if data * each != ranks:
+            named = {"data": data if self.data is not None else 1} | inner
+            product = " x ".join(f"{axis}={size}" for axis, size in named.items() if size > 1) or "data=1"
+            multiple = "" if self.data is not None else "a multiple of "
+            near = f"data={ranks // each}" if ranks >= each else ", ".join(f"{axis}=1" for axis in MODEL_AXES)
             raise PlanError(
-                f"data={self.data}: expected {self.data} ranks, got {ranks}; nearest plan: data={ranks}"
+                f"{product}: expected {multiple}{math.prod(named.values())} ranks, got {ranks}; nearest plan: {near}"
             )
+        return {"data": data} | inner
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

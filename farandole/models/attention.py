@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farandole.models.dropout import ShardedDropout
 from farandole.models.sequence import SequenceInfo
 
 MAX_PRODUCT_POSITIONS = 512
@@ -32,6 +33,7 @@ def attention(
     window: int | None = None,
     bias: Tensor | None = None,
     dropout: float = 0.0,
+    heads: ShardedDropout | None = None,
 ) -> Tensor:
     """Return the attention output, softmax(scale query key^T + bias) value, over the visible positions.
 
@@ -47,6 +49,7 @@ def attention(
             all.
         bias: (1 or batch, heads, positions, key positions), added to the scores.
         dropout: the probability of dropping an attention weight.
+        heads: the place of these heads among all heads, if processes share them, for dropout.
 
     Returns:
         (batch, heads, positions, value width).
@@ -60,14 +63,16 @@ def attention(
     if packed and query.device.type == "cpu" and bias is None and positions == keys:
         spans = info.spans()
         if spans is not None and len(spans) > len(query):
-            return _by_document(query, key, value, spans, causal, scale, window, dropout)
+            return _by_document(query, key, value, spans, causal, scale, window, dropout, heads)
     mask = None
     if packed or window is not None or (causal and 1 < positions < keys):
         mask = info.shared(
             ("mask", positions, keys, causal, window),
             lambda: visible(positions, keys, info.documents, causal, window, query.device),
         )
-    return _attention(query, key, value, mask, causal and positions == keys, scale, bias, dropout)
+    return masked_attention(
+        query, key, value, mask, causal and positions == keys, scale, bias, dropout, heads
+    )
 
 
 def visible(
@@ -92,15 +97,16 @@ def visible(
     return seen
 
 
-def _attention(
+def masked_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     causal: bool,
     scale: float,
-    bias: Tensor | None,
-    dropout: float,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+    heads: ShardedDropout | None = None,
 ) -> Tensor:
     """Compute attention where `mask` is true.  If `mask` is None, use the causal mask."""
     groups = query.shape[1] // key.shape[1]
@@ -109,8 +115,10 @@ def _attention(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     short = max(query.shape[2], key.shape[2]) <= MAX_PRODUCT_POSITIONS
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if on_cpu and half and short and torch.is_grad_enabled():
-        return _by_products(query, key, value, _added(query, mask, causal, bias), scale, dropout)
+    if (on_cpu and half and short and torch.is_grad_enabled()) or (heads is not None and dropout):
+        if groups > 1 and not on_cpu:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return _by_products(query, key, value, _added(query, mask, causal, bias), scale, dropout, heads)
     if bias is not None:
         mask, causal = _added(query, mask, causal, bias), False
     elif mask is not None:
@@ -135,7 +143,13 @@ def _added(query: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None
 
 
 def _by_products(
-    query: Tensor, key: Tensor, value: Tensor, added: Tensor, scale: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    added: Tensor,
+    scale: float,
+    dropout: float,
+    shard: ShardedDropout | None,
 ) -> Tensor:
     """Compute attention with explicit matrix products.  `added` broadcasts to the scores."""
     batch, heads, positions, width = query.shape
@@ -148,7 +162,11 @@ def _by_products(
     scores = torch.baddbmm(
         added, query.reshape(count, positions, width), flat_key.transpose(1, 2), alpha=scale
     )
-    weights = F.dropout(scores.softmax(-1), dropout)
+    weights = scores.softmax(-1)
+    if shard is None:
+        weights = F.dropout(weights, dropout)
+    else:
+        weights = shard(weights.view(batch, heads, *weights.shape[1:]), dropout).flatten(0, 1)
     return torch.bmm(weights, flat_value).view(batch, heads, positions, -1)
 
 
@@ -161,6 +179,7 @@ def _by_document(
     scale: float,
     window: int | None,
     dropout: float,
+    heads: ShardedDropout | None,
 ) -> Tensor:
     """Compute attention for each document separately."""
     rows: list[list[Tensor]] = [[] for _ in range(len(query))]
@@ -171,6 +190,8 @@ def _by_document(
         if window is not None and window < length:
             mask = visible(length, length, None, causal, window, query.device)
         rows[row].append(
-            _attention(query[place], key[place], value[place], mask, causal, scale, None, dropout)
+            masked_attention(
+                query[place], key[place], value[place], mask, causal, scale, None, dropout, heads
+            )
         )
     return torch.cat([torch.cat(row, 2) for row in rows])

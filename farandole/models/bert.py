@@ -27,13 +27,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farandole.models.layers import ACTIVATIONS, FeedForward, SelfAttention, position_embeddings
-from farandole.models.loss import head_loss, token_loss
+from farandole.models.loss import token_loss
 from farandole.models.meta import meta_device
 from farandole.models.sequence import SequenceInfo, Transformer
+from farandole.models.vocabulary import WHOLE, Vocabulary
 
 EPSILON = 1e-12
 """The layer-normalization epsilon of the published weights."""
@@ -170,6 +170,8 @@ class BERTBlock(nn.Module):
 class MaskedTokenHead(nn.Module):
     """The head for masked tokens: a transform, followed by an output projection whose weight may be shared."""
 
+    vocabulary: Vocabulary = WHOLE
+
     def __init__(self, config: BERTConfig, weight: Tensor) -> None:
         super().__init__()
         self.transform = nn.Linear(config.width, config.width)
@@ -181,8 +183,8 @@ class MaskedTokenHead(nn.Module):
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
         """Return the logits (..., vocabulary), or with `targets` the summed loss and the number of targets."""
         if targets is not None:
-            return head_loss(x, targets, self.weight, self.bias, before=self._before)
-        return F.linear(self._before(x), self.weight, self.bias)
+            return self.vocabulary.loss(x, targets, self.weight, self.bias, self._before)
+        return self.vocabulary.logits(self._before(x), self.weight, self.bias)
 
     def _before(self, x: Tensor) -> Tensor:
         normal: Tensor = self.norm(self._activation(self.transform(x)))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.models.attention import attention
+from farandole.models.dropout import ShardedDropout
 from farandole.models.layers import (
     Embedding,
     GatedFeedForward,
@@ -27,7 +28,6 @@ from farandole.models.layers import (
     TransformerBlock,
     initialize,
 )
-from farandole.models.loss import head_loss
 from farandole.models.moe import Experts, GroupedRouter, MixtureOfExperts
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import SequenceInfo, Transformer
@@ -83,6 +83,8 @@ class DeepSeekConfig:
 class LatentAttention(nn.Module):
     """Multi-head latent attention."""
 
+    sharded_dropout: ShardedDropout | None = None
+
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()
         norm, bias = partial(RMSNorm, epsilon=config.epsilon), config.attention_bias
@@ -116,7 +118,9 @@ class LatentAttention(nn.Module):
         if info.cache is not None:
             key, value = info.cache.append(self, key, value)
         dropout = self.dropout if self.training else 0.0
-        mixed = attention(query, key, value, info, scale=self.scale, dropout=dropout)
+        mixed = attention(
+            query, key, value, info, scale=self.scale, dropout=dropout, heads=self.sharded_dropout
+        )
         result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, positions, -1))
         return result
 
@@ -186,14 +190,14 @@ class PredictionHead(Head):
         here, hidden, further = targets, self.norm(x), x.new_zeros((), dtype=torch.float32)
         for prediction in self.predictions:
             assert isinstance(prediction, TokenPrediction)
-            embedded = nn.functional.embedding(here.clamp(min=0), self.embedding)
+            embedded = self.vocabulary.embed(here.clamp(min=0), self.embedding)
             hidden = prediction(hidden, embedded, info)
             following = torch.full_like(here, -1)
             following[:, :-1] = here[:, 1:]
             if documents is not None:
                 following[:, :-1] = following[:, :-1].where(documents[:, 1:] == documents[:, :-1], -1)
             here = following.where(here >= 0, -1)
-            loss, some = head_loss(hidden, here, self.weight, before=prediction.norm)
+            loss, some = self.vocabulary.loss(hidden, here, self.weight, before=prediction.norm)
             further = further + loss * (count / max(1, some))
         return total + self.predicted_weight * further / len(self.predictions), count
 

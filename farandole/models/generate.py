@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def generate(
     tokens = list(prompt)
     was_training = model.training
     model.eval()
-    last_position = model[-1].register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:], *inputs[1:]))
+    last_position = model[-1].register_forward_pre_hook(_last_position)
     cached = isinstance(model, Transformer) and len(prompt) + count <= context
     info = SequenceInfo(cache=KeyValueCache()) if cached else None
     try:
@@ -58,6 +59,11 @@ def generate(
     finally:
         last_position.remove()
         model.train(was_training)
+
+
+def _last_position(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Keep the last position of (batch, positions, width); other processes may have it if they share the tokens."""
+    return (inputs[0][:, -1:], *inputs[1:]) if inputs[0].dim() == 3 else inputs
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farandole.models.attention import attention
-from farandole.models.loss import head_loss
+from farandole.models.dropout import ShardedDropout
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import SequenceInfo
+from farandole.models.vocabulary import WHOLE, Vocabulary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -91,6 +92,8 @@ class SelfAttention(nn.Module):
         scale: the factor applied to the scores, by default 1 / sqrt(head width).
     """
 
+    sharded_dropout: ShardedDropout | None = None
+
     def __init__(
         self,
         width: int,
@@ -148,6 +151,7 @@ class SelfAttention(nn.Module):
             scale=self.scale,
             window=self.window,
             dropout=self.dropout if self.training else 0.0,
+            heads=self.sharded_dropout,
         )
         result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, positions, -1))
         return result
@@ -293,6 +297,8 @@ class Head(nn.Module):
         weight: the token embedding, for a tied head.  By default, the head has a separate weight.
     """
 
+    vocabulary: Vocabulary = WHOLE
+
     def __init__(
         self,
         width: int,
@@ -309,8 +315,8 @@ class Head(nn.Module):
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
         """Return the logits (..., vocabulary), or with `targets` the summed loss and the number of targets."""
         if targets is not None:
-            return head_loss(x, targets, self.weight, self.bias, before=self.norm)
-        return F.linear(self.norm(x), self.weight, self.bias)
+            return self.vocabulary.loss(x, targets, self.weight, self.bias, self.norm)
+        return self.vocabulary.logits(self.norm(x), self.weight, self.bias)
 
 
 # ---- initial weights ----

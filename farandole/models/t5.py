@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farandole.models.attention import attention
+from farandole.models.attention import attention, masked_attention
+from farandole.models.dropout import ShardedDropout
 from farandole.models.layers import FeedForward, GatedFeedForward, RMSNorm
-from farandole.models.loss import head_loss
 from farandole.models.sequence import SequenceInfo, Transformer
+from farandole.models.vocabulary import WHOLE, Vocabulary
 
 Hidden = tuple[Tensor, Tensor, Tensor, Tensor]
 """The source and target hidden states (batch, positions, width) and score biases (1, heads, positions, positions)."""
@@ -113,7 +113,9 @@ class T5Embedding(nn.Module):
 
 
 class T5Attention(nn.Module):
-    """The base class for self-attention and cross-attention, with unscaled scores."""
+    """Self-attention with unscaled scores."""
+
+    sharded_dropout: ShardedDropout | None = None
 
     def __init__(self, config: T5Config, causal: bool) -> None:
         super().__init__()
@@ -126,13 +128,25 @@ class T5Attention(nn.Module):
     def forward(self, x: Tensor, bias: Tensor, info: SequenceInfo) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        mixed = attention(query, key, value, info, causal=self.causal, scale=1.0, bias=bias, dropout=dropout)
+        mixed = attention(
+            query,
+            key,
+            value,
+            info,
+            causal=self.causal,
+            scale=1.0,
+            bias=bias,
+            dropout=dropout,
+            heads=self.sharded_dropout,
+        )
         result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return result
 
 
 class CrossAttention(nn.Module):
     """Attention from the target to the source."""
+
+    sharded_dropout: ShardedDropout | None = None
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -148,7 +162,9 @@ class CrossAttention(nn.Module):
         key, value = self.kv(source).unflatten(-1, (2, -1, self.head_width)).permute(2, 0, 3, 1, 4)
         mask = info.shared("cross", lambda: _cross_mask(info, x, source))
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=1.0)
+        mixed = masked_attention(
+            query, key, value, mask, False, 1.0, dropout=dropout, heads=self.sharded_dropout
+        )
         result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return result
 
@@ -226,6 +242,8 @@ class DecoderBlock(nn.Module):
 class T5Head(nn.Module):
     """The final target normalization and the output projection, whose input is scaled if the weight is tied."""
 
+    vocabulary: Vocabulary = WHOLE
+
     def __init__(self, config: T5Config, weight: Tensor | None) -> None:
         super().__init__()
         self.norm = RMSNorm(config.width, config.epsilon)
@@ -238,8 +256,8 @@ class T5Head(nn.Module):
     def forward(self, hidden: Hidden, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
         """Return the logits for the target, or with `targets` the summed loss and the number of targets."""
         if targets is not None:
-            return head_loss(hidden[1], targets, self.weight, before=self._before)
-        return F.linear(self._before(hidden[1]), self.weight)
+            return self.vocabulary.loss(hidden[1], targets, self.weight, before=self._before)
+        return self.vocabulary.logits(self._before(hidden[1]), self.weight)
 
     def _before(self, x: Tensor) -> Tensor:
         scaled: Tensor = self.dropout(self.norm(x)) * self.scale

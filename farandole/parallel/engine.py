@@ -39,16 +39,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farandole.comm import endpoint
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.layout import Layout
 from farandole.memory.swap import Swap
 from farandole.mesh import Mesh
+from farandole.parallel.axes import hosts_of
 from farandole.parallel.building import build, connect
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import safetensors_files
 from farandole.parallel.checkpoint.folder import PendingSave, fail_on_all
+from farandole.parallel.checkpoint.ranges import Place
 from farandole.parallel.data import GradientReducer
 from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, first_of
 from farandole.parallel.initial_values import (
@@ -69,10 +70,11 @@ from farandole.parallel.optimizers.shards import GradientNorms
 from farandole.parallel.optimizers.updates import Updates
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
 from farandole.parallel.precision import cast_floating
-from farandole.parallel.sharding import BUCKET_BYTES, data_mesh, plan_sharding, ranks_of, replicated_layouts
+from farandole.parallel.sharding import BUCKET_BYTES, box_mesh, plan_sharding, ranks_of, replicated_layouts
 from farandole.parallel.weights import FlatWeights, Masters
 from farandole.parallel.whole_parameters import WholeParameters
-from farandole.plan import Offloaded, Place
+from farandole.plan import Offloaded
+from farandole.plan import Place as StoragePlace
 
 
 class Engine:
@@ -146,14 +148,14 @@ class Engine:
         self.rounding = rounding
         self.swapped: Swap | None = None
         self._pending_save: PendingSave | None = None
-        self._dtype, self._offload = dtype, Place.parse(offload)
+        self._dtype, self._offload = dtype, StoragePlace.parse(offload)
         types: dict[int, torch.dtype] = {}
         in_memory: set[str] | None = None
         if is_deferred(model):
             in_memory = {name for name, p in model.named_parameters() if not p.is_meta}
             types = stand_in(model, torch.get_default_device())
         if mesh is None:
-            mesh = data_mesh(comm.size, comm.all_gather_object(endpoint.host_identity()) if hybrid else None)
+            mesh = box_mesh(comm.size, hosts_of(comm) if hybrid else (), hybrid=hybrid)
         self.mesh, self.layouts = mesh, layouts or replicated_layouts(model)
         groups = connect(mesh, comm, self.layouts.values(), zero)
         dividing = {
@@ -185,7 +187,7 @@ class Engine:
         self.buckets, self.shards_of_buckets = built.buckets, built.shards
         self._weights, self._gatherer = built.weights, built.gatherer
         if initialise is not None:
-            fill_model(model, built.weights, comm, initialise, types)
+            fill_model(model, built.weights, mesh, self.layouts, comm, initialise, types)
         elif source is not None:
             allocate(model, built.weights, types)
         self._trained = {id(p) for bucket in built.buckets for p in bucket.parameters}
@@ -595,11 +597,29 @@ class Engine:
             CheckpointError: on all ranks, if the adapter cannot be written.
         """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        values = {names[id(p)]: value.cpu() for p, value in self.whole_parameters() if p.requires_grad}
+        values = {
+            names[id(p)]: self._complete(names[id(p)], value).cpu()
+            for p, value in self.whole_parameters()
+            if p.requires_grad
+        }
         path = Path(folder).expanduser()
         with fail_on_all(self.comm, path):
             if self.comm.rank == 0:
                 save_adapter(self.model, path, base_model, values)
+
+    def _complete(self, name: str, value: Tensor) -> Tensor:
+        """Return the complete tensor of which the mesh's cells have parts.  This is a collective call."""
+        layout = self.layouts[name]
+        if not layout.shards:
+            return value
+        complete = value.new_zeros(layout.shape)
+        cell = self.mesh.of_rank(self.rank)[0]
+        place = Place.of_boxes(layout.shape, value.shape, layout.boxes(self.mesh, cell))
+        for local, box in place.regions:
+            if layout.replicas(self.mesh, box)[0] == cell:  # one rank contributes each element
+                complete[tuple(slice(*ends) for ends in box)] = value[tuple(slice(*ends) for ends in local)]
+        self.comm.all_reduce(complete)
+        return complete
 
     def load_weights(self, path: str | Path) -> None:
         """Load parameters and buffers from a safetensors file, or from the files in a folder.  This is a collective call.

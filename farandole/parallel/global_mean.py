@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from farandole.mesh import LOSS_AXES, Mesh
+from farandole.mesh import Mesh
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
@@ -43,9 +43,7 @@ class GlobalMean:
         self._engine, self._comm = engine, engine.comm
         self._losses = mesh.losses
         # ranks with the same samples and tokens have the same loss, which is counted once
-        places = {rank: mesh.of_rank(rank)[0].at(LOSS_AXES) for rank in range(mesh.size)}
-        own = self._comm.rank
-        self._counts = all(places[rank] != places[own] for rank in range(own))
+        self._counts = mesh.has_own_loss(self._comm.rank)
         self.expected: float | None = None
         """The total count of the last step; None before the first step."""
 

@@ -25,6 +25,7 @@ from farandole.layout import Box, Layout
 from farandole.memory.blocks import blocks_of
 from farandole.memory.tracker import memory_tag
 from farandole.mesh import Groups, Mesh
+from farandole.parallel.axes import own_part
 from farandole.parallel.sharding import ranks_of
 from farandole.parallel.weights import FlatWeights, is_placeholder
 
@@ -83,6 +84,8 @@ def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
 def fill_model(
     model: nn.Module,
     weights: Sequence[FlatWeights],
+    mesh: Mesh,
+    layouts: Mapping[str, Layout],
     comm: Communicator,
     initialise: Initialise,
     types: Mapping[int, torch.dtype],
@@ -91,16 +94,19 @@ def fill_model(
 
     Args:
         weights: the flat buffers; parameters outside of them are allocated.
+        layouts: the parts of parameters that ranks store; `initialise` fills complete parameters.
         types: the original types of parameters by their identity.
     """
     places = {id(p): (weight, index) for weight in weights for index, p in enumerate(weight.parameters)}
+    own = {id(p): layouts[name] for name, p in model.named_parameters()}
+    cell = mesh.of_rank(comm.rank)[0]
     filled: set[int] = set()
     for name, part, recurse in _parts(model):
         members = list(part.parameters(recurse=recurse))
         fresh = [parameter for parameter in members if id(parameter) not in filled]
         if not fresh and not any(True for _ in part.buffers(recurse=recurse)):
             continue
-        with _in_memory(members, types), torch.no_grad():
+        with _in_memory(members, types, {key: layout.shape for key, layout in own.items()}), torch.no_grad():
             if comm.rank == 0:
                 with memory_tag("weights", members):
                     initialise(name, part)
@@ -110,7 +116,7 @@ def fill_model(
                 comm.broadcast(tensor, root=0)
         filled.update(id(tensor) for tensor in (*fresh, *buffers))
         found = [
-            (places.get(id(parameter)), parameter, value)
+            (places.get(id(parameter)), parameter, own_part(value, own[id(parameter)], mesh, cell))
             for parameter, value in zip(fresh, values, strict=True)
         ]
         with torch.no_grad():
@@ -148,12 +154,17 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 
 @contextmanager
-def _in_memory(parameters: Sequence[nn.Parameter], types: Mapping[int, torch.dtype]) -> Iterator[None]:
-    """Return a context in which `parameters` have separate memory, in their original types."""
+def _in_memory(
+    parameters: Sequence[nn.Parameter],
+    types: Mapping[int, torch.dtype],
+    shapes: Mapping[int, tuple[int, ...]],
+) -> Iterator[None]:
+    """Return a context in which `parameters` have separate memory, in their original types and complete shapes."""
     places = [parameter.data for parameter in parameters]
     for parameter, place in zip(parameters, places, strict=True):
+        key = id(parameter)
         with memory_tag("weights", [parameter]):
-            parameter.data = torch.empty(place.shape, dtype=types[id(parameter)], device=place.device)
+            parameter.data = torch.empty(shapes[key], dtype=types[key], device=place.device)
     try:
         yield
     finally:
@@ -180,6 +191,15 @@ def broadcast_parameters(
             layout = layouts.get(name) or Layout(name, tuple(tensor.shape), everywhere)
             comm = groups.of_ranks(ranks_of(mesh, layout, groups.comm.rank, 0).copies)
             if comm is not None and comm.size > 1:
+                for part in _stored(tensor.detach()):
+                    comm.broadcast(part, root=0)
+
+
+def broadcast_from_first(model: nn.Module, comm: Communicator) -> None:
+    """Broadcast the parameters and buffers in memory from rank 0, before they are split.  This is a collective call."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
                 for part in _stored(tensor.detach()):
                     comm.broadcast(part, root=0)
 

@@ -25,15 +25,21 @@ from farandole.comm.compression import compression_named
 from farandole.data.wording import counted, size
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
+from farandole.parallel import tensor
+from farandole.parallel.axes import Layouts, Position, hosts_of
 from farandole.parallel.engine import Engine
-from farandole.parallel.initial_values import Initialise, is_deferred
+from farandole.parallel.initial_values import Initialise, broadcast_from_first, is_deferred
 from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.precision import TYPES, check_float8, use_float8
-from farandole.plan import LoRA, Plan, PlanError
+from farandole.parallel.sharding import box_mesh
+from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
 
 _log = logging.getLogger(__name__)
+
+APPLIED = (tensor.apply,)
+"""The axes that transform a model, in the order in which they are applied."""
 
 
 def parallelize(
@@ -76,7 +82,7 @@ def parallelize(
         if not dist.is_initialized() or dist.group.WORLD is None:
             raise RuntimeError("parallelize requires a process group: call farandole.init() first")
         comm = Communicator(dist.group.WORLD)
-    plan.check(comm.size)
+    sizes = plan.sizes(comm.size)
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     wanted = TYPES[plan.precision]
     if plan.precision == "fp32" and types - {torch.float32, torch.float64}:
@@ -95,6 +101,7 @@ def parallelize(
     if plan.precision == "fp8":
         check_float8(_device_of(model))
         use_float8(model)
+    position, layouts = _split(model, plan, comm, sizes)
     _recompute(model, plan, example, loss)
     options: dict[str, Any] = {
         "zero": plan.zero,
@@ -106,15 +113,58 @@ def parallelize(
         "compression": compression_named(plan.compression),
         "watch": watch,
         "report": report,
+        "mesh": position.mesh,
+        "layouts": layouts,
     }
     if plan.precision == "fp16":
         options |= {"scaler": LossScaler(), "diagnose": diagnose}
     if plan.rounding == "stochastic":
         options["rounding"] = StochasticRounding(_common_seed(comm))
     engine = Engine(model, comm, **options)
+    _share_generators(position)
     if plan.swap != "none":
         engine.swap(_swap(model, plan))
     return engine
+
+
+def _split(
+    model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int]
+) -> tuple[Position, Layouts]:
+    """Apply the plan's axes to `model`.  This is a collective call."""
+    inner = any(sizes[axis] > 1 for axis in MODEL_AXES)
+    hosts = hosts_of(comm) if inner or plan.hybrid else ()
+    mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes)
+    layouts = Layouts(model)
+    groups = mesh.connect(comm, [(axis,) for axis in MODEL_AXES]) if inner else None
+    position = Position(mesh, mesh.of_rank(comm.rank)[0], groups)
+    if inner:
+        _check_whole(model, plan)
+        broadcast_from_first(model, comm)
+        for axis in APPLIED:
+            axis(model, position, plan, layouts)
+    return position, layouts
+
+
+def _check_whole(model: nn.Module, plan: Plan) -> None:
+    if plan.lora is not None and plan.lora.base is not None:
+        raise PlanError(
+            f"lora.base={plan.lora.base!r} with tensor={plan.tensor}: quantized weights cannot be split; nearest plan: "
+            "base=None, or tensor=1"
+        )
+
+
+def _share_generators(position: Position) -> None:
+    """Give ranks that compute a layer together the same state of torch's random number generator."""
+    comm = position.comm(*MODEL_AXES)
+    if comm is None:
+        return
+    state = torch.get_rng_state()
+    comm.broadcast(state)
+    torch.set_rng_state(state)
+    if torch.cuda.is_initialized():
+        state = torch.cuda.get_rng_state()
+        comm.broadcast(state)
+        torch.cuda.set_rng_state(state)
 
 
 def _add_lora(model: nn.Module, lora: LoRA) -> None:

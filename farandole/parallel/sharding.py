@@ -114,25 +114,34 @@ class ShardingPlan:
         return 1 + max((bucket.group for bucket in (*self.trained, *self.frozen)), default=-1)
 
 
-def data_mesh(ranks: int, hosts: Sequence[object] | None = None) -> Mesh:
-    """Return a mesh with only a data axis.
+def box_mesh(ranks: int, hosts: Sequence[object] = (), *, hybrid: bool = False, **sizes: int) -> Mesh:
+    """Return a mesh whose inner axes are inside a host where they fit.
 
     Args:
-        hosts: the host of every rank, for hybrid sharding; the axis is then factored into "data.hosts" and "data.local".
+        hosts: the host of every rank.
+        hybrid: whether to factor the data axis into "data.hosts" and "data.local", if there are several hosts.
+        sizes: the size of each axis, by default only `data`.
 
     Raises:
-        PlanError: if hosts have different numbers of ranks.
+        PlanError: with `hybrid`, if hosts have different numbers of ranks or an inner axis spans hosts.
     """
-    counts = Counter(hosts or ())
-    if len(counts) < 2:
-        return Mesh.box(ranks, data=ranks)
+    sizes = sizes or {"data": ranks}
+    counts = Counter(hosts)
+    order = by_host(list(map(str, hosts))) if len(counts) > 1 else list(range(ranks))
+    if not hybrid or len(counts) < 2:
+        return Mesh.box(order, factors=None, **sizes)
     if len(set(counts.values())) > 1:
         raise PlanError(
             "hybrid=True requires the same number of ranks on each host, but the hosts have "
             f"{', '.join(map(str, counts.values()))}; nearest plan: hybrid=False"
         )
-    factors = {"data": {"hosts": len(counts), "local": ranks // len(counts)}}
-    return Mesh.box(by_host(list(map(str, hosts or ()))), data=ranks, factors=factors)
+    local, rest = divmod(sizes["data"], len(counts))
+    if rest:
+        raise PlanError(
+            f"hybrid=True requires a data axis that {len(counts)} hosts divide, got data={sizes['data']}; nearest plan: "
+            "hybrid=False"
+        )
+    return Mesh.box(order, factors={"data": {"hosts": len(counts), "local": local}}, **sizes)
 
 
 def replicated_layouts(model: nn.Module) -> dict[str, Layout]:

@@ -15,7 +15,7 @@ from farandole.parallel.gathered_weights import CAPACITY, READ_AHEAD
 from farandole.parallel.sharding import (
     BucketPlan,
     ShardingPlan,
-    data_mesh,
+    box_mesh,
     plan_sharding,
     ranks_of,
     replicated_layouts,
@@ -69,7 +69,7 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
     Raises:
         PlanError: if the plan is invalid for this number of ranks, or hosts would have different numbers of ranks.
     """
-    plan.check(ranks)
+    plan.sizes(ranks)
     if ranks % machine.hosts:
         raise PlanError(
             f"{ranks} ranks cannot be split equally over {machine.hosts} hosts; use a multiple of {machine.hosts} ranks"
@@ -155,7 +155,7 @@ def shares_memory(bucket: BucketPlan, ranks: int, machine: Machine) -> bool:
 def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> ShardingPlan:
     model = workload.model
     hosts = [rank * machine.hosts // ranks for rank in range(ranks)]
-    mesh = workload.mesh or data_mesh(ranks, hosts if plan.hybrid else None)
+    mesh = workload.mesh or box_mesh(ranks, hosts or (), hybrid=plan.hybrid)
     layouts = workload.layouts or replicated_layouts(model)
     dtype = weight_type(plan)
     dividing = {

@@ -124,6 +124,8 @@ class PlanSection(_Section):
     """The fields of `farandole.Plan`, which validates their values."""
 
     data: CountOrZero = 0
+    tensor: Count = 1
+    sequence: bool = False
     zero: int = 0
     hybrid: bool = False
     precision: Literal["auto", Precision] = "auto"
@@ -138,6 +140,11 @@ class PlanSection(_Section):
     lora_alpha: Positive = 16.0
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     lora_targets: str | list[str] = ALL_LINEAR
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Return the number of ranks that process the same samples together."""
+        return self.tensor
 
     def plan(self, precision: Precision) -> Plan:
         """Return the plan with the given precision in place of "auto".  Raises `PlanError`."""
@@ -256,18 +263,21 @@ class TrainConfig(_Section):
         Raises:
             ConfigError: if `ranks` and `micro_batch` do not divide the batch.
         """
-        if self.batch % ranks:
-            lower = self.batch // ranks * ranks
-            near = [str(n) for n in (lower, lower + ranks) if n]
+        together = self.plan.ranks_per_sample
+        replicas = max(1, ranks // together)
+        of = "ranks" if together == 1 else f"groups of {together} ranks"
+        if self.batch % replicas:
+            lower = self.batch // replicas * replicas
+            near = [str(n) for n in (lower, lower + replicas) if n]
             raise ConfigError(
-                f"batch={self.batch} is not divisible by {ranks} ranks; try batch={' or '.join(near)}"
+                f"batch={self.batch} is not divisible by {replicas} {of}; try batch={' or '.join(near)}"
             )
-        share = self.batch // ranks
+        share = self.batch // replicas
         size = self.micro_batch or share
         if share % size:
             near_size = max(n for n in range(1, min(size, share) + 1) if share % n == 0)
             raise ConfigError(
-                f"micro_batch={size} must divide the {share} samples per rank and step (on {ranks} ranks); "
+                f"micro_batch={size} must divide the {share} samples per rank and step (on {replicas} {of}); "
                 f"try micro_batch={near_size}"
             )
         return share // size, size

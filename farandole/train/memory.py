@@ -128,7 +128,7 @@ def _copied(zero: int, offload: str, ranks: int) -> float:
 
 def check_step(config: TrainConfig, ranks: int, have: int) -> None:
     """Raise `ConfigError` if a step on `ranks` CPU ranks needs more than `have` bytes."""
-    if config.batch % ranks:  # rejected elsewhere
+    if config.batch * config.plan.ranks_per_sample % ranks:  # rejected elsewhere
         return
     if not config.model.folder and ranks * _upper_bound(config, ranks) <= have:
         return

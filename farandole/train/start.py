@@ -164,10 +164,12 @@ def check(request: Request, ranks: int | None = None) -> Start:
 
 def default_ranks(config: TrainConfig) -> int:
     """Return the largest number of ranks that this host supports and that divides the batch."""
+    together = config.plan.ranks_per_sample
     if config.plan.data:
-        return config.plan.data
+        return config.plan.data * together
     sizes = config.batch // (config.micro_batch or 1)
-    return max((n for n in range(1, offered_ranks() + 1) if sizes % n == 0), default=1)
+    most = max(1, offered_ranks() // together)
+    return together * max((n for n in range(1, most + 1) if sizes % n == 0), default=1)
 
 
 def order(start: Start) -> Order:
@@ -197,8 +199,9 @@ def _resumed(request: Request, ranks: int | None) -> Start:
             f"checkpoint {checkpoint} has residuals of plan.compression={before.plan.compression} for "
             f"{counted(saved.ranks, 'rank')}, and this job has {ranks}: resume with --ranks {saved.ranks}"
         )
-    if config.batch % ranks and config.batch == before.batch:
-        fitting = [n for n in range(1, max(ranks, saved.ranks) + 1) if config.batch % n == 0]
+    together = config.plan.ranks_per_sample
+    if config.batch * together % ranks and config.batch == before.batch:
+        fitting = [n for n in range(1, max(ranks, saved.ranks) + 1) if config.batch * together % n == 0]
         raise CheckpointError(
             f"--ranks {ranks}: the batch of checkpoint {checkpoint} is {config.batch}, which is not divisible by "
             f"{ranks} and may not change; resume with --ranks {' or '.join(map(str, fitting))}"
@@ -219,11 +222,11 @@ def _resumed(request: Request, ranks: int | None) -> Start:
 
 def _check_ranks(config: TrainConfig, ranks: int) -> None:
     """Raise `ConfigError` if the batch or the plan is invalid for `ranks` ranks."""
-    config.micro_batches(ranks)
     try:
-        config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision).check(ranks)
+        config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision).sizes(ranks)
     except PlanError as error:
         raise plan_config_error(error) from None
+    config.micro_batches(ranks)
 
 
 def _folder_of_runs(request: Request) -> Path:

@@ -130,7 +130,8 @@ class Trainer:
         rate = learning_rate(self.step_number, self.config.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.zero_grad()
-        positions = self.sampler.take(self.config.batch, self._comm.rank, self._comm.size)
+        mesh = self.engine.mesh
+        positions = self.sampler.take(self.config.batch, mesh.replica_of(self._comm.rank), mesh.replicas)
         batches = self._batches(self.task.train, self.sampler.at(positions), self.sampler.epochs(positions))
         counts: list[Any] = []
 
@@ -141,7 +142,7 @@ class Trainer:
 
         result = self.engine.forward_backward(batches, loss, self.task.inputs)
         norm = self.engine.gradient_norm()
-        mine = float(sum(float(count) for count in counts))
+        mine = float(sum(float(count) for count in counts)) * mesh.has_own_loss(self._comm.rank)
         count, waited, stops = self._sums(mine, self.engine.waited_s, float(stop))
         self.engine.waited_s = 0.0
         if not count > 0:
@@ -181,7 +182,8 @@ class Trainer:
         available = len(self.task.validation)
         wanted = min(self.config.evaluate.samples, available)
         chosen = np.arange(wanted) * available // wanted
-        mine = chosen[self._comm.rank :: self._comm.size]
+        mesh = self.engine.mesh
+        mine = chosen[mesh.replica_of(self._comm.rank) :: mesh.replicas]
         sums: dict[str, list[float]] = {}
 
         def loss(output: Any, batch: Any) -> Mean:

@@ -18,7 +18,7 @@ from benchmarks.resident import in_shared_memory
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.engine import Engine
-from farandole.parallel.sharding import data_mesh, fill, plan_sharding, replicated_layouts
+from farandole.parallel.sharding import box_mesh, fill, plan_sharding, replicated_layouts
 
 SHARE, STEPS, CLIP = 4, 3, 0.5
 
@@ -243,7 +243,7 @@ def _memory_of_buckets(rank: int, size: int) -> None:
     comm = _world()
     model = nn.Linear(3, 1, bias=False)
     for device in (torch.device("cpu"), torch.device("meta")):
-        (plan,) = plan_sharding(model.to(device), data_mesh(2), replicated_layouts(model), 0).trained
+        (plan,) = plan_sharding(model.to(device), box_mesh(2), replicated_layouts(model), 0).trained
         reduced = Bucket(plan, 0, None, comm).reduced
         assert reduced.device == device
         assert device.type == "meta" or in_shared_memory(reduced.data_ptr())

@@ -26,7 +26,8 @@ def _losses(rank: int, size: int, plan: Plan, whole: bool) -> list[float]:
     engine = farandole.parallelize(model, plan, initialise=None if whole else _fill)
     assert model[-1].weight is model[0].tokens.weight
     optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 1e-2))
-    tokens = torch.randint(0, 300, (4, 2, 8), generator=torch.Generator().manual_seed(rank))
+    generator = torch.Generator().manual_seed(engine.mesh.replica_of(rank))
+    tokens = torch.randint(0, 300, (4, 2, 8), generator=generator)
     losses = []
     for batch in tokens:
         loss = F.cross_entropy(engine(batch).float().flatten(0, 1), batch.flatten())
@@ -47,6 +48,14 @@ def test_the_same_losses(ranks: Any, backend: str, tmp_path: Path) -> None:
             assert ranks(2, backend).run(_losses, plan, False) == ranks(2, backend).run(
                 _losses, plan, True
             ), plan
+
+
+def test_a_split_model_made_block_by_block(ranks: Any) -> None:
+    for zero in (0, 3):
+        plan = Plan(tensor=2, zero=zero)
+        made = ranks(2).run(_losses, plan, False)
+        assert made == ranks(2).run(_losses, plan, True)
+        assert made[0] == pytest.approx(ranks(1).run(_losses, Plan(), True)[0], rel=1e-4)
 
 
 class Mixed(nn.Module):

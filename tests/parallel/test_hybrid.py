@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.engine import Engine
-from farandole.parallel.sharding import data_mesh
+from farandole.parallel.sharding import box_mesh
 from farandole.plan import Plan, PlanError
 from tests.comm.hosts import hierarchical_group, on_hosts
 from tests.parallel.test_data import SHARE, _loss, _model
@@ -66,7 +66,7 @@ def _uneven(rank: int, size: int) -> None:
         pytest.raises(PlanError, match="the hosts have 1|the hosts have 2, 1"),
     ):
         Engine(_model(0), _world(), zero=1, hybrid=True)
-    assert not data_mesh(3, ["one host"] * 3).sub_axes
+    assert not box_mesh(3, ["one host"] * 3, hybrid=True).sub_axes
 
 
 def test_uneven_hosts_are_refused(ranks: Any) -> None:

@@ -17,7 +17,7 @@ from farandole.parallel.engine import Engine
     ("options", "says"),
     [
         ({"zero": 4}, "zero=4: the stages are 0, 1, 2 and 3"),
-        ({"data": 0}, "data=0: at least 1 rank is needed"),
+        ({"data": 0}, "data=0: expected at least 1 rank"),
         ({"precision": "fp4"}, "precision='fp4': one of fp32, bf16, fp16, fp8"),
     ],
 )

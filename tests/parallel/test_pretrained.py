@@ -24,6 +24,7 @@ from tests.parallel.test_zero import _world
 from tests.pool import RankFailed
 
 STEPS = 4
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def batches(vocabulary: int, rank: int = 0) -> Tensor:
@@ -40,7 +41,7 @@ def _train(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = engine.optimizer(torch.optim.SGD(trained, 0.5))
     losses = []
-    for tokens in batches(model.config.vocabulary, rank):
+    for tokens in batches(model.config.vocabulary, engine.mesh.replica_of(rank)):
         step = engine.forward_backward(
             [tokens], lambda output, _: output, inputs=lambda t: (t[:, :-1], None, t[:, 1:])
         )
@@ -59,7 +60,7 @@ def _train(
 
 def _expected(folder: Path, ranks: int) -> tuple[list[float], Any]:
     """Return the losses of one process with transformers, and its model."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER).train()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     losses = []
     for step in range(STEPS):
@@ -108,6 +109,23 @@ def test_training_equals_transformers_in_one_process(
             )
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "deepseek_v3"])
+def test_tensor_parallel_training_equals_transformers(ranks: Any, tmp_path: Path, family: str) -> None:
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3} if family == "deepseek_v3" else {}
+    folder = small(tmp_path, family, **heads)
+    expected, theirs = _expected(folder, 2)
+    for number, plan in enumerate((Plan(tensor=2, zero=2), Plan(tensor=2, zero=3, sequence=True))):
+        out = tmp_path / f"out{number}"
+        for losses in ranks(4).run(_train, folder, plan, out, number == 0):
+            assert losses == pytest.approx(expected, rel=2e-4), plan
+        again, loading = type(theirs).from_pretrained(out, output_loading_info=True, **EAGER)
+        assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        tokens = batches(theirs.config.vocab_size, 7)[0]
+        torch.testing.assert_close(
+            again.eval()(tokens).logits, theirs.eval()(tokens).logits, atol=1e-3, rtol=1e-3
+        )
+
+
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("family", ["mixtral", "llama"])
 def test_lazy_equals_eager(ranks: Any, tmp_path: Path, family: str, backend: str) -> None:
@@ -117,13 +135,15 @@ def test_lazy_equals_eager(ranks: Any, tmp_path: Path, family: str, backend: str
         assert ranks(2, backend).run(_train, folder, plan) == eager, plan
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
-def test_lora_is_merged_for_transformers_and_saved_for_peft(ranks: Any, tmp_path: Path, zero: int) -> None:
+@pytest.mark.parametrize(("zero", "tensor"), [(0, 1), (2, 1), (3, 1), (2, 2)])
+def test_lora_is_merged_for_transformers_and_saved_for_peft(
+    ranks: Any, tmp_path: Path, zero: int, tensor: int
+) -> None:
     import peft
 
     folder = small(tmp_path)
     lora = LoRA(rank=3, alpha=5, targets=("*.qkv", "*.gate_up", "*.down"))
-    plan, out = Plan(zero=zero, lora=lora), tmp_path / "merged"
+    plan, out = Plan(zero=zero, tensor=tensor, lora=lora), tmp_path / "merged"
     losses = ranks(2).run(_train, folder, plan, out)[0]
     assert losses == pytest.approx(ranks(2).run(_train, folder, plan, None, False)[0], rel=1e-5)
     merged = transformers.AutoModelForCausalLM.from_pretrained(out).eval()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farandole.models.dropout import ShardedDropout
 from farandole.parallel.lora.quantized import dense, frozen_linear, is_wrapper
 from farandole.plan import LoRA
 
@@ -28,6 +29,8 @@ class LoRALinear(nn.Linear):
     lora_B: nn.Parameter  # noqa: N815
     merged: bool
     """Whether `weight` contains the update, W + s B A."""
+    sharded_dropout: ShardedDropout | None = None
+    """Dropout for a part of the inputs, if processes share them."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output (..., out) for `input` (..., in)."""
@@ -37,10 +40,13 @@ class LoRALinear(nn.Linear):
         else:
             result = F.linear(rows, self.weight, self.bias)
         if not self.merged:
-            result = self._updated(result, F.dropout(rows, self.lora.dropout, self.training))
+            result = self._updated(result, self._dropout(rows, self.lora.dropout, self.training))
         elif self.training and torch.is_grad_enabled():
             raise RuntimeError("merged LoRA adapters cannot be trained: call unmerge(model), or model.eval()")
         return result.view(*input.shape[:-1], self.out_features)
+
+    def _dropout(self, rows: Tensor, probability: float, training: bool) -> Tensor:
+        return (self.sharded_dropout or F.dropout)(rows, probability, training)
 
     def _updated(self, result: Tensor, rows: Tensor) -> Tensor:
         """Return `result` + s `rows` A^T B^T."""

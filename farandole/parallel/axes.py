@@ -1,0 +1,95 @@
+"""This process's position on the device mesh, and the layouts that axes declare while they transform a model.
+
+An axis is one function `apply(model, position, plan, layouts)`.  It replaces parameters by this rank's shards, adds the
+collectives between the ranks of the axis to the model's calls, and declares in `layouts` which boxes of each tensor a
+rank stores and which copies have equal gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from farandole.comm import endpoint
+from farandole.comm.communicator import Communicator
+from farandole.layout import Layout, LayoutError, Shard
+from farandole.mesh import Cell, Groups, Mesh
+
+
+@dataclass(frozen=True)
+class Position:
+    """A cell of the mesh, and the communicators of its rank; `groups` is None for a plan that is not run."""
+
+    mesh: Mesh
+    cell: Cell
+    groups: Groups | None = None
+    _subgroups: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict, compare=False)
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks on an axis."""
+        return self.mesh.width(axis, self.cell.pipeline)
+
+    def coordinate(self, axis: str) -> int:
+        """Return this rank's coordinate on an axis."""
+        return self.mesh.coordinate(self.cell, axis)
+
+    def comm(self, *axes: str) -> Communicator | None:
+        """Return the communicator of the ranks along these axes; None for a single rank."""
+        return None if self.groups is None else self.groups.of(self.cell, *axes).comm
+
+    def part_of(self, axis: str, coordinates: Sequence[int]) -> Communicator | None:
+        """Return the communicator of some coordinates on an axis, which include this rank's."""
+        comm, key = self.comm(axis), (axis, tuple(coordinates))
+        if comm is None or len(coordinates) == 1:
+            return None
+        if key not in self._subgroups:
+            self._subgroups[key] = comm.create_group(coordinates)
+        return self._subgroups[key]
+
+
+def hosts_of(comm: Communicator) -> list[object]:
+    """Return the host of each rank.  This is a collective call."""
+    return comm.all_gather_object(endpoint.host_identity())
+
+
+class Layouts(dict[str, Layout]):
+    """The layouts of a model's parameters by name, which begin as complete copies on all ranks.
+
+    Tied parameters have one layout, under their first name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__({name: Layout(name, tuple(p.shape)) for name, p in model.named_parameters()})
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def of(self, parameter: nn.Parameter) -> Layout:
+        """Return the layout of a parameter."""
+        return self[self._names[id(parameter)]]
+
+    def equal_gradients(self, parameter: nn.Parameter, axis: str) -> None:
+        """Declare that the copies on `axis` have equal gradients, which are therefore not summed."""
+        layout = self.of(parameter)
+        self[layout.name] = replace(layout, same=layout.same | {axis})
+
+    def shard(self, parameter: nn.Parameter, axis: str, shard: Shard, position: Position) -> None:
+        """Replace the values of a parameter by this rank's shard along `axis`, unless it is sharded along it already."""
+        layout = self.of(parameter)
+        if any(name == axis for name, _ in layout.shards):
+            return
+        if any(other.dim == shard.dim for _, other in layout.shards):
+            raise LayoutError(f"{layout.name}: expected one sharded axis for dimension {shard.dim}, got two")
+        alone = replace(layout, shards=((axis, shard),))
+        self[layout.name] = replace(layout, shards=(*layout.shards, (axis, shard)))
+        parameter.data = own_part(parameter.data, alone, position.mesh, position.cell)
+
+
+def own_part(value: Tensor, layout: Layout, mesh: Mesh, cell: Cell) -> Tensor:
+    """Return the part of a complete tensor that a cell stores, in separate memory."""
+    for axis, shard in layout.shards:
+        boxes = replace(layout, shards=((axis, shard),)).boxes(mesh, cell)
+        ends = [box[shard.dim] for box in boxes]
+        value = torch.cat([value.narrow(shard.dim, start, end - start) for start, end in ends], shard.dim)
+    return value

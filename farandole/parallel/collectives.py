@@ -1,0 +1,154 @@
+"""Differentiable collectives over the ranks of an axis, for the boundaries of regions that these ranks compute together.
+
+    forward pass        backward pass       function
+    identity            all-reduce          copy_to_all
+    all-reduce          identity            sum_of_all
+    all-gather          reduce-scatter      gather_and_reduce
+    reduce-scatter      all-gather          reduce_and_gather
+    all-gather          slice               gather_same
+    slice               all-gather          slice_of_same
+
+The first two pairs and the next two are each other's transposes (Shoeybi et al., 2019, "Megatron-LM"; Korthikanti et
+al., 2022, "Reducing Activation Recomputation in Large Transformer Models").  The last two connect a tensor that is
+equal on all ranks, and whose gradient is too, with its shards.
+
+All functions shard dimension 0 as `layout.chunk` does, so its length need not be a multiple of the number of ranks.
+If `comm` is None, there is one rank, and the functions return their input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farandole.comm.communicator import Communicator
+from farandole.layout import chunk
+
+
+def copy_to_all(x: Tensor, comm: Communicator | None) -> Tensor:
+    """Return `x`, which is equal on all ranks; each rank's gradient is a summand of the gradient."""
+    return x if comm is None else _CopyToAll.apply(x, comm)
+
+
+def sum_of_all(x: Tensor, comm: Communicator | None) -> Tensor:
+    """Return the sum of all ranks' `x`."""
+    return x if comm is None else _SumOfAll.apply(x, comm)
+
+
+def gather_and_reduce(shard: Tensor, rows: int, comm: Communicator | None) -> Tensor:
+    """Return `rows` rows from the shards of all ranks; each rank's gradient is a summand of the gradient."""
+    return shard if comm is None else _GatherAndReduce.apply(shard, rows, comm)
+
+
+def reduce_and_gather(x: Tensor, comm: Communicator | None) -> Tensor:
+    """Return this rank's shard of the sum of all ranks' `x`."""
+    return x if comm is None else _ReduceAndGather.apply(x, comm)
+
+
+def gather_same(shard: Tensor, rows: int, comm: Communicator | None) -> Tensor:
+    """Return `rows` rows from the shards of all ranks, for a computation that is the same on all ranks."""
+    return shard if comm is None else _GatherSame.apply(shard, rows, comm)
+
+
+def slice_of_same(x: Tensor, comm: Communicator | None) -> Tensor:
+    """Return this rank's shard of `x`, which is equal on all ranks."""
+    return x if comm is None else _SliceOfSame.apply(x, comm)
+
+
+def own_rows(rows: int, comm: Communicator) -> slice:
+    """Return the rows of this rank's shard."""
+    return slice(*chunk(rows, comm.size, comm.rank))
+
+
+class _CopyToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad_outputs[0], ctx.comm), None
+
+
+class _SumOfAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        return _all_reduce(x, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
+class _GatherAndReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, rows: int, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return _all_gather(shard, rows, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grad_outputs[0], ctx.comm), None, None
+
+
+class _ReduceAndGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm, ctx.rows = comm, len(x)
+        return _reduce_scatter(x, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad_outputs[0], ctx.rows, ctx.comm), None
+
+
+class _GatherSame(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, rows: int, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return _all_gather(shard, rows, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = grad_outputs
+        return gradient[own_rows(len(gradient), ctx.comm)], None, None
+
+
+class _SliceOfSame(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm, ctx.rows = comm, len(x)
+        return x[own_rows(len(x), comm)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad_outputs[0], ctx.rows, ctx.comm), None
+
+
+def _all_reduce(x: Tensor, comm: Communicator) -> Tensor:
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    comm.all_reduce(x.detach().contiguous(), output=total)
+    return total
+
+
+def _all_gather(shard: Tensor, rows: int, comm: Communicator) -> Tensor:
+    every = shard.new_empty((rows, *shard.shape[1:]))
+    own = shard.detach().contiguous()
+    if rows % comm.size:
+        comm.all_gather([every[slice(*chunk(rows, comm.size, rank))] for rank in range(comm.size)], own)
+    else:
+        comm.all_gather(every, own)
+    return every
+
+
+def _reduce_scatter(x: Tensor, comm: Communicator) -> Tensor:
+    x = x.detach().contiguous()
+    own = torch.empty_like(x[own_rows(len(x), comm)])
+    if len(x) % comm.size:
+        comm.reduce_scatter(own, [x[slice(*chunk(len(x), comm.size, rank))] for rank in range(comm.size)])
+    else:
+        comm.reduce_scatter(own, x)
+    return own
