@@ -20,8 +20,8 @@ Rounding = Literal["nearest", "stochastic"]
 Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 
 
-MODEL_AXES = ("tensor",)
-"""The axes whose ranks have different parts of the model or of a sample, from the outermost to the innermost."""
+MODEL_AXES = ("context", "expert", "tensor")
+"""The axes along which parts of the model or of a sample differ, from the outermost to the innermost."""
 
 
 class PlanError(ValueError):
@@ -144,6 +144,11 @@ class Plan:
         tensor: the number of ranks that compute each layer together (`parallel.tensor`).
         sequence: with `tensor` > 1, whether these ranks also share the tokens between the layers' matrix products, which
             saves activation memory.
+        context: the number of ranks that share each sequence (`parallel.context`).
+        ring: the number of these ranks among which keys and values circulate; the others exchange heads.  By default, as
+            few as possible.
+        expert: the number of ranks that share the experts of a mixture of experts, and have different samples
+            (`parallel.expert`).
         zero: the ZeRO stage (Rajbhandari et al., 2020): 1 shards optimizer states, 2 also gradients, 3 also weights.
         hybrid: shard only among the ranks on each host, so that every host has a complete copy and hosts exchange
             only gradients.
@@ -170,6 +175,9 @@ class Plan:
     data: int | None = None
     tensor: int = 1
     sequence: bool = False
+    context: int = 1
+    ring: int | None = None
+    expert: int = 1
     zero: int = 0
     hybrid: bool = False
     precision: Precision = "fp32"
@@ -191,6 +199,12 @@ class Plan:
             raise PlanError(
                 "sequence=True with tensor=1: sequence parallelism shares the tokens among tensor-parallel ranks; nearest "
                 "plan: tensor=2"
+            )
+        if self.ring is not None and (self.ring < 1 or self.context % self.ring):
+            near = [n for n in range(1, self.context + 1) if self.context % n == 0]
+            raise PlanError(
+                f"ring={self.ring} does not divide context={self.context}; nearest plan: "
+                f"ring={min(near, key=lambda n: abs(n - (self.ring or 1)))}"
             )
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: the stages are 0, 1, 2 and 3")
@@ -259,7 +273,7 @@ class Plan:
     @property
     def ranks_per_sample(self) -> int:
         """The number of ranks that process the same samples together."""
-        return self.tensor
+        return self.context * self.tensor
 
     @property
     def offload_folder(self) -> str | None:

@@ -186,19 +186,26 @@ class PredictionHead(Head):
             return super().forward(x, info, targets)
         info = info or SequenceInfo()
         total, count = super().forward(x, info, targets)
-        documents = info.documents
-        here, hidden, further = targets, self.norm(x), x.new_zeros((), dtype=torch.float32)
+        # targets are shifted in complete sequences, of which this process may have some positions
+        shard = info.shard
+        documents = info.documents if shard is None else shard.documents
+        here = targets if shard is None or shard.targets is None else shard.targets
+        every = (here >= 0).sum()
+        hidden, further = self.norm(x), x.new_zeros((), dtype=torch.float32)
         for prediction in self.predictions:
             assert isinstance(prediction, TokenPrediction)
-            embedded = self.vocabulary.embed(here.clamp(min=0), self.embedding)
+            inputs = here if shard is None else here[:, shard.index]
+            embedded = self.vocabulary.embed(inputs.clamp(min=0), self.embedding)
             hidden = prediction(hidden, embedded, info)
             following = torch.full_like(here, -1)
             following[:, :-1] = here[:, 1:]
             if documents is not None:
                 following[:, :-1] = following[:, :-1].where(documents[:, 1:] == documents[:, :-1], -1)
             here = following.where(here >= 0, -1)
-            loss, some = self.vocabulary.loss(hidden, here, self.weight, before=prediction.norm)
-            further = further + loss * (count / max(1, some))
+            wanted = here if shard is None else here[:, shard.index]
+            loss, _ = self.vocabulary.loss(hidden, wanted, self.weight, before=prediction.norm)
+            some = (here >= 0).sum().clamp(min=1)
+            further = further + loss * (every / some)
         return total + self.predicted_weight * further / len(self.predictions), count
 
 

@@ -5,6 +5,7 @@ A router selects a few experts per token.  No token is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,14 +111,25 @@ class GroupedRouter(nn.Module):
         self.load.zero_()
 
 
+Products = Callable[[Tensor, Tensor], Tensor]
+"""A function of rows (rows, width), sorted by expert, and the number of rows per expert that returns the experts' outputs."""
+
+Exchange = Callable[[Tensor, Tensor, Products], Tensor]
+"""A function with the arguments and the result of `Products` for all experts, given the products of this process's experts."""
+
+
 class Experts(nn.Module):
     """Gated feed-forward networks with stacked weights.
 
     `gate_up` is (experts, 2 inner, width) and `down` is (experts, width, inner).
     """
 
+    exchange: Exchange | None = None
+    """Sends rows to the processes that have their experts, if processes share the experts."""
+
     def __init__(self, experts: int, width: int, inner: int, activation: str = "silu") -> None:
         super().__init__()
+        self.count = experts
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, width))
         self.down = nn.Parameter(torch.empty(experts, width, inner))
         self.activation = activation
@@ -137,9 +149,13 @@ class Experts(nn.Module):
         top = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
         tokens = order // top
-        counts = torch.bincount(experts.flatten(), minlength=len(self.gate_up))
+        counts = torch.bincount(experts.flatten(), minlength=self.count)
         inputs = x.index_select(0, tokens)
-        outputs = self._products(inputs, counts) * weights.flatten()[order, None]
+        products = self._products
+        outputs = (
+            products(inputs, counts) if self.exchange is None else self.exchange(inputs, counts, products)
+        )
+        outputs = outputs * weights.flatten()[order, None]
         return torch.zeros_like(x).index_add(0, tokens, outputs)
 
     def _products(self, inputs: Tensor, counts: Tensor) -> Tensor:

@@ -23,6 +23,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class SequenceShard:
+    """The positions of the sequences that this process has, if several processes share each sequence.
+
+    Args:
+        index: the places (positions) of the positions in the complete sequences.
+        documents, targets: those of the complete sequences, (batch, complete length), if they are given.
+        attend: a function with the arguments of `attention.attention` that also attends to the other processes' keys.
+    """
+
+    index: Tensor
+    documents: Tensor | None
+    targets: Tensor | None
+    attend: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
 class SequenceInfo:
     """Describes the sequences in a batch, for all blocks of a model.
 
@@ -33,12 +49,14 @@ class SequenceInfo:
             Padding is a separate document, so its hidden states are finite but meaningless.
         cache: the keys and values of earlier positions, to which blocks append new keys and values.
         source: the encoder's sequences, for an encoder-decoder model.
+        shard: the positions of this process, if several processes share each sequence.
     """
 
     positions: Tensor | None = None
     documents: Tensor | None = None
     cache: KeyValueCache | None = None
     source: SequenceInfo | None = None
+    shard: SequenceShard | None = None
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from farandole.comm.compression import compression_named
 from farandole.data.wording import counted, size
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
-from farandole.parallel import tensor
+from farandole.parallel import context, expert, tensor
 from farandole.parallel.axes import Layouts, Position, hosts_of
 from farandole.parallel.engine import Engine
 from farandole.parallel.initial_values import Initialise, broadcast_from_first, is_deferred
@@ -38,7 +38,7 @@ from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
 
 _log = logging.getLogger(__name__)
 
-APPLIED = (tensor.apply,)
+APPLIED = (expert.apply, tensor.apply, context.apply)
 """The axes that transform a model, in the order in which they are applied."""
 
 
@@ -154,8 +154,8 @@ def _check_whole(model: nn.Module, plan: Plan) -> None:
 
 
 def _share_generators(position: Position) -> None:
-    """Give ranks that compute a layer together the same state of torch's random number generator."""
-    comm = position.comm(*MODEL_AXES)
+    """Give ranks that compute a layer together the same state of torch's random number generator, for dropout."""
+    comm = position.comm("tensor")
     if comm is None:
         return
     state = torch.get_rng_state()

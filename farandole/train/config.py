@@ -126,6 +126,9 @@ class PlanSection(_Section):
     data: CountOrZero = 0
     tensor: Count = 1
     sequence: bool = False
+    context: Count = 1
+    ring: CountOrZero = 0
+    expert: Count = 1
     zero: int = 0
     hybrid: bool = False
     precision: Literal["auto", Precision] = "auto"
@@ -144,13 +147,13 @@ class PlanSection(_Section):
     @property
     def ranks_per_sample(self) -> int:
         """Return the number of ranks that process the same samples together."""
-        return self.tensor
+        return self.context * self.tensor
 
     def plan(self, precision: Precision) -> Plan:
         """Return the plan with the given precision in place of "auto".  Raises `PlanError`."""
         values = {name: value for name, value in self.model_dump().items() if not name.startswith("lora_")}
         values |= {"precision": precision, "lora": self.lora()}
-        for name in ("data", "activation_bytes"):  # TOML has no None
+        for name in ("data", "ring", "activation_bytes"):  # TOML has no None
             values[name] = values[name] or None
         return Plan(**values)
 

@@ -2,175 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import farandole
-from farandole.mesh import Mesh
-from farandole.models.bert import BERTConfig, build_bert
-from farandole.models.deepseek import DeepSeekConfig, LatentAttention, build_deepseek
-from farandole.models.gpt import GPTConfig, build_gpt
-from farandole.models.gptj import GPTJConfig, build_gptj
-from farandole.models.layers import SelfAttention
-from farandole.models.llama import LlamaConfig, build_llama
-from farandole.models.mixtral import MixtralConfig, build_mixtral
-from farandole.models.rotary import Rotary
-from farandole.models.t5 import T5Config, build_t5
-from farandole.parallel import tensor
-from farandole.parallel.axes import Layouts, Position, own_part
-from farandole.parallel.lora import add_lora
 from farandole.plan import LoRA, Plan, PlanError
-
-WORDS, STEPS = 29, 2
-
-DEEPSEEK = DeepSeekConfig(
-    WORDS, layers=2, heads=4, width=16, inner=24, rotary=Rotary(4), query_rank=8, kv_rank=8, plain_width=4,
-    value_width=6, experts=4, expert_inner=10, top=2, dense=1, groups=2, top_groups=1, predicted=1,
-)  # fmt: skip
-
-MODELS = {
-    "gpt": partial(build_gpt, GPTConfig(WORDS, 16, 2, 4, 16, positions="learned")),
-    "llama": partial(
-        build_llama,
-        LlamaConfig(WORDS, 2, 8, 32, 30, kv_heads=2, qk_norm=True, attention_bias=True, tied=True),
-    ),
-    "uneven": partial(build_llama, LlamaConfig(WORDS, 2, 6, 24, 31, kv_heads=3, out_bias=True)),
-    "gptj": partial(build_gptj, GPTJConfig(WORDS, 2, 4, 16, rotary=2)),
-    "mixtral": partial(build_mixtral, MixtralConfig(WORDS, 2, 4, 16, 20, kv_heads=2, experts=4, top=2)),
-    "deepseek": partial(build_deepseek, DEEPSEEK),
-    "bert": partial(build_bert, BERTConfig(WORDS, 16, 2, 4, 16)),
-    "t5": partial(build_t5, T5Config(WORDS, 1, 1, 4, 16, 4, 24, dropout=0.0)),
-}
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a rank found: losses, gradient norms, logits, its parameters, and their parts of complete tensors."""
-
-    losses: list[float]
-    norms: list[float]
-    logits: Tensor
-    weights: dict[str, Tensor]
-    wrong: list[str]
-
-
-def _inputs(name: str, step: int, replica: int) -> tuple[Any, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + replica)
-    tokens = torch.randint(1, WORDS, (2, 9), generator=generator)
-    targets = torch.randint(0, WORDS, (2, 9), generator=generator)
-    targets[0, :3] = -1
-    return ((tokens, tokens.flip(1)) if name == "t5" else tokens), targets
-
-
-def _build(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    model: nn.Module = MODELS[name]()
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model
-
-
-def _train(rank: int, size: int, name: str, plan: Plan, replicas: int = 0, dropout: float = 0.0) -> Result:
-    model = _build(name)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = dropout
-        elif isinstance(module, SelfAttention | LatentAttention):
-            module.dropout = dropout
-    torch.manual_seed(7 + rank)
-    engine = farandole.parallelize(model, plan)
-    names = {parameter: key for key, parameter in model.named_parameters()}
-    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.5))
-    replica = engine.mesh.of_rank(rank)[0].data
-    mine = [replica] if size > 1 or not replicas else list(range(replicas))
-    losses, norms = [], []
-    for step in range(STEPS):
-        batches = [_inputs(name, step, each) for each in mine]
-        losses.append(
-            engine.forward_backward(
-                batches, lambda output, _: output, lambda batch: {"inputs": batch[0], "targets": batch[1]}
-            ).loss
-        )
-        norms.append(engine.clip(0.3))
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.model.eval()
-    with torch.no_grad(), engine.whole():
-        logits = engine(_inputs(name, 0, 0)[0])
-    weights = {names[p]: value.detach().clone() for p, value in engine.whole_parameters()}
-    engine.close()
-    return Result(losses, norms, logits, weights, [])
-
-
-def _compare(results: list[Result], alone: Result, name: str, plan: Plan, size: int) -> None:
-
-    mesh = Mesh.box(size, factors=None, **plan.sizes(size))
-    for rank, found in enumerate(results):
-        assert found.losses == pytest.approx(alone.losses, rel=1e-5)
-        assert found.norms == pytest.approx(alone.norms, rel=1e-4)
-        torch.testing.assert_close(found.logits, alone.logits, rtol=1e-4, atol=1e-5)
-        model = _build(name)
-        if plan.lora is not None:
-            add_lora(model, plan.lora)
-        layouts, cell = Layouts(model), mesh.of_rank(rank)[0]
-        tensor.apply(model, Position(mesh, cell), plan, layouts)
-        for key, value in alone.weights.items():
-            torch.testing.assert_close(
-                found.weights[key],
-                own_part(value, layouts[key], mesh, cell),
-                rtol=1e-4,
-                atol=1e-5,
-                msg=lambda m, k=key: f"{k}: {m}",
-            )
+from tests.parallel.plans import MODELS, build, compare, train
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_width_trains_as_one_process(ranks: Any, name: str, size: int) -> None:
+def test_every_widthtrains_as_one_process(ranks: Any, name: str, size: int) -> None:
     width = 3 if name == "uneven" and size == 4 else size
     plan = Plan(tensor=width)
-    alone = ranks(1).run(_train, name, Plan())[0]
-    _compare(ranks(width).run(_train, name, plan), alone, name, plan, width)
+    alone = ranks(1).run(train, name, Plan())[0]
+    compare(ranks(width).run(train, name, plan), alone, name, plan, width)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_data_and_tensor_parallelism_train_as_one_process(ranks: Any, zero: int) -> None:
+def test_data_and_tensor_parallelismtrain_as_one_process(ranks: Any, zero: int) -> None:
     plan = Plan(tensor=2, zero=zero)
-    alone = ranks(1).run(_train, "llama", Plan(), 2)[0]
-    _compare(ranks(4).run(_train, "llama", plan), alone, "llama", plan, 4)
+    alone = ranks(1).run(train, "llama", Plan(), 2)[0]
+    compare(ranks(4).run(train, "llama", plan), alone, "llama", plan, 4)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "uneven", "gptj", "mixtral", "deepseek"])
-def test_sequence_parallelism_trains_as_one_process(ranks: Any, name: str) -> None:
-    alone = ranks(1).run(_train, name, Plan())[0]
+def test_sequence_parallelismtrains_as_one_process(ranks: Any, name: str) -> None:
+    alone = ranks(1).run(train, name, Plan())[0]
     for size in (2, 3) if name == "uneven" else (2, 4):  # 18 tokens: 4 ranks have 5, 5, 4 and 4
         plan = Plan(tensor=size, sequence=True)
-        _compare(ranks(size).run(_train, name, plan), alone, name, plan, size)
+        compare(ranks(size).run(train, name, plan), alone, name, plan, size)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", ["gpt", "llama", "deepseek"])
 def test_dropout_does_not_depend_on_the_width(ranks: Any, name: str, sequence: bool) -> None:
-    alone = ranks(1).run(_train, name, Plan(), 0, 0.2)[0]
+    alone = ranks(1).run(train, name, Plan(), 0, 0.2)[0]
     for size in (2, 4):
         plan = Plan(tensor=size, sequence=sequence)
-        _compare(ranks(size).run(_train, name, plan, 0, 0.2), alone, name, plan, size)
+        compare(ranks(size).run(train, name, plan, 0, 0.2), alone, name, plan, size)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_adapters_are_sharded_like_their_layers(ranks: Any, zero: int, sequence: bool) -> None:
     lora = LoRA(4, 8.0, dropout=0.1, bias="all")
-    alone = ranks(1).run(_train, "llama", Plan(lora=lora))[0]
+    alone = ranks(1).run(train, "llama", Plan(lora=lora))[0]
     for size in (2, 4):
         plan = Plan(tensor=size, zero=zero, lora=lora, sequence=sequence)
-        _compare(ranks(size).run(_train, "llama", plan), alone, "llama", plan, size)
+        compare(ranks(size).run(train, "llama", plan), alone, "llama", plan, size)
 
 
 @pytest.mark.parametrize("recompute", ["block", "selective", "attention"])
@@ -178,12 +60,12 @@ def test_recomputation_repeats_the_collectives(ranks: Any, recompute: Any) -> No
     plan = Plan(tensor=2, sequence=True, recompute=recompute)
     if recompute == "attention":
         plan = Plan(tensor=2, recompute="block")
-    alone = ranks(1).run(_train, "gpt", Plan(), 0, 0.2)[0]
-    _compare(ranks(2).run(_train, "gpt", plan, 0, 0.2), alone, "gpt", plan, 2)
+    alone = ranks(1).run(train, "gpt", Plan(), 0, 0.2)[0]
+    compare(ranks(2).run(train, "gpt", plan, 0, 0.2), alone, "gpt", plan, 2)
 
 
 def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
-    model = nn.Linear(3, 3) if name == "linear" else _build(name)
+    model = nn.Linear(3, 3) if name == "linear" else build(name)
     with pytest.raises(PlanError) as error:
         farandole.parallelize(model, plan)
     return str(error.value)

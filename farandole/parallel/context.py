@@ -1,0 +1,493 @@
+"""Context parallelism: the ranks of an axis share each sequence, and attend to each other's keys and values.
+
+Everything but attention processes each position separately.  For attention, the ranks form a grid, ring x heads:
+
+- *Heads* (Jacobs et al., 2023, "DeepSpeed Ulysses"): an all-to-all turns a part of the positions of all heads into all
+  positions of a part of the heads, and another one turns the result back.
+- *Ring* (Liu et al., 2023, "Ring Attention with Blockwise Transformers"): keys and values circulate, and each rank adds the
+  attention of its queries to the keys that it holds at the moment.  The next keys arrive during the computation.
+
+The number of heads limits the first method, so the second is used for the rest.  With causal attention, late positions
+have more work: the sequence is cut into 2 R parts for a ring of R ranks, and rank r has the parts r and 2 R - 1 - r, so that
+all ranks have the same work.  Parts of keys that no query sees are skipped.
+
+A partial result is the attention output over some keys with the logarithm of its denominator.  Two of them add up:
+
+    l = log(e^l1 + e^l2)        o = o1 e^(l1 - l) + o2 e^(l2 - l)
+
+In the backward pass, the gradients of keys and values circulate with them until they are back on their rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farandole.comm.communicator import Communicator
+from farandole.layout import chunk
+from farandole.memory.call_wrappers import wrap_calls
+from farandole.models.deepseek import LatentAttention
+from farandole.models.layers import SelfAttention
+from farandole.models.sequence import SequenceInfo, SequenceShard, Transformer
+from farandole.parallel.axes import Layouts, Position
+from farandole.plan import Plan, PlanError
+
+AXIS = "context"
+
+SCORES_BYTES = 16 << 20
+"""The size of the attention scores that are computed at a time, in bytes."""
+
+
+def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> None:
+    """Let the ranks of the context axis share the sequences of a decoder-only `Transformer`.
+
+    Raises:
+        PlanError: if the model's attention is not supported, or `plan.ring` is too small for its number of heads.
+    """
+    ranks = position.size(AXIS)
+    if ranks == 1:
+        return
+    modules = [module for module in model.modules() if isinstance(module, SelfAttention | LatentAttention)]
+    if getattr(type(model), "_plain", type(model)) is not Transformer or not modules:
+        raise PlanError(
+            f"context={ranks}: expected a decoder-only Transformer, got {type(model).__name__}; nearest plan: context=1"
+        )
+    for module in modules:
+        if module.dropout:
+            raise PlanError(
+                f"context={ranks}: attention dropout is not supported, got {module.dropout}; nearest plan: context=1, or "
+                "a model with attention_dropout=0"
+            )
+        if isinstance(module, SelfAttention) and not module.causal:
+            raise PlanError(f"context={ranks}: expected causal attention; nearest plan: context=1")
+        if module.rotary is not None and module.rotary.scaling == "dynamic":
+            raise PlanError(
+                f"context={ranks}: dynamic scaling of rotary positions depends on all positions; nearest plan: context=1"
+            )
+    heads = math.gcd(*(_shared_heads(module) for module in modules))
+    ring = plan.ring or ranks // max(n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0)
+    if heads % (ranks // ring):
+        near = [n for n in range(1, ranks + 1) if ranks % n == 0 and heads % (ranks // n) == 0]
+        raise PlanError(
+            f"context={ranks} with ring={ring}: {ranks // ring} ranks cannot divide {heads} heads; nearest plan: "
+            f"ring={min(near)}"
+        )
+    if position.comm(AXIS) is None:  # a plan that is not run
+        return
+    wrap_calls(model, _ShareSequences(Grid.of(position, ring)))
+
+
+def _shared_heads(module: SelfAttention | LatentAttention) -> int:
+    """Return the number of heads of this rank, or of its key-value heads if there are fewer."""
+    if isinstance(module, LatentAttention):
+        return module.out.in_features // module.value_width
+    return module.out.in_features // module.head_width // module.group
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks that share sequences: `ring` x `heads`, with this rank's coordinates and communicators."""
+
+    ring: int
+    heads: int
+    place: tuple[int, int]
+    all: Communicator
+    ring_comm: Communicator | None
+    heads_comm: Communicator | None
+
+    @classmethod
+    def of(cls, position: Position, ring: int) -> Grid:
+        """Return the grid of a position on the context axis."""
+        comm = position.comm(AXIS)
+        assert comm is not None
+        heads = comm.size // ring
+        row, column = divmod(comm.rank, heads)
+        return cls(
+            ring,
+            heads,
+            (row, column),
+            comm,
+            position.part_of(AXIS, range(column, comm.size, heads)),
+            position.part_of(AXIS, range(row * heads, (row + 1) * heads)),
+        )
+
+    def ring_index(self, length: int, row: int) -> Tensor:
+        """Return the places in a sequence of `length` positions that a row of the grid has."""
+        parts = [chunk(length, 2 * self.ring, part) for part in (row, 2 * self.ring - 1 - row)]
+        return torch.cat([torch.arange(start, end) for start, end in parts])
+
+    def index(self, length: int, rank: int) -> Tensor:
+        """Return the places in a sequence of `length` positions that a rank has."""
+        row, column = divmod(rank, self.heads)
+        places = self.ring_index(length, row)
+        return places[slice(*chunk(len(places), self.heads, column))]
+
+
+class _ShareSequences:
+    """Wraps the model: it computes this rank's positions, and returns the loss of these or the logits of all positions."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        inputs, info, targets = _arguments(*args, **kwargs)
+        info = info or SequenceInfo()
+        if info.cache is not None:  # generation, in which every rank computes all positions
+            return call(inputs, info, targets)
+        length, grid = inputs.shape[1], self._grid
+        if length < grid.all.size:
+            raise ValueError(
+                f"expected at least {grid.all.size} positions, one per rank on the context axis, got {length}"
+            )
+        index = grid.index(length, grid.all.rank).to(inputs.device)
+        documents = info.documents
+        attend = ContextAttention(grid, length, documents)
+        positions = info.positions_of(length, inputs.device)
+        own = replace(
+            info,
+            positions=positions[..., index],
+            documents=None if documents is None else documents[:, index],
+            shard=SequenceShard(index, documents, targets, attend),
+        )
+        output = call(inputs[:, index], own, None if targets is None else targets[:, index])
+        if targets is not None:
+            return output
+        indices = [grid.index(length, rank) for rank in range(grid.all.size)]
+        parts = _GatherPositions.apply(output, [len(each) for each in indices], grid.all)
+        back = torch.empty(length, dtype=torch.int64)
+        back[torch.cat(indices)] = torch.arange(length)
+        return parts.index_select(1, back.to(parts.device))
+
+
+def _arguments(
+    inputs: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None
+) -> tuple[Tensor, SequenceInfo | None, Tensor | None]:
+    return inputs, info, targets
+
+
+class _GatherPositions(torch.autograd.Function):
+    """Concatenates all ranks' positions; gradients are summed over the ranks, which all have the same loss.
+
+    The engine averages gradients over the context axis, so that the sum of equal gradients becomes one of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
+        ctx.lengths, ctx.comm = lengths, comm
+        parts = [own.new_empty((own.shape[0], length, *own.shape[2:])) for length in lengths]
+        comm.all_gather(parts, own.detach().contiguous())
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        parts = [part.contiguous() for part in grad_outputs[0].split(ctx.lengths, 1)]
+        own = torch.empty_like(parts[ctx.comm.rank])
+        ctx.comm.reduce_scatter(own, parts)
+        return own, None, None
+
+
+# ---- attention ----
+
+
+class ContextAttention:
+    """Attention of this rank's positions to all positions of sequences with `length` positions."""
+
+    def __init__(self, grid: Grid, length: int, documents: Tensor | None) -> None:
+        self._grid, self._length, self._documents = grid, length, documents
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Return the output for this rank's queries; see `models.attention.attention`."""
+        grid, scale = self._grid, query.shape[3] ** -0.5 if scale is None else scale
+        rows = [len(grid.ring_index(self._length, row)) for row in range(grid.ring)]
+        own = rows[grid.place[0]]
+        lengths = [end - start for start, end in (chunk(own, grid.heads, n) for n in range(grid.heads))]
+        comm = grid.heads_comm
+        if comm is not None:
+            query, key, value = (_SplitHeads.apply(each, lengths, comm) for each in (query, key, value))
+        indices = [grid.ring_index(self._length, row) for row in range(grid.ring)]
+        mask = Visibility(indices, self._documents, causal, window)
+        output: Tensor = _RingAttention.apply(query, key, value, mask, scale, grid.ring_comm, grid.place[0])
+        if comm is not None:
+            output = _JoinHeads.apply(output, lengths, comm)
+        return output
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Turns (batch, heads, own positions, width) into (batch, own heads, positions of all ranks, width)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
+        ctx.lengths, ctx.comm = lengths, comm
+        return _split_heads(x, lengths, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _join_heads(grad_outputs[0], ctx.lengths, ctx.comm), None, None
+
+
+class _JoinHeads(torch.autograd.Function):
+    """The inverse and the transpose of `_SplitHeads`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
+        ctx.lengths, ctx.comm = lengths, comm
+        return _join_heads(x, lengths, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _split_heads(grad_outputs[0], ctx.lengths, ctx.comm), None, None
+
+
+def _split_heads(x: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
+    batch, heads, _, width = x.shape
+    sent = [part.contiguous() for part in x.detach().chunk(comm.size, 1)]
+    parts = [x.new_empty((batch, heads // comm.size, length, width)) for length in lengths]
+    comm.all_to_all(parts, sent)
+    return torch.cat(parts, 2)
+
+
+def _join_heads(x: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
+    sent = [part.contiguous() for part in x.detach().split(lengths, 2)]
+    parts = [torch.empty_like(sent[comm.rank]) for _ in lengths]
+    comm.all_to_all(parts, sent)
+    return torch.cat(parts, 1)
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a query sees; `indices[r]` are the places in the sequence that rank r of the ring has, in order."""
+
+    indices: Sequence[Tensor]
+    documents: Tensor | None
+    causal: bool
+    window: int | None
+
+    def blocks(self, queries: int, keys: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Yield slices of the queries of one rank and the keys of another that see each other, and their mask."""
+        for own, there in ((a, b) for a in _runs(self.indices[queries]) for b in _runs(self.indices[keys])):
+            at, to = self.indices[queries][own], self.indices[keys][there]
+            if self.causal and at[-1] < to[0]:
+                continue
+            if self.window is not None and at[0] - to[-1] >= self.window:
+                continue
+            mask = self._mask(at, to)
+            if mask is None or bool(mask.any()):
+                yield own, there, mask
+
+    def _mask(self, at: Tensor, to: Tensor) -> Tensor | None:
+        """Return a mask (1 or batch, 1, 1, queries, keys), or None if all queries see all keys."""
+        distance, mask = at[:, None] - to, None
+        if self.causal and at[0] < to[-1]:
+            mask = distance >= 0
+        if self.window is not None:
+            near = distance < self.window if self.causal else distance.abs() < self.window
+            mask = near if mask is None else mask & near
+        mask = None if mask is None else mask[None]
+        if self.documents is not None:
+            same = self.documents[:, at, None] == self.documents[:, None, to]
+            mask = same if mask is None else mask.to(same.device) & same
+        return None if mask is None else mask[:, None, None]
+
+
+def _runs(index: Tensor) -> Iterator[slice]:
+    """Yield the slices of consecutive places."""
+    cuts = [0, *((index.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(index)]
+    yield from (slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attention of this rank's queries to the keys of all ranks of `comm`; `row` is this rank's number."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visibility: Visibility,
+        scale: float,
+        comm: Communicator | None,
+        row: int,
+    ) -> Tensor:
+        output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=_wide(query))
+        logs = query.new_full((*query.shape[:3], 1), -math.inf, dtype=_wide(query))
+        for there, (keys, values) in _circulate((key, value), visibility, comm, row):
+            for own, others, mask in visibility.blocks(row, there):
+                for part, seen in _query_parts(query, own, others, mask):
+                    _add_partial(
+                        output, logs, query, keys[:, :, others], values[:, :, others], part, seen, scale
+                    )
+        ctx.save_for_backward(query, key, value, output, logs)
+        ctx.visibility, ctx.scale, ctx.comm, ctx.row = visibility, scale, comm, row
+        return output.to(query.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, logs = ctx.saved_tensors
+        (outer,) = grad_outputs
+        delta = (outer * output).sum(-1, keepdim=True, dtype=_wide(query))
+        to_query = torch.zeros_like(query, dtype=_wide(query), memory_format=torch.contiguous_format)
+        comm, row, visibility = ctx.comm, ctx.row, ctx.visibility
+        gradients = [
+            torch.zeros_like(each, dtype=_wide(query), memory_format=torch.contiguous_format)
+            for each in (key, value)
+        ]
+        for there, (keys, values) in _circulate((key, value), visibility, comm, row):
+            for own, others, mask in visibility.blocks(row, there):
+                for part, seen in _query_parts(query, own, others, mask):
+                    _add_gradients(
+                        to_query,
+                        gradients,
+                        query,
+                        keys,
+                        values,
+                        outer,
+                        logs,
+                        delta,
+                        part,
+                        others,
+                        seen,
+                        ctx.scale,
+                    )
+            if comm is not None:
+                gradients = _pass_on(gradients, visibility, comm, there)
+        return (
+            to_query.to(query.dtype),
+            gradients[0].to(key.dtype),
+            gradients[1].to(value.dtype),
+            *(None,) * 4,
+        )
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _circulate(
+    own: Sequence[Tensor], visibility: Visibility, comm: Communicator | None, row: int
+) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Yield (rank, its keys and values) for each rank of the ring, from this rank backwards; the next ones arrive meanwhile."""
+    held = [each.detach().contiguous() for each in own]
+    if comm is None:
+        yield row, held
+        return
+    after, before = (row + 1) % comm.size, (row - 1) % comm.size
+    for step in range(comm.size):
+        there = (row - step) % comm.size
+        works, arriving = [], []
+        if step < comm.size - 1:
+            length = len(visibility.indices[(there - 1) % comm.size])
+            arriving = [each.new_empty((*each.shape[:2], length, each.shape[3])) for each in held]
+            works = [comm.isend(each, after, tag) for tag, each in enumerate(held)]
+            works += [comm.irecv(each, before, tag) for tag, each in enumerate(arriving)]
+        yield there, held
+        for work in works:
+            work.wait()
+        held = arriving
+
+
+def _pass_on(gradients: list[Tensor], visibility: Visibility, comm: Communicator, there: int) -> list[Tensor]:
+    """Send the gradients of rank `there`'s keys and values to the next rank; return those that the previous rank had."""
+    length = len(visibility.indices[(there - 1) % comm.size])
+    arriving = [each.new_empty((*each.shape[:2], length, each.shape[3])) for each in gradients]
+    works = [comm.isend(each, (comm.rank + 1) % comm.size, 2 + tag) for tag, each in enumerate(gradients)]
+    works += [comm.irecv(each, (comm.rank - 1) % comm.size, 2 + tag) for tag, each in enumerate(arriving)]
+    for work in works:
+        work.wait()
+    return arriving
+
+
+def _query_parts(
+    query: Tensor, own: slice, others: slice, mask: Tensor | None
+) -> Iterator[tuple[slice, Tensor | None]]:
+    """Yield parts of the queries with at most `SCORES_BYTES` of scores, and their masks."""
+    keys = others.stop - others.start
+    rows = max(1, SCORES_BYTES // (4 * query.shape[0] * query.shape[1] * keys))
+    for start in range(own.start, own.stop, rows):
+        part = slice(start, min(start + rows, own.stop))
+        seen = None if mask is None else mask[..., part.start - own.start : part.stop - own.start, :]
+        yield part, None if seen is None else seen.to(query.device)
+
+
+def _scores(query: Tensor, keys: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """Return the scores (batch, key-value heads, group x queries, keys)."""
+    kv_heads, queries = keys.shape[1], query.shape[2]
+    grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    scores = (grouped @ keys.transpose(2, 3)).to(_wide(query)).mul_(scale)
+    if seen is not None:
+        scores.unflatten(2, (-1, queries)).masked_fill_(~seen, -math.inf)
+    return scores
+
+
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """Return (batch, heads, queries, width) as (batch, key-value heads, group x queries, width)."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _add_partial(
+    output: Tensor,
+    logs: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    part: slice,
+    seen: Tensor | None,
+    scale: float,
+) -> None:
+    """Add the attention of some queries to some keys to `output` and `logs`, in place."""
+    heads, queries = query.shape[1], part.stop - part.start
+    scores = _scores(query[:, :, part], keys, seen, scale)
+    log = scores.logsumexp(-1, keepdim=True)
+    weights = scores.sub_(log.masked_fill(log == -math.inf, 0)).exp_()
+    partial = (weights.to(values.dtype) @ values).to(output.dtype)
+    log, partial = (each.reshape(len(query), heads, queries, -1) for each in (log, partial))
+    old, before = output[:, :, part], logs[:, :, part]
+    total = torch.logaddexp(before, log)
+    finite = total.masked_fill(total == -math.inf, 0)
+    old.mul_((before - finite).exp()).add_(partial.mul_((log - finite).exp()))
+    before.copy_(total)
+
+
+def _add_gradients(
+    to_query: Tensor,
+    gradients: Sequence[Tensor],
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    outer: Tensor,
+    logs: Tensor,
+    delta: Tensor,
+    part: slice,
+    others: slice,
+    seen: Tensor | None,
+    scale: float,
+) -> None:
+    """Add the gradients of the attention of some queries to some keys, in place.
+
+    With p = exp(score - log) and the output's gradient g:  dv = p^T g, ds = p (g v^T - sum(g o)), dq = ds k, dk = ds^T q.
+    """
+    kv_heads, kind = keys.shape[1], query.dtype
+    k, v = keys[:, :, others], values[:, :, others]
+    q, g, log, d = (_grouped(each[:, :, part], kv_heads) for each in (query, outer, logs, delta))
+    p = _scores(query[:, :, part], k, seen, scale).sub_(log).exp_()
+    gradients[1][:, :, others] += p.to(kind).transpose(2, 3) @ g
+    to_scores = (g @ v.transpose(2, 3)).to(p.dtype).sub_(d).mul_(p).mul_(scale).to(kind)
+    gradients[0][:, :, others] += to_scores.transpose(2, 3) @ q
+    to_query[:, :, part] += (to_scores @ k).reshape(to_query[:, :, part].shape)
