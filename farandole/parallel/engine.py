@@ -598,7 +598,7 @@ class Engine:
         """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         values = {
-            names[id(p)]: self._complete(names[id(p)], value).cpu()
+            names[id(p)]: self.complete(names[id(p)], value).cpu()
             for p, value in self.whole_parameters()
             if p.requires_grad
         }
@@ -607,7 +607,7 @@ class Engine:
             if self.comm.rank == 0:
                 save_adapter(self.model, path, base_model, values)
 
-    def _complete(self, name: str, value: Tensor) -> Tensor:
+    def complete(self, name: str, value: Tensor) -> Tensor:
         """Return the complete tensor of which the mesh's cells have parts.  This is a collective call."""
         layout = self.layouts[name]
         if not layout.shards:
