@@ -93,6 +93,7 @@ def code_of(path: Path) -> str:
 def pictures() -> list[Picture]:
     """Return all pictures in the documentation."""
     from benchmarks import compression, parameter_server, picture
+    from docs.pictures import axes
 
     found = []
     for data in sorted(DATA.glob("*.json")):
@@ -116,6 +117,12 @@ def pictures() -> list[Picture]:
         ),
         Picture(here / "plans.png", (ROOT / "farandole/bench/plan_picture.py", Path(__file__)), draw_plans),
         Picture(here / "packages.png", (Path(__file__), ROOT / "tests/test_imports.py"), draw_packages),
+        *(
+            Picture(here / f"{name}.png", (here / "axes.py", ROOT / f"farandole/parallel/{name}.py"), draw)
+            for name, draw in (
+                ("tensor", axes.draw_tensor), ("context", axes.draw_context), ("expert", axes.draw_expert),
+            )
+        ),
     ]  # fmt: skip
     return found
 

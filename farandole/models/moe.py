@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.models.layers import gated
 
@@ -94,7 +95,7 @@ class GroupedRouter(nn.Module):
                 biased = grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(-2)
             experts = biased.topk(self.top, -1).indices
             if self.training:
-                self.load += torch.bincount(experts.flatten(), minlength=len(self.load))
+                self.load += load_of(experts, len(self.load))
         weights = scores.gather(-1, experts)
         if self.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -109,6 +110,22 @@ class GroupedRouter(nn.Module):
         """
         self.bias += speed * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
+
+
+def load_of(experts: Tensor, count: int) -> Tensor:
+    """Return the number of times that each of `count` experts occurs, as int64 of shape (count)."""
+    if isinstance(experts, FakeTensor):
+        return experts.new_empty(count)
+    return torch.bincount(experts.flatten(), minlength=count)
+
+
+def as_sizes(counts: Tensor, total: int) -> list[int]:
+    """Return `counts` as numbers; in a dry run, which has no values, share `total` equally."""
+    if isinstance(counts, FakeTensor):
+        least, more = divmod(total, len(counts))
+        return [least + (number < more) for number in range(len(counts))]
+    sizes: list[int] = counts.tolist()
+    return sizes
 
 
 Products = Callable[[Tensor, Tensor], Tensor]
@@ -149,7 +166,7 @@ class Experts(nn.Module):
         top = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
         tokens = order // top
-        counts = torch.bincount(experts.flatten(), minlength=self.count)
+        counts = load_of(experts, self.count)
         inputs = x.index_select(0, tokens)
         products = self._products
         outputs = (
@@ -164,7 +181,7 @@ class Experts(nn.Module):
             ends = counts.cumsum(0).int()
             inner = F.grouped_mm(inputs, self.gate_up.transpose(1, 2), offs=ends)
             return F.grouped_mm(gated(inner, self.activation), self.down.transpose(1, 2), offs=ends)
-        parts = inputs.split(counts.tolist())
+        parts = inputs.split(as_sizes(counts, len(inputs)))
         outputs = [
             F.linear(gated(F.linear(part, up), self.activation), down)
             for part, up, down in zip(parts, self.gate_up, self.down, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,15 @@ from farandole.mesh import Cell, Groups, Mesh
 
 @dataclass(frozen=True)
 class Position:
-    """A cell of the mesh, and the communicators of its rank; `groups` is None for a plan that is not run."""
+    """A cell of the mesh, and the communicators of its rank.
+
+    `groups` is None for a plan that is not run.  In a dry run, collectives append the bytes that a rank sends to `sent`.
+    """
 
     mesh: Mesh
     cell: Cell
     groups: Groups | None = None
+    sent: list[float] | None = None
     _subgroups: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict, compare=False)
 
     def size(self, axis: str) -> int:
@@ -38,7 +43,12 @@ class Position:
 
     def comm(self, *axes: str) -> Communicator | None:
         """Return the communicator of the ranks along these axes; None for a single rank."""
-        return None if self.groups is None else self.groups.of(self.cell, *axes).comm
+        if self.groups is not None:
+            return self.groups.of(self.cell, *axes).comm
+        peers = self.mesh.peers(self.cell, *axes)
+        if self.sent is None or len(peers) == 1:
+            return None
+        return cast(Communicator, DryRun(len(peers), peers.index(self.cell), self.sent))
 
     def part_of(self, axis: str, coordinates: Sequence[int]) -> Communicator | None:
         """Return the communicator of some coordinates on an axis, which include this rank's."""
@@ -53,6 +63,40 @@ class Position:
 def hosts_of(comm: Communicator) -> list[object]:
     """Return the host of each rank.  This is a collective call."""
     return comm.all_gather_object(endpoint.host_identity())
+
+
+class DryRun:
+    """Replaces a communicator of `size` ranks in a dry run: it transfers nothing, and counts the bytes that a rank would send.
+
+    A ring sends (size - 1) / size of a tensor in a reduce-scatter or an all-gather, and twice as much in an all-reduce.
+    """
+
+    def __init__(self, size: int, rank: int, sent: list[float]) -> None:
+        self.size, self.rank, self._sent = size, rank, sent
+
+    def create_group(self, members: Sequence[int]) -> DryRun:
+        """Return a communicator of some of the ranks."""
+        return DryRun(len(members), list(members).index(self.rank), self._sent)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, output: Tensor | None = None) -> None:
+        """Count an all-reduce."""
+        self._count(2 * (self.size - 1) / self.size, tensor)
+
+    def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
+        """Count an all-gather."""
+        self._count(self.size - 1, input)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor]) -> None:
+        """Count a reduce-scatter."""
+        self._count(self.size - 1, output)
+
+    def all_to_all(self, output: Sequence[Tensor], input: Sequence[Tensor]) -> None:
+        """Count an all-to-all."""
+        for number, part in enumerate(input):
+            self._count(float(number != self.rank), part)
+
+    def _count(self, times: float, tensor: Tensor) -> None:
+        self._sent.append(times * tensor.nbytes)
 
 
 class Layouts(dict[str, Layout]):

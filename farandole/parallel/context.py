@@ -77,7 +77,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             f"context={ranks} with ring={ring}: {ranks // ring} ranks cannot divide {heads} heads; nearest plan: "
             f"ring={min(near)}"
         )
-    if position.comm(AXIS) is None:  # a plan that is not run
+    if position.groups is None:  # a plan that is not run
         return
     wrap_calls(model, _ShareSequences(Grid.of(position, ring)))
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.comm.communicator import Communicator
 from farandole.layout import Shard, chunk
-from farandole.models.moe import Experts, Products
+from farandole.models.moe import Experts, Products, as_sizes
 from farandole.parallel.axes import Layouts, Position
 from farandole.plan import Plan, PlanError
 
@@ -63,6 +64,11 @@ class ExpertExchange:
     def __call__(self, rows: Tensor, counts: Tensor, products: Products) -> Tensor:
         """Return the outputs (rows, width) for rows that are sorted by expert, of which expert e has `counts[e]`."""
         comm, (first, end) = self._comm, self._ranges[self._comm.rank]
+        if isinstance(rows, FakeTensor):  # a dry run, in which all experts have the same load
+            sizes = as_sizes(rows.new_empty(comm.size), len(rows))
+            inputs = _Exchange.apply(rows, sizes, sizes, comm)
+            found: Tensor = _Exchange.apply(products(inputs, counts[first:end]), sizes, sizes, comm)
+            return found
         every = counts.new_empty((comm.size, self._experts))
         comm.all_gather(every, counts.contiguous())
         every = every.cpu()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from farandole.mesh import Mesh
+from farandole.mesh import Mesh, ranks_of
+from farandole.plan import MODEL_AXES
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
@@ -36,6 +37,14 @@ def first_of(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple | list) else batch
 
 
+def _computing_together(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that communicate in forward passes."""
+    axes = [axis for axis in MODEL_AXES if mesh.width(axis) > 1]
+    if not axes:
+        return []
+    return sorted({ranks_of(mesh.peers(cell, *axes)) for cell in mesh.cells})
+
+
 class GlobalMean:
     """Runs micro-batches for `engine`, and computes means over the ranks of `mesh`."""
 
@@ -44,6 +53,7 @@ class GlobalMean:
         self._losses = mesh.losses
         # ranks with the same samples and tokens have the same loss, which is counted once
         self._counts = mesh.has_own_loss(self._comm.rank)
+        self._together = _computing_together(mesh)
         self.expected: float | None = None
         """The total count of the last step; None before the first step."""
 
@@ -90,12 +100,24 @@ class GlobalMean:
         return self._mean(sums, counts).loss
 
     def _most(self, mine: int) -> int:
-        """Return the maximum number of micro-batches on any rank."""
+        """Return the maximum number of micro-batches on any rank.
+
+        Raises:
+            ValueError: on all ranks, if ranks that compute a layer together have different numbers of micro-batches.
+        """
         if self._comm.size == 1:
             return mine
-        number = torch.tensor(mine)
-        self._comm.all_reduce(number, "max")
-        return int(number)
+        numbers = torch.empty(self._comm.size, dtype=torch.int64)
+        self._comm.all_gather(numbers, torch.tensor([mine]))
+        counts: list[int] = numbers.tolist()
+        for ranks in self._together:
+            if len({counts[rank] for rank in ranks}) > 1:
+                found = ", ".join(f"{counts[rank]} on rank {rank}" for rank in ranks)
+                raise ValueError(
+                    "expected the same number of micro-batches on ranks that share layers, sequences or experts, got "
+                    f"{found}"
+                )
+        return max(counts)
 
     def _run(
         self, batches: Sequence[Any], number: int, loss: Loss, inputs: Callable[[Any], Any]

@@ -87,6 +87,8 @@ def estimate_workload(
 ) -> Estimate:
     """Like `estimate`, for a `Workload`.  `traced` is its trace under this plan, if available."""
     _check(plan, machine)
+    if workload.mesh is None:
+        workload = workload.split(plan, ranks, machine.hosts)
     state = state_bytes(workload, plan, ranks, machine)
     traced = traced or workload.trace(plan)
     process = machine.process + machine.libraries * machine.hosts // ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from farandole.data.wording import counted, size
-from farandole.plan import Plan
+from farandole.plan import MODEL_AXES, Plan
 from farandole.planner.estimate import Estimate, estimate_workload
 from farandole.planner.trace import Trace
 from farandole.planner.workload import Machine, Workload
@@ -19,12 +19,23 @@ def estimates_of(
     workload: Workload, ranks: int, machine: Machine, plans: Iterable[Plan]
 ) -> Iterator[Estimate]:
     """Yield the estimates of `plans` in order; plans with equal passes are traced once."""
-    traces: dict[tuple[str, str, int | None], Trace] = {}
+    parts: dict[tuple[object, ...], Workload] = {}
+    traces: dict[tuple[object, ...], Trace] = {}
     for plan in plans:
-        key = (plan.recompute, plan.precision, plan.activation_bytes)
+        axes = (
+            plan.data,
+            plan.sequence,
+            plan.ring,
+            plan.hybrid,
+            *(getattr(plan, axis) for axis in MODEL_AXES),
+        )
+        if axes not in parts:
+            parts[axes] = workload.split(plan, ranks, machine.hosts)
+        part = parts[axes]
+        key = (id(part), plan.recompute, plan.precision, plan.activation_bytes)
         if key not in traces:
-            traces[key] = workload.trace(plan)
-        yield estimate_workload(workload, plan, ranks, machine, traces[key])
+            traces[key] = part.trace(plan)
+        yield estimate_workload(part, plan, ranks, machine, traces[key])
 
 
 def plan_candidates(

@@ -36,6 +36,7 @@ def step_time(
     # no computation overlaps the reduction of the last bucket
     last = _reduced(state.sharding.trained[-1:]) if machine.overlap else 0.0
     communication = max(last / machine.bandwidth, sent / machine.bandwidth - hidden)
+    communication += workload.micro_batches * sum(workload.sent or ()) / machine.bandwidth
     communication += _gathered(workload, plan, ranks, state, machine) / machine.bandwidth
     # the norm reads gradients, clipping reads and writes them; each state and weight is read and written
     update = state.updated * (1 + 2 + 1 + 2 * (workload.states + 1)) / machine.stream

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from farandole.layout import Layout
 from farandole.memory.disk import Bandwidth
 from farandole.memory.recompute import apply_recompute
 from farandole.mesh import Mesh
+from farandole.parallel.axes import Layouts, Position
+from farandole.parallel.parallelize import APPLIED
 from farandole.parallel.precision import TYPES
-from farandole.plan import Plan
+from farandole.parallel.sharding import box_mesh
+from farandole.plan import MODEL_AXES, Plan
 from farandole.planner.trace import Trace, trace
 
 PROCESS_BYTES = 225 << 20
@@ -81,6 +87,7 @@ class Workload:
         checkpoints: whether copies of weights and states are kept in host memory (`farandole train`).
         block_by_block: whether the model is created block by block, never in full (`parallelize` of a model on the meta
             device).
+        sent: the bytes that the rank sends in collectives of the model, which `trace` fills.
         mesh, layouts, rank: if ranks have different parts of a model, the mesh, the layouts, and the rank that has
             `model`.  By default, ranks differ only in their samples.
     """
@@ -95,9 +102,33 @@ class Workload:
     mesh: Mesh | None = None
     layouts: Mapping[str, Layout] | None = None
     rank: int = 0
+    sent: list[float] | None = None
+
+    def split(self, plan: Plan, ranks: int, hosts: int = 1) -> Workload:
+        """Return the workload of rank 0, with its shards of the model, if the plan has axes that split the model.
+
+        A sequence that `plan.context` ranks share is traced as a shorter sequence, without the exchange of keys.
+
+        Raises:
+            PlanError: if the plan is invalid for the model or the number of ranks.
+        """
+        sizes = plan.sizes(ranks)
+        if all(sizes[axis] == 1 for axis in MODEL_AXES):
+            return self
+        names = [str(rank * hosts // ranks) for rank in range(ranks)]
+        mesh = box_mesh(ranks, names, hybrid=plan.hybrid, **sizes)
+        model = _without_values(self.model)
+        layouts, sent = Layouts(model), list[float]()
+        position = Position(mesh, mesh.of_rank(0)[0], sent=sent)
+        for apply in APPLIED:
+            apply(model, position, plan, layouts)
+        example = tree_map_only(Tensor, partial(_shortened, ranks=plan.context), self.example)
+        return replace(self, model=model, mesh=mesh, layouts=layouts, example=example, sent=sent)
 
     def trace(self, plan: Plan) -> Trace:
         """Trace a forward and backward pass with the recomputation of `plan`, then switch recomputation off."""
+        if self.sent is not None:
+            self.sent.clear()
         needs_example = plan.recompute in ("selective", "attention", "auto")
         dtype = weight_type(plan)
         try:
@@ -118,6 +149,20 @@ class Workload:
             )
         finally:
             apply_recompute(self.model, "none")
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device."""
+    twins: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    twins |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, twins)
+
+
+def _shortened(tensor: Tensor, ranks: int) -> Tensor:
+    """Return the positions of (batch, positions) that one of several ranks has."""
+    return tensor[:, : -(-tensor.shape[1] // ranks)] if ranks > 1 and tensor.dim() == 2 else tensor
 
 
 def weight_type(plan: Plan) -> torch.dtype | None:

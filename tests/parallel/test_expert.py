@@ -8,7 +8,7 @@ import pytest
 
 import farandole
 from farandole.plan import Plan, PlanError
-from tests.parallel.plans import build, compare, train
+from tests.parallel.plans import build, compare, inputs_of, train
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
@@ -35,3 +35,19 @@ def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
 def test_models_without_enough_experts_are_refused(ranks: Any) -> None:
     assert "has no mixture of experts" in ranks(2).run(_refused, "gpt", Plan(expert=2))[0]
     assert "has 4 experts; nearest plan: expert=4" in ranks(5).run(_refused, "mixtral", Plan(expert=5))[0]
+
+
+def _uneven(rank: int, size: int) -> str:
+    engine = farandole.parallelize(build("mixtral"), Plan(expert=2))
+    batches = [inputs_of("mixtral", 0, number) for number in range(1 + rank)]
+    with pytest.raises(ValueError, match="same number of micro-batches") as error:
+        engine.forward_backward(
+            batches, lambda output, _: output, lambda batch: {"inputs": batch[0], "targets": batch[1]}
+        )
+    engine.close()
+    return str(error.value)
+
+
+def test_different_numbers_of_micro_batches_are_refused(ranks: Any) -> None:
+    for message in ranks(2).run(_uneven):
+        assert message.endswith("got 1 on rank 0, 2 on rank 1")
