@@ -136,7 +136,7 @@ class Layout:
             copies = min(part.copies, width)
             if width % copies:
                 raise LayoutError(
-                    f"{self.name}: expected {axis} to be a multiple of {copies} copies, got {width}"
+                    f"{self.name}: expected {axis} to be a multiple of {copies} (the number of copies), got {width}"
                 )
             start, stop = chunk(part.size, width // copies, place // copies, part.unit)
             yield (*box[:dim], (at + start, at + stop), *box[dim + 1 :])

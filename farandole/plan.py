@@ -45,7 +45,7 @@ class Place:
             return cls("host")
         if kind == "disk" and folder:
             return cls("disk", folder)
-        raise PlanError(f"{text!r}: 'none', 'host' or 'disk:FOLDER'")
+        raise PlanError(f"{text!r}: expected 'none', 'host' or 'disk:FOLDER'")
 
 
 ALL_LINEAR = "all-linear"
@@ -94,24 +94,22 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int):
-            raise TypeError(f"LoRA rank={self.rank!r}: an integer, 1 or more, is needed")
+            raise TypeError(f"LoRA rank={self.rank!r}: expected an integer of at least 1")
         for name, number in (("alpha", self.alpha), ("dropout", self.dropout)):
             if isinstance(number, bool) or not isinstance(number, int | float):
-                raise TypeError(f"LoRA {name}={number!r}: a number is needed")
+                raise TypeError(f"LoRA {name}={number!r}: expected a number")
         if self.rank < 1:
-            raise ValueError(f"LoRA rank={self.rank}: it must be 1 or more")
+            raise ValueError(f"LoRA rank={self.rank}: expected at least 1")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ValueError(
-                f"LoRA alpha={self.alpha}: it must be a number above 0; twice the rank is common"
+                f"LoRA alpha={self.alpha}: expected a number above 0; a common value is twice the rank"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"LoRA dropout={self.dropout}: it must be at least 0 and less than 1")
+            raise ValueError(f"LoRA dropout={self.dropout}: expected at least 0 and less than 1")
         if self.bias not in get_args(Bias):
-            raise ValueError(f"LoRA bias={self.bias!r}: it must be one of {', '.join(get_args(Bias))}")
+            raise ValueError(f"LoRA bias={self.bias!r}: expected one of {', '.join(get_args(Bias))}")
         if self.base is not None and self.base not in get_args(Base):
-            raise ValueError(
-                f"LoRA base={self.base!r}: it must be None or one of {', '.join(get_args(Base))}"
-            )
+            raise ValueError(f"LoRA base={self.base!r}: expected None or one of {', '.join(get_args(Base))}")
         if not as_patterns("targets", self.targets):
             raise ValueError(
                 f"LoRA targets={self.targets!r} names no layer; {ALL_LINEAR!r} means every nn.Linear"
@@ -129,9 +127,11 @@ def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Patter
     several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     for pattern in several:
         if not isinstance(pattern, str | re.Pattern):
-            raise TypeError(f"LoRA {option}: {pattern!r} is neither a name, a glob nor a regular expression")
+            raise TypeError(
+                f"LoRA {option}: expected a name, a glob or a regular expression, got {pattern!r}"
+            )
         if pattern == "":
-            raise ValueError(f"LoRA {option}: an empty name")
+            raise ValueError(f"LoRA {option}: expected a name, got an empty string")
     return several
 
 
@@ -209,7 +209,7 @@ class Plan:
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: the stages are 0, 1, 2 and 3")
         if self.hybrid and not self.zero:
-            raise PlanError("hybrid=True with zero=0: nothing is divided; nearest plan: zero=1")
+            raise PlanError("hybrid=True with zero=0: there are no states to shard; nearest plan: zero=1")
         _one_of("precision", self.precision, get_args(Precision))
         _one_of("rounding", self.rounding, get_args(Rounding))
         _one_of("recompute", self.recompute, get_args(Recompute))
@@ -245,7 +245,7 @@ class Plan:
                 "lora with precision='fp8': adapted layers do not multiply 8-bit floats; nearest plan: precision='bf16'"
             )
         if self.activation_bytes is not None and self.activation_bytes < 1:
-            raise PlanError(f"activation_bytes={self.activation_bytes}: 1 byte or more")
+            raise PlanError(f"activation_bytes={self.activation_bytes}: expected at least 1")
         self._check_places()
 
     def _check_places(self) -> None:
@@ -266,7 +266,7 @@ class Plan:
         least = 2 if self.offloaded == "gradients" else 3
         if self.zero < least:
             raise PlanError(
-                f"offloaded={self.offloaded!r} with zero={self.zero}: ranks offload only what they divide; nearest "
+                f"offloaded={self.offloaded!r} with zero={self.zero}: ranks offload only sharded states; nearest "
                 f"plan: zero={least}"
             )
 
@@ -302,4 +302,4 @@ class Plan:
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise PlanError(f"{name}={value!r}: one of {', '.join(allowed)}")
+        raise PlanError(f"{name}={value!r}: expected one of {', '.join(allowed)}")

@@ -21,15 +21,19 @@ from farandole.launch.control_groups import available_memory
 from farandole.launch.local import launch
 from farandole.memory.offload_store import measure_bandwidth
 from farandole.plan import Offloaded, Plan, PlanError, Precision, Recompute, Rounding
-from farandole.planner import Estimate, Machine, Workload, estimate_workload, plan_candidates
-from farandole.train.config import TrainConfig, load_config
+from farandole.planner import Estimate, Machine, Workload, estimate_workload
+from farandole.planner.search import estimates_of, in_order
+from farandole.train.config import ConfigError, TrainConfig, load_config
 from farandole.train.memory import workload_of
 from farandole.train.precision import bf16_unit
 from farandole.train.start import default_ranks, read_request
 
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")
 
-_FIELDS = ("zero", "hybrid", "recompute", "offload", "offloaded", "precision", "rounding", "swap")
+_AXES = ("tensor", "sequence", "context", "expert")
+"""The fields of a plan that split the model or the samples, and with them the micro-batches of a rank."""
+
+_FIELDS = ("zero", "hybrid", "recompute", "offload", "offloaded", "precision", "rounding", "swap", *_AXES)
 """The fields of a plan that the command chooses."""
 
 _KNOWN: dict[str, Sequence[str]] = {
@@ -113,7 +117,6 @@ def plan(setup: PlanSetup) -> Planned:
             f"--nodes {setup.nodes} requires --bandwidth, the bandwidth between hosts in bytes per second"
         )
     choices = _given(setup, config, request.overrides)
-    workload = workload_of(config, ranks)
     machine = _machine(setup, ranks)
     axes: dict[str, Sequence[Any]] = {
         "zero": range(4),
@@ -121,13 +124,16 @@ def plan(setup: PlanSetup) -> Planned:
         "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
         "precision": [_precision(config, machine)],
     }
-    machine, estimates = _estimates(workload, ranks, machine, axes | choices)
-    for further in _RESORTS if machine.host else _ACCELERATORS_RESORTS:
+    machine, estimates = _estimates(config, ranks, machine, axes | choices)
+    split: dict[str, Sequence[Any]] = {"tensor": _sizes(ranks // setup.nodes), "sequence": [False, True]}
+    resorts = _RESORTS if machine.host else (split, *_ACCELERATORS_RESORTS)
+    for further in resorts:
         if any(one.fits(machine.memory) for one in estimates):
             break
         if further.keys() - choices.keys():
             axes |= further
-            machine, estimates = _estimates(workload, ranks, machine, axes | choices)
+            machine, estimates = _estimates(config, ranks, machine, axes | choices)
+    workload = workload_of(_with(config, estimates[0].plan), ranks)
     return Planned(config, workload, machine, ranks, estimates)
 
 
@@ -141,7 +147,7 @@ def _words(setup: PlanSetup) -> list[str]:
             continue
         words += ["pretrain", f"model={folder}", "model.pretrained=false", "data.path=stdlib"]
         if setup.ranks and not any(other.startswith("batch=") for other in setup.words):
-            words.append(f"batch={setup.ranks}")
+            words += [f"batch={setup.ranks}", "micro_batch=1"]
     return words
 
 
@@ -177,12 +183,11 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
         raise BenchError(
             "--check requires a plan that fits, but no plan fits; use more ranks or a smaller model"
         )
-    count, samples = planned.config.micro_batches(planned.ranks)
+    config = _with(planned.config, first)
+    count, samples = config.micro_batches(planned.ranks)
     passes = min(count, _CHECKED_PASSES)
-    values = {"batch": passes * samples * planned.ranks, "micro_batch": samples}
-    chosen = {name: getattr(first, name) for name in _FIELDS}
-    section = planned.config.plan.model_copy(update=chosen)
-    config = planned.config.model_copy(update={**values, "plan": section})
+    replicas = planned.ranks // first.ranks_per_sample
+    config = config.model_copy(update={"batch": passes * samples * replicas, "micro_batch": samples})
     workload = replace(planned.workload, micro_batches=passes, checkpoints=False)
     predicted = estimate_workload(workload, first, planned.ranks, planned.machine)
     with tempfile.TemporaryDirectory() as folder:
@@ -194,6 +199,17 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
                 f"--check failed: a rank ended with exit status {status}; see its error message above"
             )
         return predicted, json.loads(answer.read_text())
+
+
+def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
+    """Return a configuration with the chosen fields of `plan`."""
+    chosen = {name: getattr(plan, name) for name in _FIELDS}
+    return config.model_copy(update={"plan": config.plan.model_copy(update=chosen)})
+
+
+def _sizes(most: int) -> list[int]:
+    """Return the powers of two up to `most`."""
+    return [1 << power for power in range(most.bit_length())]
 
 
 def dump(planned: Planned) -> str:
@@ -224,13 +240,16 @@ def parse_number(option: str, text: str, base: int) -> float:
 
 
 def _estimates(
-    workload: Workload, ranks: int, machine: Machine, axes: Mapping[str, Sequence[Any]]
+    config: TrainConfig, ranks: int, machine: Machine, axes: Mapping[str, Sequence[Any]]
 ) -> tuple[Machine, list[Estimate]]:
     """Return the estimates of all plans, and the machine with the disk that they use."""
-    plans, refusal = [], None
+    plans: list[Plan] = []
+    refusal: Exception | None = None
     for values in itertools.product(*axes.values()):
         try:
-            plans.append(Plan(**dict(zip(axes, values, strict=True))))
+            candidate = Plan(**dict(zip(axes, values, strict=True)))
+            candidate.sizes(ranks)
+            plans.append(candidate)
         except PlanError as error:  # this combination of values is invalid
             refusal = error
     if not plans and refusal is not None:
@@ -238,7 +257,21 @@ def _estimates(
     folders = {place.removeprefix("disk:") for one in plans for place in (one.offload, one.swap)}
     if disks := folders - {"none", "host"}:
         machine = replace(machine, disk=measure_bandwidth(min(disks)))
-    return machine, plan_candidates(workload, ranks, machine, plans)
+    found: list[Estimate] = []
+    for _, members in itertools.groupby(sorted(plans, key=_axes_of), _axes_of):
+        alike = list(members)
+        try:
+            workload = workload_of(_with(config, alike[0]), ranks)
+            found += estimates_of(workload, ranks, machine, alike)
+        except (PlanError, ConfigError) as error:  # the model or the batch cannot be split like this
+            refusal = error
+    if not found and refusal is not None:
+        raise refusal
+    return machine, in_order(found, machine.memory)
+
+
+def _axes_of(plan: Plan) -> tuple[Any, ...]:
+    return tuple(getattr(plan, name) for name in _AXES)
 
 
 def _machine(setup: PlanSetup, ranks: int) -> Machine:

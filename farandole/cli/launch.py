@@ -75,7 +75,7 @@ def _nodes(text: str | int) -> int:
             raise typer.BadParameter(f"{text}: {FIXED}")
         text = low
     if not str(text).isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"expected a number of hosts of at least 1, got {text!r}")
+        raise typer.BadParameter(f"expected the number of hosts to be an integer of at least 1, got {text!r}")
     return int(text)
 
 

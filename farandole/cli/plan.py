@@ -43,6 +43,29 @@ def plan(
             show_default="this host's free memory divided by its ranks",
         ),
     ] = None,
+    tensor: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Sizes of the tensor axis to consider.  Repeatable.",
+            show_default="1; on accelerators, if nothing fits, all within a host",
+        ),
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Sizes of the context axis to consider.  Repeatable.", show_default="1"),
+    ] = None,
+    expert: Annotated[
+        list[int] | None,
+        typer.Option(help="Sizes of the expert axis to consider.  Repeatable.", show_default="1"),
+    ] = None,
+    sequence: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence/--no-sequence",
+            help="Sequence parallelism between tensor-parallel modules.",
+            show_default="as configured",
+        ),
+    ] = None,
     zero: Annotated[
         list[int] | None, typer.Option(help="ZeRO stages to consider.  Repeatable.", show_default="all")
     ] = None,
@@ -165,6 +188,10 @@ def plan(
             flops=None if flops is None else parse_number("--flops", flops, 1000),
             bandwidth=None if bandwidth is None else parse_number("--bandwidth", bandwidth, 1000),
             choices={
+                "tensor": tensor or [],
+                "sequence": [] if sequence is None else [sequence],
+                "context": context or [],
+                "expert": expert or [],
                 "zero": zero or [],
                 "hybrid": [] if hybrid is None else [hybrid],
                 "recompute": recompute or [],

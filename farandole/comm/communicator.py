@@ -428,9 +428,11 @@ class Communicator:
     def batch(self) -> Batch:
         """Return a context manager that collects messages, posts them together on exit and waits for them.
 
-        with comm.batch() as batch:
-            batch.send(halo, right)
-            batch.recv(other, left)
+            with comm.batch() as batch:
+                batch.send(halo, right)
+                batch.recv(other, left)
+
+        The messages may be sent and received in any order.
         """
         return Batch(self)
 

@@ -187,9 +187,9 @@ class Dispatcher:
 class PersistentOperation:
     """An operation whose arguments are validated and converted once (MPI-4 persistent collectives).
 
-    op = comm.all_reduce_init(buffer)
-    op()                    # blocks
-    work = op.start()       # returns immediately
+        op = comm.all_reduce_init(buffer)
+        op()                    # blocks
+        work = op.start()       # returns immediately
 
     The operation keeps its tensors alive and uses their memory in every run.  Create a new operation after calling
     `resize_` or `set_` on a tensor.

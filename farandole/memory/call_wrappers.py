@@ -1,4 +1,4 @@
-"""Wrap the calls of a module without changing parameter and submodule names.
+"""Wrap calls to a module without changing parameter and submodule names.
 
     wrap_calls(block, wrapper)          # block(x) calls wrapper(block, call, (x,), {}); call(x) is the original call
     unwrap_calls(block, type(wrapper))
@@ -69,7 +69,7 @@ def _wrapped(plain: Any) -> Any:
 
 
 def wrap_calls(module: nn.Module, wrapper: Wrapper) -> None:
-    """Pass calls of `module` through `wrapper`, outside its existing wrappers."""
+    """Pass calls to `module` through `wrapper`, outside its existing wrappers."""
     if not isinstance(module, _Wrapped):
         plain: Any = type(module)
         module.__class__ = _wrapped(plain)

@@ -361,7 +361,7 @@ class DiskStore(OffloadStore):
         return self._start("writing", record, data, after)
 
     def read(self, record: Record, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start to read `record` into `into`."""
+        """Start reading `record` into `into`."""
         return self._start("reading", record, into, after)
 
     def settle(self) -> None:

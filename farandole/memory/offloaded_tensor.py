@@ -66,7 +66,7 @@ class OffloadedTensor:
         self._reading = self._writing = Transfer()
 
     def prefetch(self) -> None:
-        """Start to read the tensor, unless a read is in progress."""
+        """Start reading the tensor, unless a read is in progress."""
         if self._ahead is None and self._in_place(self._device) is None:
             self._ahead = self._store.empty(self._nbytes, self._device)
             self._reading = self._store.read(self._record, self._ahead, after=[self._writing])

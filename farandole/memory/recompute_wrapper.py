@@ -80,7 +80,7 @@ def measuring() -> bool:
 
 
 class RecomputeWrapper:
-    """Recomputes the calls of a module in the backward pass.  `way` is a key of `KEPT_PRODUCTS`.
+    """Recomputes calls to a module in the backward pass, except for the products that `KEPT_PRODUCTS[way]` keeps.
 
     This class extends PyTorch's checkpointing.  Tensors in nested arguments are treated as saved tensors.  A
     recomputation starts from the buffers of the forward pass and does not change them again.  Products can be kept.  If

@@ -102,7 +102,7 @@ class RecordStream:
         return sum(slot.buffer.nbytes for slot in self._slots)
 
     def prefetch(self, record: int) -> bool:
-        """Start to read `record`; return False if all buffers are in use or contain prefetched records."""
+        """Start reading `record`; return False if all buffers are in use or contain prefetched records."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=False)
         if slot is None:
@@ -242,7 +242,7 @@ class RecordStream:
         return min(idle or (free if evict else []), key=lambda slot: slot.used, default=None)
 
     def _fetch(self, slot: _Slot, record: int) -> None:
-        """Start to read `record` into `slot` unless the slot already contains it."""
+        """Start reading `record` into `slot` unless the slot already contains it."""
         self._refuse_held(slot, record)
         if slot.record != record:
             before = [slot.moving, *self._unwritten(record)]

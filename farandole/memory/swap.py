@@ -335,7 +335,7 @@ class Swap:
         return data
 
     def _fetch(self, saved: _Saved) -> tuple[Tensor, Transfer]:
-        """Start to read `saved` unless a read is in progress; return its memory and the transfer."""
+        """Start reading `saved` unless a read is in progress; return its memory and the transfer."""
         if saved.fetched is None:
             memory = self._store.empty(saved.nbytes, self._device)
             saved.fetched = memory, self._store.read(saved.record, memory)
@@ -343,7 +343,7 @@ class Swap:
         return saved.fetched
 
     def _prefetch(self, wanted: _Saved) -> None:
-        """Start to read `wanted`, then the tensors saved before it in its block and in the previous block."""
+        """Start reading `wanted`, then the tensors saved before it in its block and in the previous block."""
         if wanted.original is None:
             self._fetch(wanted)
         first = self._first_of_block.get(wanted.block - 1, self._first_of_block.get(wanted.block, 0))

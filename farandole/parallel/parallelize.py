@@ -1,13 +1,16 @@
 """Create an engine for a model and a plan.
 
-runtime = farandole.init()
-engine = farandole.parallelize(model, Plan(zero=2, precision="bf16"))
-optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
-for inputs, targets in batches:
-    engine.backward(loss_of(engine(inputs), targets))
-    engine.clip(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    runtime = farandole.init()
+    engine = farandole.parallelize(model, Plan(zero=2, precision="bf16"))
+    optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+    for inputs, targets in batches:
+        engine.backward(loss_of(engine(inputs), targets))
+        engine.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+The parts of a plan are applied in this order: LoRA, 8-bit floats, experts, tensor parallelism, context parallelism,
+recomputation, then data parallelism and ZeRO in the engine.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ def parallelize(
 
     Args:
         model: the model on a CPU or accelerator, or on the meta device with `initialise` or a `weight_source`.
-        plan: the plan, by default `Plan()`.  LoRA adapters and stochastic rounding depend on torch's seed on rank 0.
+        plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
         example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations.
         loss: a function of the output for this measurement.

@@ -45,17 +45,19 @@ def plan_candidates(
 
     Plans that fit come first, sorted by time and then by memory.  The other plans are sorted by memory.
     """
-    found = list(estimates_of(workload, ranks, machine, plans))
+    return in_order(estimates_of(workload, ranks, machine, plans), machine.memory)
+
+
+def in_order(estimates: Iterable[Estimate], memory: int) -> list[Estimate]:
+    """Sort estimates as `plan_candidates` does, for `memory` bytes per rank."""
+    found = list(estimates)
     return [
         *sorted(
-            (one for one in found if one.fits(machine.memory)),
+            (one for one in found if one.fits(memory)),
             # predictions are accurate to fewer than three digits
             key=lambda one: (float(f"{one.seconds:.2e}"), one.peak),
         ),
-        *sorted(
-            (one for one in found if not one.fits(machine.memory)),
-            key=lambda one: (one.peak, one.seconds),
-        ),
+        *sorted((one for one in found if not one.fits(memory)), key=lambda one: (one.peak, one.seconds)),
     ]
 
 

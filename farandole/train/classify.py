@@ -79,8 +79,8 @@ class TextClassification(Task):
         for where, record in find_source(config.data.path, field).records((field, label)):
             if not isinstance(record.get(field), str) or not isinstance(record.get(label), str | int):
                 raise DataError(
-                    f'{where}: expected a text in "{field}" and a class in "{label}"; found: {", ".join(record)}; choose '
-                    "fields with data.field= and data.label="
+                    f'{where}: expected text in "{field}" and a class in "{label}"; the record has these fields: '
+                    f"{', '.join(record)}; select fields with data.field= and data.label="
                 )
             texts.append(record[field])
             names.append(record[label])

@@ -40,7 +40,7 @@ def test_help_teaches() -> None:
         (("--recompute", "blok"), "--recompute blok is unknown; nearest: block"),
         (("--precision", "fp8"), "--precision fp8 is unknown; one of fp32, bf16, fp16"),
         (("--zero", "4"), "--zero 4 is unknown; one of 0, 1, 2, 3"),
-        (("--offload", "disc:/x"), "offload='disc:/x': 'none', 'host' or 'disk:FOLDER'"),
+        (("--offload", "disc:/x"), "offload='disc:/x': expected 'none', 'host' or 'disk:FOLDER'"),
         (("--memory", "lots"), "--memory: expected a number above 0 such as 512M, 16GiB or 1.5G, got 'lots'"),
         (("tinny",), "tinny is not a preset or file; did you mean tiny?"),
         (("tiny", "batch=7", "-n", "2"), "batch=7 is not divisible by 2 ranks"),

@@ -71,5 +71,5 @@ def _uneven(rank: int, size: int) -> None:
 
 def test_uneven_hosts_are_refused(ranks: Any) -> None:
     ranks(3).run(_uneven)
-    with pytest.raises(PlanError, match="nothing is divided"):
+    with pytest.raises(PlanError, match="there are no states to shard"):
         Plan(hybrid=True)

@@ -18,7 +18,7 @@ from farandole.parallel.engine import Engine
     [
         ({"zero": 4}, "zero=4: the stages are 0, 1, 2 and 3"),
         ({"data": 0}, "data=0: expected at least 1 rank"),
-        ({"precision": "fp4"}, "precision='fp4': one of fp32, bf16, fp16, fp8"),
+        ({"precision": "fp4"}, "precision='fp4': expected one of fp32, bf16, fp16, fp8"),
     ],
 )
 def test_a_plan_that_cannot_be(options: dict[str, Any], says: str) -> None:

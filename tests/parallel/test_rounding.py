@@ -208,7 +208,7 @@ def test_going_on(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"rounding": "up"}, "rounding='up': one of nearest, stochastic"),
+        ({"rounding": "up"}, "rounding='up': expected one of nearest, stochastic"),
         (
             {"rounding": "stochastic", "precision": "fp16"},
             "with precision='fp16': stochastic rounding needs bf16; nearest plan: precision='bf16'",

@@ -64,7 +64,7 @@ def _refused(rank: int, size: int, swap: str) -> str:
     ("swap", "message"),
     [
         ("host", "use swap='disk:FOLDER'"),
-        ("tape", "swap='tape': 'none', 'host' or 'disk:FOLDER'"),
+        ("tape", "swap='tape': expected 'none', 'host' or 'disk:FOLDER'"),
         (
             "disk:/there/is/none",
             "cannot offload to /there/is/none: the folder does not exist; create it or use the nearest existing folder, /",

@@ -57,9 +57,12 @@ def test_files_override_presets_and_arguments_override_both(tmp_path: Path) -> N
         ("n_layer=3", "unknown key n_layer; did you mean model.layers?"),
         ("steps=many", "steps='many': it should be a valid integer"),
         ("steps=0", "steps=0: it should be greater than or equal to 1"),
-        ("plan.swap=tape", "plan.swap='tape': 'none', 'host' or 'disk:FOLDER'"),
+        ("plan.swap=tape", "plan.swap='tape': expected 'none', 'host' or 'disk:FOLDER'"),
         ("plan.zero=5", "plan.zero=5: the stages are 0, 1, 2 and 3"),
-        ("plan.hybrid=true", "plan.hybrid=True with zero=0: nothing is divided; nearest plan: zero=1"),
+        (
+            "plan.hybrid=true",
+            "plan.hybrid=True with zero=0: there are no states to shard; nearest plan: zero=1",
+        ),
         (
             "plan.rounding=stochastic",
             "plan.rounding='stochastic' with precision='fp32': stochastic rounding needs bf16",

@@ -316,10 +316,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def skip_synchronize(self) -> Iterator[None]:
         """Disable synchronization in `step`, for programs that call `synchronize` themselves.
 
-        optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+        Synchronization is enabled again after the context.
         """
         self._should_synchronize = False
         try:

@@ -23,7 +23,7 @@ class ParameterServer:
     All ranks create and use it.  Sessions run one after the other.
 
     Args:
-        timeout_s: the maximum time in seconds between two calls of a worker, or without a message from a server.
+        timeout_s: the maximum time in seconds between two calls from a worker, or without a message from a server.
 
     Raises:
         ValueError: if there are too few ranks.
