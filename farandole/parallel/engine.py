@@ -61,7 +61,6 @@ from farandole.parallel.initial_values import (
     is_deferred,
     stand_in,
 )
-from farandole.parallel.lora.peft_adapter import save_adapter
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
 from farandole.parallel.model_checks import check_gradients, check_model
 from farandole.parallel.optimizers.offloading import OffloadedUpdate, stores_at
@@ -596,6 +595,8 @@ class Engine:
         Raises:
             CheckpointError: on all ranks, if the adapter cannot be written.
         """
+        from farandole.parallel.lora.peft_adapter import save_adapter  # requires the extra `train`
+
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         values = {
             names[id(p)]: self.complete(names[id(p)], value).cpu()

@@ -34,6 +34,7 @@ from farandole.parallel.engine import Engine
 from farandole.parallel.initial_values import Initialise, broadcast_from_first, is_deferred
 from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
+from farandole.parallel.model_checks import check_model
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.precision import TYPES, check_float8, use_float8
 from farandole.parallel.sharding import box_mesh
@@ -81,6 +82,7 @@ def parallelize(
         RuntimeError: if no process group exists.
     """
     plan = plan or Plan()
+    check_model(model, moved=False)  # before the plan's transforms change the model
     if comm is None:
         if not dist.is_initialized() or dist.group.WORLD is None:
             raise RuntimeError("parallelize requires a process group: call farandole.init() first")

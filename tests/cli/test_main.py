@@ -61,7 +61,7 @@ def test_every_command_shows_an_example(command):
         (["launch", "-n", "2", "--nproc-per-node", "2", "x.py"], "are mutually exclusive"),
         (["launch", "--nproc-per-node", "2", "-H", "a:2", "x.py"], "specify each host's slots"),
         (["launch", "--nnodes", "1:2", "x.py"], "use torchrun --nnodes MIN:MAX script.py"),
-        (["launch", "--nnodes", "two", "x.py"], "expected a number of hosts of at least 1, got 'two'"),
+        (["launch", "--nnodes", "two", "x.py"], "to be an integer of at least 1, got 'two'"),
         (
             ["launch", "--nnodes", "2", "--rdzv-backend", "c10d", "x.py"],
             "requires --node-rank on each of the",
