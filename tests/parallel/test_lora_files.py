@@ -187,7 +187,7 @@ def _set(name: str, value: Any) -> Change:
     ("change", "message"),
     [
         (_set("r", 3), r"0.qkv.lora_A is 2 x 6, here 3 x 6; .*0.qkv.lora_B is 18 x 2, here 18 x 3|1.out"),
-        (_set("r", "2"), "rank='2': an integer"),
+        (_set("r", "2"), "rank='2': expected an integer"),
         (lambda c, t: c.pop("lora_alpha"), "has no field lora_alpha"),
         (_set("lora_alpha", float("nan")), "alpha=nan"),
         (_set("peft_type", "LOHA"), "peft_type='LOHA'; only 'LORA'"),
