@@ -30,7 +30,7 @@ class TopKRouter(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Map (tokens, width) to the numbers of experts and their weights, both (tokens, top)."""
+        """Map (tokens, width) to the indices of the selected experts and their weights, both (tokens, top)."""
         if self.jitter and self.training:
             x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
         probabilities = F.linear(x, self.weight.to(x.dtype)).softmax(-1, dtype=torch.float32)
@@ -79,7 +79,7 @@ class GroupedRouter(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Map (tokens, width) to the numbers of experts and their weights, both (tokens, top)."""
+        """Map (tokens, width) to the indices of the selected experts and their weights, both (tokens, top)."""
         scores = F.linear(x.float(), self.weight.float()).sigmoid()
         with torch.no_grad():
             biased = scores + self.bias
@@ -120,7 +120,7 @@ def load_of(experts: Tensor, count: int) -> Tensor:
 
 
 def as_sizes(counts: Tensor, total: int) -> list[int]:
-    """Return `counts` as numbers; in a dry run, which has no values, share `total` equally."""
+    """Return `counts` as integers; in a dry run, in which tensors have no values, divide `total` equally."""
     if isinstance(counts, FakeTensor):
         least, more = divmod(total, len(counts))
         return [least + (number < more) for number in range(len(counts))]
@@ -158,7 +158,7 @@ class Experts(nn.Module):
 
         Args:
             x: (tokens, width).
-            experts, weights: the numbers of the selected experts and their weights, both (tokens, top).
+            experts, weights: the indices of the selected experts and their weights, both (tokens, top).
 
         Returns:
             (tokens, width).

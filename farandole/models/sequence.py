@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The positions of the sequences that this process has, if several processes share each sequence.
+    """The positions that this process holds, if several processes share each sequence.
 
     Args:
-        index: the places (positions) of the positions in the complete sequences.
-        documents, targets: those of the complete sequences, (batch, complete length), if they are given.
+        index: the indices (positions) of this process's positions in the complete sequences.
+        documents, targets: the documents and targets of the complete sequences, (batch, complete length), if given.
         attend: a function with the arguments of `attention.attention` that also attends to the other processes' keys.
     """
 

@@ -62,7 +62,7 @@ class ExpertExchange:
         self._ranges = [chunk(experts, comm.size, rank) for rank in range(comm.size)]
 
     def __call__(self, rows: Tensor, counts: Tensor, products: Products) -> Tensor:
-        """Return the outputs (rows, width) for rows that are sorted by expert, of which expert e has `counts[e]`."""
+        """Return the outputs (rows, width) for rows that are sorted by expert, with `counts[e]` rows for expert e."""
         comm, (first, end) = self._comm, self._ranges[self._comm.rank]
         if isinstance(rows, FakeTensor):  # a dry run, in which all experts have the same load
             sizes = as_sizes(rows.new_empty(comm.size), len(rows))
@@ -87,7 +87,7 @@ class ExpertExchange:
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends `sent[i]` rows to rank i, and receives `received[i]` rows from it."""
+    """Sends `sent[i]` rows to rank i, and receives `received[i]` rows from rank i."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], comm: Communicator) -> Tensor:
