@@ -91,7 +91,9 @@ class DryRun:
         """Count a reduce-scatter."""
         self._count(self.size - 1, output)
 
-    def all_to_all(self, output: Sequence[Tensor], input: Sequence[Tensor]) -> None:
+    def all_to_all(
+        self, output: Sequence[Tensor], input: Sequence[Tensor], *, async_op: bool = False
+    ) -> None:
         """Count an all-to-all."""
         for number, part in enumerate(input):
             self._count(float(number != self.rank), part)

@@ -35,6 +35,7 @@ from farandole.layout import chunk
 from farandole.memory.call_wrappers import wrap_calls
 from farandole.models.deepseek import LatentAttention
 from farandole.models.layers import SelfAttention
+from farandole.models.moe import MixtureOfExperts
 from farandole.models.sequence import SequenceInfo, SequenceShard, Transformer
 from farandole.parallel.axes import Layouts, Position
 from farandole.plan import Plan, PlanError
@@ -73,6 +74,11 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             raise PlanError(
                 f"context={ranks}: dynamic scaling of rotary positions depends on all positions; nearest plan: context=1"
             )
+    if any(isinstance(m, MixtureOfExperts) and m.balance.capacity is not None for m in model.modules()):
+        raise PlanError(
+            f"context={ranks}: the capacity of experts applies to complete sequences; nearest plan: context=1, or a model "
+            "without a capacity"
+        )
     heads = math.gcd(*(_shared_heads(module) for module in modules))
     ring = plan.ring or ranks // max(n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0)
     if heads % (ranks // ring):
@@ -159,7 +165,7 @@ class _ShareSequences:
             info,
             positions=positions[..., index],
             documents=None if documents is None else documents[:, index],
-            shard=SequenceShard(index, documents, targets, attend),
+            shard=SequenceShard(index, documents, targets, attend, grid.all.all_reduce),
         )
         output = call(inputs[:, index], own, None if targets is None else targets[:, index])
         if targets is not None:

@@ -185,6 +185,11 @@ def _adjust_attention(module: SelfAttention, position: Position) -> None:
         wrap_calls(module.qkv, _GatherHead(module, position, ranks // kv_heads))
 
 
+def _share_router_losses(module: MixtureOfExperts, position: Position) -> None:
+    """Divide the gradients of router losses, because all ranks compute the router and their gradients are summed."""
+    module.copies = position.size(AXIS)
+
+
 RULES: dict[type[nn.Module], Rule] = {
     SelfAttention: Rule({"qkv": _query_key_value}, {"out": _attention_output}, adjust=_adjust_attention),
     LatentAttention: Rule(
@@ -197,7 +202,7 @@ RULES: dict[type[nn.Module], Rule] = {
     ),
     FeedForward: Rule({"up": _inner()}, {"down": _inner()}),
     GatedFeedForward: Rule({"gate_up": _inner(2)}, {"down": _inner()}),
-    MixtureOfExperts: Rule(),
+    MixtureOfExperts: Rule(adjust=_share_router_losses),
     Experts: Rule(tensors={"gate_up": (1, _expert_inner(2)), "down": (2, _expert_inner())}, region=False),
     T5Attention: Rule({"qkv": _t5_heads(3)}, {"out": _t5_heads(1)}, adjust=_share_dropout),
     CrossAttention: Rule(
