@@ -37,7 +37,7 @@ def flops_per_token(model: nn.Module, context: int) -> int:
             total += _per_weight(module.weight) * module.weight.numel()
         if isinstance(module, MixtureOfExperts) and isinstance(module.experts, Experts):
             weights = (module.experts.gate_up, module.experts.down)
-            share = int(module.router.top) / len(module.experts.gate_up)  # type: ignore[arg-type]
+            share = int(module.router.top) / len(module.experts.gate_up)
             total += sum(_per_weight(weight) * weight.numel() for weight in weights) * share
         if isinstance(module, SelfAttention | LatentAttention):
             total += 12 * module.out.in_features * context
