@@ -356,7 +356,10 @@ def _average_overflows(rank: int, size: int) -> str:
 
 def _refusals(rank: int, size: int) -> None:
     model = _blocks()
-    with pytest.raises(PlanError, match="diagnose=True requires precision='fp16', because only fp16 steps are skipped, got 'bf16'"):
+    with pytest.raises(
+        PlanError,
+        match="diagnose=True requires precision='fp16', because only fp16 steps are skipped, got 'bf16'",
+    ):
         farandole.parallelize(model, Plan(precision="bf16"), diagnose=True)
     engine = farandole.parallelize(model, Plan(precision="fp16"))
     with pytest.raises(RuntimeError, match=r"call engine\.backward\(loss\) instead"):
