@@ -252,12 +252,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(records: Any) -> None:
     with pytest.raises(ValueError, match="expected 2 shards for unit 0, got 1"):
         pair.offloaded.load(0, saved[2])
     with pytest.raises(
-        ValueError, match=r"unit 2, shard 0: weights has shape \(3,\), but the shard has shape \(70000,\)"
+        ValueError, match=r"unit 2, shard 0: expected weights with the shard's shape \(70000,\), got \(3,\)"
     ):
         pair.offloaded.load(2, [ShardState(torch.zeros(3), {})])
     wrong = saved[2][0].state | {"exp_avg": torch.zeros(70_000, dtype=torch.float64)}
     with pytest.raises(
-        ValueError, match="exp_avg has dtype torch.float64, but the record stores torch.float32"
+        ValueError, match="expected exp_avg in the record's dtype torch.float32, got torch.float64"
     ):
         pair.offloaded.load(2, [ShardState(saved[2][0].weights, wrong)])
     with pytest.raises(IndexError, match="unit 4 does not exist: there are 4 units"):

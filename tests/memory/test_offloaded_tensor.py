@@ -66,7 +66,7 @@ def test_what_was_not_written_is_an_error(tmp_path: Path) -> None:
     one, *others = [tensors.make(1000, torch.float32, CPU) for _ in range(3)]
     with mock.patch.object(store._file, "write", side_effect=OSError(28, "No space left on device")):
         _write(one, 1.0)
-        store.settle()
+        store.wait_until_done()
     with pytest.raises(OffloadError, match="writing record 0 of gradients: No space left on device"):
         one.read()
     _write(others[0], 1.0)

@@ -16,7 +16,7 @@ from farandole.parallel.engine import Engine
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"zero": 4}, "zero=4: the stages are 0, 1, 2 and 3"),
+        ({"zero": 4}, "zero=4: expected stage 0, 1, 2 or 3"),
         ({"data": 0}, "data=0: expected at least 1 rank"),
         ({"precision": "fp4"}, "precision='fp4': expected one of fp32, bf16, fp16, fp8"),
     ],
