@@ -34,7 +34,7 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 class CollectivesSetup:
     """Options of the collectives benchmark.
 
-    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, it depends on the size.  If `backends`
+    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, the number depends on the size.  If `backends`
     is empty, all available backends are measured, and `left_out` contains the reasons why other backends are
     unavailable.
     """

@@ -297,7 +297,7 @@ class TorchCore:
         return torch.empty(*shape, dtype=dtype, device="cpu")
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Raise NotImplementedError: torch's groups do not share memory."""
+        """Raise NotImplementedError, because torch's groups do not share memory."""
         raise NotImplementedError(
             "cannot allocate a shared tensor: torch's process groups do not share memory; use `empty` instead"
         )

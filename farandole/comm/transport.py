@@ -29,8 +29,8 @@ class Pending(Protocol):
         """Block until the message is complete.
 
         Raises:
-            RankLate: The message is not complete after `timeout_s` seconds.
-            CommunicationError: The message failed.
+            RankLate: if the message is not complete after `timeout_s` seconds.
+            CommunicationError: if the message failed.
         """
 
 

@@ -31,7 +31,7 @@ def open_store(placement: Placement, timeout_s: float) -> dist.Store:
     old keys are not visible.
 
     Raises:
-        LaunchError: If the ranks cannot rendezvous within `timeout_s` seconds.
+        LaunchError: if the ranks cannot rendezvous within `timeout_s` seconds.
     """
     if placement.size == 1:
         return dist.HashStore()

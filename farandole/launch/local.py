@@ -59,7 +59,7 @@ def launch(
         cause is printed once on stderr.  Ctrl-C and SIGTERM are forwarded to the ranks; see `monitor`.
 
     Raises:
-        LaunchError: If the ranks cannot be started.
+        LaunchError: if the ranks cannot be started.
     """
     program = Program(target, arguments, "module" if module else "script", pin)
     return run_on_this_host(program, ranks, RendezvousConfig())

@@ -58,7 +58,7 @@ def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
     """Return the kind and the words of a program, without `python` and its options `-u` and `-m`.
 
     Raises:
-        LaunchError: If `python` is not followed by a script or a module.
+        LaunchError: if `python` is not followed by a script or a module.
     """
     name = Path(words[0]).name
     if not PYTHON.fullmatch(name) or Path(words[0]).suffix == ".py":

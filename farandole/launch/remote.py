@@ -82,7 +82,7 @@ def launch_on_hosts(
         The exit status of the host that failed first, or 0.
 
     Raises:
-        LaunchError: If the job cannot be started.
+        LaunchError: if the job cannot be started.
     """
     here = [is_this_host(host.name) for host in hosts]
     if here == [True]:

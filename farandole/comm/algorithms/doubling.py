@@ -55,7 +55,7 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
         parts: Adjacent parts of one tensor, as returned by `split`.
 
     Raises:
-        ValueError: The number of ranks is not a power of two.
+        ValueError: if the number of ranks is not a power of two.
     """
     me, distance = transport.rank, 1
     while distance < power_of_two(transport.size):

@@ -459,7 +459,7 @@ def barrier(process_set: ProcessSet = global_process_set, name: str | None = Non
         name: Must be None, because barriers are matched by order.
 
     Raises:
-        ValueError: `name` is not None.
+        ValueError: if `name` is not None.
     """
     if name is not None:
         raise ValueError(f"name={name!r} is not supported, because barriers are matched by order; omit name")
