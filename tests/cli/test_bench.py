@@ -12,7 +12,7 @@ def invoke(*arguments: str):
     return CliRunner().invoke(app, ["bench", *arguments], prog_name="farandole")
 
 
-def test_help_teaches():
+def test_help_shows_examples():
     assert "training" in invoke("--help").output
     result = invoke("training", "--help")
     assert result.exit_code == 0
