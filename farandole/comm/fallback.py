@@ -108,7 +108,7 @@ class TorchCore:
     """A `Core` over any torch process group, such as Gloo or NCCL; its methods return torch's work objects.
 
     Args:
-        make: Returns the group; all ranks call this function on first use of the group.
+        make: A function that returns the group; all ranks call this function on first use of the group.
         rank: This rank in the group.
         size: The number of ranks.
         name: The name of the backend in error messages.

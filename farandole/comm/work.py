@@ -267,7 +267,7 @@ class WorkQueue:
 
     Args:
         name: The name of the group, used as the name of the thread.
-        whereabouts: Describes the current call and the ranks that it is waiting for.
+        whereabouts: A function that describes the current call and the ranks that the call is waiting for.
     """
 
     def __init__(self, name: str, whereabouts: Callable[[], str]) -> None:

@@ -146,7 +146,7 @@ def _standard_library() -> Source:
 
 def _walk(root: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        raise DataError(f"data.path={root}: cannot read {error.filename}: {error.strerror}")
+        raise DataError(f"data.path={root}: cannot read {error.filename}: {error.strerror}; check the file")
 
     found = []
     for folder, folders, names in os.walk(root, onerror=refuse):

@@ -57,7 +57,7 @@ class RemoteShell:
             words += ["-i", str(self.identity)] if self.identity is not None else []
         elif self.port is not None or self.identity is not None:
             raise LaunchError(
-                f"--ssh-port and --ssh-identity-file require ssh, but the remote shell is {self.command!r}"
+                f"--ssh-port and --ssh-identity-file require ssh, but the remote shell is {self.command!r}; omit these options"
             )
         return [*words, host, *(shlex.quote(word) for word in command)]
 

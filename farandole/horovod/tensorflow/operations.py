@@ -436,7 +436,9 @@ def grouped_reducescatter(
 
     def backward(given: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if op not in (Sum, Average):
-            raise NotImplementedError("reducescatter is differentiable with op=Sum or op=Average only")
+            raise NotImplementedError(
+                "reducescatter is differentiable with op=Sum or op=Average only; use one of these reductions"
+            )
 
         def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
             factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)

@@ -419,7 +419,8 @@ def _grouped(
     unknown = {slot.name for slot in slots} ^ set(order)
     if unknown:
         raise ValueError(
-            f"all ranks must have the same parameters, but only some ranks have {', '.join(sorted(unknown))}"
+            f"all ranks must have the same parameters, but only some ranks have {', '.join(sorted(unknown))}; "
+            "create the same model on all ranks"
         )
     slots = sorted(slots, key=lambda slot: order.index(slot.name))
     if isinstance(groups, int):
