@@ -103,8 +103,8 @@ class Layout:
         for axis, shard in self.shards:
             if not -len(self.shape) <= shard.dim < len(self.shape):
                 raise LayoutError(
-                    f"{self.name}: {axis} divides dimension {shard.dim}, but the shape {self.shape} has only "
-                    f"{len(self.shape)}; choose another dimension"
+                    f"{self.name}: expected {axis} to divide a dimension of the shape {self.shape}, got dimension "
+                    f"{shard.dim}; choose another dimension"
                 )
 
     def cells(self, mesh: Mesh) -> list[Cell]:

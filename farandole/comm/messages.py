@@ -112,7 +112,7 @@ class MessageWork(FarandoleWork):
             seconds, host = None if timeout is None else seconds_of(timeout), self._host
             if not (self._lock.acquire() if seconds is None else self._lock.acquire(timeout=seconds)):
                 raise RankLate(
-                    f"the message was not complete within the timeout of {seconds:g} s; it is still pending, so wait again"
+                    f"the message was not complete within the timeout of {seconds:g} s; the message is still pending, so wait again"
                 )
             try:
                 if self._message is None:
@@ -123,7 +123,7 @@ class MessageWork(FarandoleWork):
                     outcome = host.wait_message(self._message, seconds, flags_here() | TRY)
                     if outcome == _PENDING:
                         raise RankLate(
-                            f"the message was not complete within the timeout of {seconds:g} s; it is still pending, so wait again"
+                            f"the message was not complete within the timeout of {seconds:g} s; the message is still pending, so wait again"
                         )
                     self._complete(outcome)
             finally:
