@@ -80,7 +80,9 @@ class BERTConfig:
         if min(*numbers, self.feed_forward) < 1:
             raise ValueError(f"expected sizes of at least 1, got {self}")
         if self.width % self.heads:
-            raise ValueError(f"width={self.width} is not a multiple of heads={self.heads}")
+            raise ValueError(
+                f"width={self.width} is not a multiple of heads={self.heads}; change one of them"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"expected dropout at least 0 and below 1, got {self.dropout}")
         if self.padding is not None and not 0 <= self.padding < self.vocabulary:

@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         kv_heads = kv_heads or heads
         if heads % kv_heads:
-            raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}")
+            raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}; change one of them")
         self.head_width = head_width or width // heads
         self.group = heads // kv_heads
         self.causal, self.rotary, self.window = causal, rotary, window

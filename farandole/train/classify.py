@@ -87,12 +87,13 @@ class TextClassification(Task):
         self.classes = sorted(set(names), key=lambda name: (isinstance(name, str), name))
         if len(self.classes) < 2:
             raise DataError(
-                f"data.path={config.data.path}: expected two or more classes, found {len(self.classes)}"
+                f"data.path={config.data.path}: expected two or more classes, found {len(self.classes)}; select the "
+                "field of the class with data.label="
             )
         try:
             tokenizer = load_tokenizer(folder / "tokenizer.json")
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from None
+            raise DataError(f"{folder / 'tokenizer.json'} is damaged: {error}; restore the file") from None
         context = min(config.model.context, origin.config.context)
         tokenizer.enable_truncation(context)
         tokenizer.no_padding()
@@ -105,7 +106,7 @@ class TextClassification(Task):
         if largest >= origin.config.vocabulary:
             raise DataError(
                 f"{folder / 'tokenizer.json'} contains token {largest}, but the model's vocabulary has "
-                f"only {origin.config.vocabulary} tokens"
+                f"only {origin.config.vocabulary} tokens; use the model's tokenizer"
             )
         numbers = {name: number for number, name in enumerate(self.classes)}
         labels = np.array([numbers[name] for name in names], np.int64)
@@ -154,9 +155,9 @@ class ImageClassification(ImagesTask):
         sizes = describe_folder(config, ("vit",)).config
         if sizes.height != sizes.image_width or sizes.channels != 3:
             raise ConfigError(
-                f"model={config.model.folder} needs images with {sizes.height} x {sizes.image_width} "
-                f"pixels and {sizes.channels} "
-                f"channels, but task='classify' supports only square images with 3 channels"
+                f"model={config.model.folder} needs images with {sizes.height} x {sizes.image_width} pixels and "
+                f"{sizes.channels} channels, but task='classify' supports only square images with 3 channels; use "
+                "another model"
             )
         super().__init__(
             config.model_copy(update={"images": config.images.model_copy(update={"size": sizes.height})})

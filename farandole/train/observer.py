@@ -196,7 +196,7 @@ def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
         yield f"activations of {size(THRESHOLD_BYTES)} or more are swapped to {where}"
     kind, _, folder = plan.offload.partition(":")
     for update in trainer.engine.offloaded:
-        mine = update.state.budget()
+        budget = update.state.budget()
         if kind != "disk":
             yield f"optimizer states in {update.state.stream.access}"
             continue
@@ -205,4 +205,4 @@ def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
         except OffloadError as error:  # the states may fill the disk
             yield f"optimizer states on the disk of {folder}; cannot measure its speed: {error}"
             continue
-        yield f"optimizer states on the disk: {Budget(mine.read_bytes * ranks, mine.written_bytes * ranks, bandwidth)}"
+        yield f"optimizer states on the disk: {Budget(budget.read_bytes * ranks, budget.written_bytes * ranks, bandwidth)}"

@@ -125,7 +125,9 @@ def make_task(config: TrainConfig, progress: Progress = lambda what, share: None
         )
     for part in ("train", "validation"):
         if not len(getattr(task, part)):
-            raise ConfigError(f"task={name!r}: {part} has no samples")
+            raise ConfigError(
+                f"task={name!r}: expected at least one sample in {part}, found none; provide more data"
+            )
     return task
 
 
@@ -151,7 +153,8 @@ def _find_task(name: str) -> Callable[..., Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the error occurred inside the module
         raise ConfigError(
-            f"task={name!r}: there is no module {error.name} in {Path.cwd()} or on PYTHONPATH"
+            f"task={name!r}: there is no module {error.name} in {Path.cwd()} or on PYTHONPATH; add its folder to "
+            "PYTHONPATH, or correct the name"
         ) from None
     found = getattr(module, attribute, None)
     if not callable(found):

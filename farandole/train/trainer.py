@@ -42,7 +42,7 @@ class StepResult:
         gradient_norm: the global gradient norm before clipping.
         waited_s: the time spent waiting for other ranks, in seconds, averaged over ranks.
         stop: whether any rank was asked to stop.
-        overflow: the fp16 overflow because of which the step was skipped, if any.
+        overflow: the fp16 overflow that caused the step to be skipped, or None.
         loads: the loads of the routers of mixtures of experts, by name.
     """
 
@@ -143,8 +143,8 @@ class Trainer:
 
         result = self.engine.forward_backward(batches, loss, self.task.inputs)
         norm = self.engine.gradient_norm()
-        mine = float(sum(float(count) for count in counts)) * mesh.has_own_loss(self._comm.rank)
-        count, waited, stops = self._sums(mine, self.engine.waited_s, float(stop))
+        own = float(sum(float(count) for count in counts)) * mesh.has_own_loss(self._comm.rank)
+        count, waited, stops = self._sums(own, self.engine.waited_s, float(stop))
         self.engine.waited_s = 0.0
         if not count > 0:
             raise ConfigError(
@@ -175,7 +175,7 @@ class Trainer:
         wanted = min(self.config.evaluate.samples, available)
         chosen = np.arange(wanted) * available // wanted
         mesh = self.engine.mesh
-        mine = chosen[mesh.replica_of(self._comm.rank) :: mesh.replicas]
+        own = chosen[mesh.replica_of(self._comm.rank) :: mesh.replicas]
         sums: dict[str, list[float]] = {}
 
         def loss(output: Any, batch: Any) -> Mean:
@@ -185,7 +185,7 @@ class Trainer:
                     both[index] += float(value)
             return checked_mean(self.config, self.task.loss(output, batch))
 
-        batches = self._batches(self.task.validation, mine, np.zeros_like(mine))
+        batches = self._batches(self.task.validation, own, np.zeros_like(own))
         found = {"loss": self.engine.evaluate(batches, loss, self.task.inputs)}
         names: set[str] = set().union(*self._comm.all_gather_object(list(sums)))
         for name in sorted(names):  # a rank without samples has no metrics

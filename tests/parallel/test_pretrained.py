@@ -209,7 +209,7 @@ def test_a_rank_reads_only_what_it_stores(ranks: Any, tmp_path: Path) -> None:
     assert max(counts) < total / 3
 
 
-def test_models_that_were_built_here_are_saved(ranks: Any, tmp_path: Path) -> None:
+def test_models_built_from_scratch_are_saved(ranks: Any, tmp_path: Path) -> None:
     config = LlamaConfig(vocabulary=90, layers=2, heads=4, kv_heads=2, width=32, inner=40)
     ranks(2).run(_save_built, config, tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
