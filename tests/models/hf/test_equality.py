@@ -58,6 +58,27 @@ def compare_gradients(ours: Any, theirs: Any, folder: Path) -> None:
     assert compared >= len(list(ours.parameters()))
 
 
+def packed(model: Any, seed: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Return tokens, targets and document numbers, all (1, positions), and the lengths of the documents."""
+    lengths = [5, 1, 9, 4]
+    tokens, targets = (tokens_for(model, 1, sum(lengths), seed=seed + i) for i in range(2))
+    targets[:, 2:4] = -100
+    documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
+    return tokens, targets, documents, lengths
+
+
+def compare_loss(ours: Any, theirs: Any, arguments: tuple[Any, ...], logits: Tensor, folder: Path) -> None:
+    """Compare the loss and the gradients of `ours(*arguments)` with those of their logits for the targets."""
+    targets = arguments[2]
+    total, count = ours(*arguments)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert count == int((targets >= 0).sum())
+    torch.testing.assert_close(total, expected)
+    expected.backward()
+    total.backward()
+    compare_gradients(ours, theirs, folder)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoder(family: str, seed: int, tmp_path: Path) -> None:
@@ -68,13 +89,7 @@ def test_decoder(family: str, seed: int, tmp_path: Path) -> None:
     targets[1, 4:9] = -100
     logits = theirs(tokens, use_cache=False).logits
     close(ours(tokens), logits)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    total, count = ours(tokens, None, targets)
-    assert count == int((targets >= 0).sum())
-    torch.testing.assert_close(total, expected)
-    expected.backward()
-    total.backward()
-    compare_gradients(ours, theirs, tmp_path / "b")
+    compare_loss(ours, theirs, (tokens, None, targets), logits, tmp_path / "b")
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -127,12 +142,18 @@ def test_bert(seed: int, tmp_path: Path) -> None:
     targets[:, 2:6] = -100
     logits = theirs(tokens, attention_mask=real.long(), token_type_ids=segments).logits
     close(ours((tokens, segments))[real], logits[real])
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    total, _ = ours((tokens, segments), None, targets)
-    torch.testing.assert_close(total, expected)
-    expected.backward()
-    total.backward()
-    compare_gradients(ours, theirs, tmp_path / "b")
+    compare_loss(ours, theirs, ((tokens, segments), None, targets), logits, tmp_path / "b")
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+def test_packed_documents_of_bert_equal_separate_sequences(seed: int, tmp_path: Path) -> None:
+    theirs = reference("bert", seed)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    tokens, targets, documents, lengths = packed(theirs, seed)
+    logits = torch.cat([theirs(part).logits for part in tokens.split(lengths, 1)], 1)
+    info = SequenceInfo(documents=documents)
+    close(ours(tokens, info), logits)
+    compare_loss(ours, theirs, (tokens, info, targets), logits, tmp_path / "b")
 
 
 @pytest.mark.parametrize("seed", SEEDS[:2])
