@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.models.sequence import SequenceInfo
 
@@ -87,7 +88,7 @@ class Rotary:
         """Return the frequencies, of shape (width / 2), in radians per position."""
         base, exponents = self.base, torch.arange(0, self.width, 2).float() / self.width
         if self.scaling == "dynamic":
-            length = max(int(positions.max()) + 1, self.original)
+            length = max(_length(positions), self.original)
             stretch = self.factor * length / self.original - (self.factor - 1)
             base *= stretch ** (self.width / (self.width - 2))
         frequencies = 1.0 / base**exponents
@@ -110,6 +111,11 @@ class Rotary:
     def _pair_with(self, rotations: float) -> float:
         """Return the (fractional) pair that completes `rotations` rotations over the original context."""
         return self.width * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
+
+
+def _length(positions: Tensor) -> int:
+    """Return the last position plus 1.  In a dry run, which has no values, positions count from 0."""
+    return positions.shape[-1] if isinstance(positions, FakeTensor) else int(positions.max()) + 1
 
 
 class _Rotate(torch.autograd.Function):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farandole.models.rotary import Rotary
+from farandole.models.sequence import SequenceInfo
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -30,3 +32,14 @@ def test_products_depend_only_on_distance() -> None:
 def test_gradient_of_the_rotation() -> None:
     x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rotate, (x,))
+
+
+def test_positions_without_values_count_from_0() -> None:
+    """In a dry run, the scaling depends on the number of positions."""
+    rotary = Rotary(8, scaling="dynamic", factor=2.0, original=16)
+    x = torch.randn(1, 2, 20, 8)
+    with FakeTensorMode() as mode:
+        fake = rotary(mode.from_tensor(x))
+        assert fake.shape == x.shape
+        info = SequenceInfo(positions=mode.from_tensor(torch.arange(20)))
+        assert rotary(mode.from_tensor(x), info).shape == x.shape
