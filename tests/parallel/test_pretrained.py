@@ -281,6 +281,10 @@ def _pickle(folder: Path) -> None:
         (lambda f: _change(f, hidden_act="swish7"), "hidden_act='swish7', which is not supported"),
         (lambda f: _change(f, logit_softcap=30.0), "unsupported fields: logit_softcap=30.0"),
         (lambda f: _change(f, rope_parameters={"rope_type": "longrope"}), "rope_type='longrope'"),
+        (
+            lambda f: _change(f, partial_rotary_factor=0.5),
+            "partial_rotary_factor=0.5, which transformers ignores",
+        ),
         (lambda f: _change(f, quantization_config={"bits": 4}), "quantized weights are not supported"),
         (lambda f: _change(f, vocab_size="big"), "vocab_size='big': expected int"),
         (lambda f: _change(f, num_attention_heads=0), "num_attention_heads=0: expected at least 1"),

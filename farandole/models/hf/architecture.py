@@ -63,14 +63,25 @@ def decoders() -> tuple[str, ...]:
 # ---- rotary positions ----
 
 
-def read_rotary(fields: Fields, width: int, *, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
+def read_rotary(
+    fields: Fields,
+    width: int,
+    *,
+    base: float = 10_000.0,
+    interleaved: bool = False,
+    partial: bool = False,
+) -> Rotary:
     """Read the rotary positions from a configuration, for heads with `width` values.
 
     Reads `rope_parameters` (transformers 5), or `rope_theta`, `rope_scaling` and `partial_rotary_factor` (earlier
     versions).
 
+    Args:
+        partial: whether transformers applies `partial_rotary_factor` in this family, so that a part of each head is
+            rotated.
+
     Raises:
-        FolderError: if the scaling is not supported.
+        FolderError: if the scaling or the rotation of a part is not supported.
     """
     found = dict(fields.take("rope_parameters", None, kind=dict) or {})
     older = dict(fields.take("rope_scaling", None, kind=dict) or {})
@@ -82,6 +93,10 @@ def read_rotary(fields: Fields, width: int, *, base: float = 10_000.0, interleav
     own.skip("type")
     theta = own.take("rope_theta", theta, kind=float)
     share = own.take("partial_rotary_factor", share, kind=float)
+    if share != 1 and not partial:
+        raise FolderError(
+            f"{own.where} has partial_rotary_factor={share}, which transformers ignores in this family: expected 1"
+        )
     options: dict[str, Any] = {"base": float(theta), "interleaved": interleaved}
     if kind == "linear":
         options |= {"scaling": kind, "factor": float(own.take("factor", kind=float))}

@@ -16,6 +16,8 @@ from farandole.models.deepseek import DeepSeekConfig, build_deepseek
 from farandole.models.generate import generate
 from farandole.models.hf import describe, from_pretrained, save_pretrained
 from farandole.models.hf.pretrained import tensors_of, tensors_to_write
+from farandole.models.llama import LlamaConfig, build_llama
+from farandole.models.mixtral import MixtralConfig, build_mixtral
 from farandole.models.moe import GroupedRouter
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo
@@ -232,6 +234,17 @@ def test_configuration_written_from_scratch_equals_the_original(family: str, tmp
     if family in DECODERS:
         tokens = tokens_for(theirs, 2, 9)
         close(again(tokens, use_cache=False).logits, theirs(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("rotary", [Rotary(4), Rotary(8, interleaved=True)])
+def test_rotary_positions_that_transformers_ignores_are_not_written(rotary: Rotary, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocabulary": 20, "layers": 1, "heads": 2, "width": 16, "inner": 8}
+    for model in (
+        build_llama(LlamaConfig(**sizes, rotary=rotary)),
+        build_mixtral(MixtralConfig(**sizes, rotary=rotary)),
+    ):
+        with pytest.raises(ValueError, match="has no Hugging Face format"):
+            save_pretrained(model, tmp_path / "a")
 
 
 @pytest.mark.parametrize("seed", SEEDS[:2])
