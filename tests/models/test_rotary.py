@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,12 +37,26 @@ def test_gradient_of_the_rotation() -> None:
     assert torch.autograd.gradcheck(rotate, (x,))
 
 
-def test_positions_without_values_count_from_0() -> None:
+LONGROPE: dict[str, Any] = {"scaling": "longrope", "short_factors": (1.0,) * 4, "long_factors": (2.0,) * 4}
+
+
+@pytest.mark.parametrize("options", [{"scaling": "dynamic", "factor": 2.0}, LONGROPE])
+def test_positions_without_values_count_from_0(options: dict[str, Any]) -> None:
     """In a dry run, the scaling depends on the number of positions."""
-    rotary = Rotary(8, scaling="dynamic", factor=2.0, original=16)
+    rotary = Rotary(8, original=16, **options)
+    assert rotary.depends_on_length
     x = torch.randn(1, 2, 20, 8)
     with FakeTensorMode() as mode:
         fake = rotary(mode.from_tensor(x))
         assert fake.shape == x.shape
         info = SequenceInfo(positions=mode.from_tensor(torch.arange(20)))
         assert rotary(mode.from_tensor(x), info).shape == x.shape
+
+
+def test_invalid_rotary_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected an even number of rotated values, got 7"):
+        Rotary(7)
+    with pytest.raises(ValueError, match="unknown scaling='longrop' .* expected one of linear, .*, longrope"):
+        Rotary(8, scaling="longrop")
+    with pytest.raises(ValueError, match="expected 4 short factors and long factors for 8 .*, got 3 and 4"):
+        Rotary(8, **LONGROPE | {"short_factors": (1.0,) * 3})

@@ -22,9 +22,19 @@ from farandole.models.moe import GroupedRouter
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo
 from farandole.models.t5 import shift_right
-from tests.models.hf.families import DECODERS, FAMILIES, folder_of, reference
+from tests.models.hf.families import DECODERS, FAMILIES, ROPES, folder_of, reference, rope, transformers
 
 SEEDS = (0, 1, 2, 3)
+ROTARY = tuple(family for family in DECODERS if family not in ("gpt2", "gptj"))
+"""The families whose configurations have `rope_parameters`."""
+
+
+def with_rope(family: str, kind: str, layers: int = 1) -> dict[str, Any]:
+    """Return changes of a configuration that select rotary positions and a number of layers."""
+    sizes: dict[str, Any] = {"head_dim": 8}
+    if family == "deepseek_v3":
+        sizes = {"first_k_dense_replace": layers - 1}
+    return {"rope_parameters": rope(kind, 8), "num_hidden_layers": layers, **sizes}
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -92,6 +102,42 @@ def test_decoder(family: str, seed: int, tmp_path: Path) -> None:
     logits = theirs(tokens, use_cache=False).logits
     close(ours(tokens), logits)
     compare_loss(ours, theirs, (tokens, None, targets), logits, tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("family", ROTARY)
+def test_rotary_positions(family: str, kind: str, tmp_path: Path) -> None:
+    """Compare sequences within the original context and past it."""
+    theirs = reference(family, 0, **with_rope(family, kind))
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    for length in (20, 90):
+        tokens, targets = (tokens_for(theirs, 2, length, seed=seed) for seed in (length, length + 1))
+        logits = theirs(tokens, use_cache=False).logits
+        close(ours(tokens), logits)
+    compare_loss(ours, theirs, (tokens, None, targets), logits, tmp_path / "b")
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 2.0}, {"attention_factor": 1.3}, {"factor": 0.5}])
+def test_defaults_of_longrope(changes: dict[str, float], tmp_path: Path) -> None:
+    parameters = rope("longrope", 8)
+    del parameters["factor"]
+    theirs = reference("llama", 0, head_dim=8, rope_parameters=parameters | changes)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    for length in (32, 33):  # the last length in the original context, and the first one past it
+        tokens = tokens_for(theirs, 2, length)
+        close(ours(tokens), theirs(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_positions_are_written(kind: str, tmp_path: Path) -> None:
+    theirs = reference("llama", 0, **with_rope("llama", kind))
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    del ours.pretrained  # write the configuration from scratch
+    save_pretrained(ours, tmp_path / "b")
+    assert from_pretrained(tmp_path / "b").config == ours.config
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "b").eval()
+    tokens = tokens_for(theirs, 2, 90)
+    close(ours(tokens), again(tokens, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("family", DECODERS)
