@@ -50,6 +50,7 @@ class _Texts:
 
     def __init__(self, tokens: list[NDArray[np.int64]], labels: NDArray[np.int64], padding: int) -> None:
         self._tokens, self.labels, self._padding = tokens, labels, padding
+        self.lengths = np.array([len(row) for row in tokens], np.int64)
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -70,6 +71,8 @@ class TextClassification(Task):
     """Text classification with a BERT model.  The metric "accuracy" is the fraction of correctly classified texts."""
 
     unit = "texts"
+    train: _Texts
+    validation: _Texts
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         self._config, folder = config, folder_of(config)
@@ -119,6 +122,11 @@ class TextClassification(Task):
         )
         self.build(config)  # rejects a damaged folder
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the numbers of tokens in the texts."""
+        return self.train.lengths
+
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model of the folder with a classifier."""
         return open_folder_model(config, classes=len(self.classes))
@@ -162,12 +170,18 @@ class ImageClassification(ImagesTask):
         super().__init__(
             config.model_copy(update={"images": config.images.model_copy(update={"size": sizes.height})})
         )
+        self._positions: int = sizes.positions
         file = folder_of(config) / "preprocessor_config.json"
         if file.is_file():
             found = json.loads(file.read_text())
             self.mean = tuple(found.get("image_mean") or self.mean)
             self.deviation = tuple(found.get("image_std") or self.deviation)
         self.build(config)  # rejects a damaged folder
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the number of positions of all images."""
+        return np.array([self._positions])
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model of the folder with a classifier."""

@@ -70,6 +70,11 @@ class Task:
     def __init__(self, config: TrainConfig) -> None:
         """Create the task for this configuration."""
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the numbers of positions of a transformer's samples, for the model FLOP/s utilization."""
+        return np.array([self.units_per_sample])
+
     def build(self, config: TrainConfig) -> nn.Module:
         """Create the model.  The caller has seeded torch's random generator."""
         raise NotImplementedError

@@ -28,6 +28,7 @@ from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
 from farandole.plan import PlanError, Precision
 from farandole.train.config import ConfigError, TrainConfig, plan_config_error
+from farandole.train.flops import count_flops
 from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from farandole.train.tasks import Mean, Samples, Task, checked_mean
 from farandole.train.weights import load_initial_weights
@@ -39,6 +40,7 @@ class StepResult:
 
     Args:
         loss: the mean loss over the whole batch.
+        count: the batch's total count, such as the number of targets.
         gradient_norm: the global gradient norm before clipping.
         waited_s: the time spent waiting for other ranks, in seconds, averaged over ranks.
         stop: whether any rank was asked to stop.
@@ -47,6 +49,7 @@ class StepResult:
     """
 
     loss: float
+    count: float
     gradient_norm: float
     learning_rate: float
     waited_s: float
@@ -95,6 +98,7 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         try:
             plan = config.plan.plan(precision)
+            self.flops = count_flops(self.model, plan.lora)  # while the model is complete
             with _captured_logs() as records, torch.device(device):  # read the weights to this device
                 self.engine = parallelize(
                     self.model,
@@ -167,7 +171,9 @@ class Trainer:
         self.optimizer.step()  # does nothing if fp16 gradients overflowed
         loads = take_loads(self.model, self._comm.all_reduce)
         self.step_number += 1
-        return StepResult(mean, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow, loads)
+        return StepResult(
+            mean, count, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow, loads
+        )
 
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss and the task's metrics, the same on all ranks."""

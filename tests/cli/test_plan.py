@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from farandole.bench import planning
 from farandole.bench.machine import Speeds
 from farandole.cli.main import app
+from tests.models.hf.folders import SCALED, config_folder
 
 MIB = 1 << 20
 
@@ -173,3 +174,22 @@ def test_predictions_match_measurements(tmp_path: Path) -> None:
         assert measured == pytest.approx([predicted] * 2, abs=1), part
     predicted, *measured = (peak - own for peak, own in zip(rows["peak"], rows["process"], strict=True))
     assert measured == pytest.approx([predicted] * 2, abs=30)
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_folders_whose_positions_depend_on_the_length(scaling: str, tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "base", scaling)
+    words = (
+        "-n",
+        "2",
+        "--memory",
+        "1GiB",
+        "--zero",
+        "2",
+        "model.context=32",
+        "--json",
+        str(tmp_path / "plans"),
+    )
+    result = _plan(f"hf:{folder}", *words)
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "plans").read_text())["plans"]

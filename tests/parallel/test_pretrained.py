@@ -234,6 +234,15 @@ def _change(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | values))
 
 
+def _longrope(short: list[Any], long: list[Any]) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 32,
+        "short_factor": short,
+        "long_factor": long,
+    }
+
+
 def _remove_shard(folder: Path) -> None:
     (folder / "model-00002-of-00003.safetensors").unlink()
 
@@ -280,7 +289,19 @@ def _pickle(folder: Path) -> None:
         ),
         (lambda f: _change(f, hidden_act="swish7"), "hidden_act='swish7', which is not supported"),
         (lambda f: _change(f, logit_softcap=30.0), "unsupported fields: logit_softcap=30.0"),
-        (lambda f: _change(f, rope_parameters={"rope_type": "longrope"}), "rope_type='longrope'"),
+        (
+            lambda f: _change(f, rope_parameters={"rope_type": "proportional"}),
+            "rope_type='proportional', which is not supported .supported: default, linear, dynamic",
+        ),
+        (
+            lambda f: _change(f, rope_parameters=_longrope([1.0, 2.0], [1.0])),
+            r"config.json: expected \d short factors and long factors for \d rotated values, got 2 and 1",
+        ),
+        (lambda f: _change(f, rope_parameters=_longrope(["a"], [1.0])), "config.json: could not convert"),
+        (
+            lambda f: _change(f, partial_rotary_factor=0.5),
+            "partial_rotary_factor=0.5, which transformers ignores",
+        ),
         (lambda f: _change(f, quantization_config={"bits": 4}), "quantized weights are not supported"),
         (lambda f: _change(f, vocab_size="big"), "vocab_size='big': expected int"),
         (lambda f: _change(f, num_attention_heads=0), "num_attention_heads=0: expected at least 1"),
