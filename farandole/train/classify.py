@@ -70,6 +70,7 @@ class TextClassification(Task):
     """Text classification with a BERT model.  The metric "accuracy" is the fraction of correctly classified texts."""
 
     unit = "texts"
+    also_train = ("*.pooler", "*.classifier")
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         self._config, folder = config, folder_of(config)
@@ -148,6 +149,8 @@ class TextClassification(Task):
 
 class ImageClassification(ImagesTask):
     """Image classification with a ViT model.  `preprocessor_config.json` specifies the image normalization."""
+
+    also_train = ("*.classifier",)
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,8 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         try:
             plan = config.plan.plan(precision)
+            if plan.lora is not None:
+                plan = replace(plan, lora=replace(plan.lora, also_train=task.also_train))
             with _captured_logs() as records, torch.device(device):  # read the weights to this device
                 self.engine = parallelize(
                     self.model,
