@@ -17,7 +17,14 @@ from farandole.models.generate import generate
 from farandole.models.hf.architecture import decoders
 from farandole.models.sequence import SequenceInfo
 from farandole.train.config import ConfigError, TrainConfig
-from farandole.train.folders import describe_folder, folder_of, model_files, open_folder_model
+from farandole.train.folders import (
+    check_context,
+    describe_folder,
+    folder_of,
+    model_files,
+    open_folder_model,
+    position_limit,
+)
 from farandole.train.tasks import Mean, Task
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -34,6 +41,8 @@ class ChatTask(Task):
             raise ConfigError("task='sft' fine-tunes an existing model; set its folder with model=FOLDER")
         self._config = config
         origin = describe_folder(config, decoders())
+        check_context(config, origin)
+        self._limit = position_limit(origin)
         open_folder_model(config)  # rejects a damaged folder
         self._chat: Chat = prepare_chat(
             config.data.path,
@@ -78,12 +87,13 @@ class ChatTask(Task):
             text = self._chat.template.render([{"role": "user", "content": asked.prompt}], prompt=True)
         prompt = tokenizer.encode(text, add_special_tokens=False).ids or [0]
         assert isinstance(model, nn.Sequential)
+        context = max(self._config.model.context, len(prompt) + asked.tokens)
         written = []
         for token in generate(
             model,
             prompt,
             asked.tokens,
-            context=max(self._config.model.context, len(prompt) + asked.tokens),
+            context=min(context, self._limit or context),
             temperature=asked.temperature,
             top_k=asked.top_k,
             seed=self._config.seed,

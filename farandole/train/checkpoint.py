@@ -23,7 +23,7 @@ from farandole.parallel.checkpoint import folder as engine_folder
 from farandole.parallel.checkpoint.errors import UnreadableError
 from farandole.parallel.checkpoint.folder import PendingSave
 from farandole.parallel.checkpoint.safetensors_files import write_weights
-from farandole.parallel.lora.peft_adapter import save_adapter
+from farandole.parallel.lora.peft_adapter import save_adapter, trained_names
 from farandole.train.run_folder import (
     ADAPTER,
     METADATA,
@@ -138,8 +138,7 @@ class CheckpointWriter:
             trainer.config.plan.lora_rank
         ):  # use the file, because the model may be sharded and changes during training
             with safe_open(folder / WEIGHTS, "pt") as file:
-                names = [name for name in file.keys() if ".lora_" in name]  # noqa: SIM118 - it is not a mapping
-                values = {name: file.get_tensor(name) for name in names}
+                values = {name: file.get_tensor(name) for name in trained_names(trainer.model)}
             save_adapter(trainer.model, folder / ADAPTER, trainer.config.weights or None, values)
         for name, path in self._files.items():
             shutil.copyfile(path, folder / name)

@@ -73,6 +73,7 @@ class TextClassification(Task):
     unit = "texts"
     train: _Texts
     validation: _Texts
+    also_train = ("*.pooler", "*.classifier")
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         self._config, folder = config, folder_of(config)
@@ -157,6 +158,8 @@ class TextClassification(Task):
 
 class ImageClassification(ImagesTask):
     """Image classification with a ViT model.  `preprocessor_config.json` specifies the image normalization."""
+
+    also_train = ("*.classifier",)
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config

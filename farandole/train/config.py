@@ -213,8 +213,9 @@ class LogSection(_Section):
 
 
 class SampleSection(_Section):
-    """The text to generate after training."""
+    """The text to generate during and after training."""
 
+    every: CountOrZero = 0
     prompt: str
     tokens: CountOrZero
     temperature: Annotated[float, Field(ge=0)]

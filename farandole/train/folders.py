@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from farandole.comm.communicator import Communicator
-from farandole.models.gpt import build_gpt
+from farandole.models.bert import BERTConfig
+from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.hf import FolderError, from_pretrained
 from farandole.models.hf.pretrained import CONFIG, COPIED, Pretrained, read_config
 from farandole.models.layers import initialize
@@ -41,6 +42,23 @@ def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretraine
             f"{', '.join(families)}; choose another model or task"
         )
     return origin
+
+
+def position_limit(origin: Pretrained) -> int | None:
+    """Return the number of learned positions, or None for a model without learned positions."""
+    sizes = origin.config
+    learned = isinstance(sizes, BERTConfig) or (isinstance(sizes, GPTConfig) and sizes.positions == "learned")
+    return sizes.context if learned else None
+
+
+def check_context(config: TrainConfig, origin: Pretrained) -> None:
+    """Raise `ConfigError` if `model.context` exceeds the model's learned positions."""
+    limit = position_limit(origin)
+    if limit is not None and config.model.context > limit:
+        raise ConfigError(
+            f"model.context={config.model.context} exceeds the {limit} positions of model={config.model.folder}; "
+            f"use model.context={limit}"
+        )
 
 
 def open_folder_model(config: TrainConfig, **changes: Any) -> Transformer:

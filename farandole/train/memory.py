@@ -22,7 +22,7 @@ from farandole.parallel.lora import add_lora
 from farandole.plan import Plan
 from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig
-from farandole.train.folders import build_language_model, describe_folder
+from farandole.train.folders import build_language_model, check_context, describe_folder
 from farandole.train.start import Start
 
 _STAGES = (0, 1, 2, 3)
@@ -40,7 +40,7 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
         raise ConfigError(f"task={config.task!r}: the planner supports only task='text' and task='sft'")
     count, samples = config.micro_batches(ranks)
     if config.model.folder:
-        describe_folder(config, decoders())
+        check_context(config, describe_folder(config, decoders()))
     with meta_device():
         model = build_language_model(config)
         tokens = torch.empty(samples, config.model.context, dtype=torch.int64)

@@ -6,6 +6,10 @@ Each line in `metrics.jsonl` is an object with `step` and the metrics for that s
      "waiting_share": 0.01, "memory_bytes": 412000000, "model_flops_utilization": 0.71, "elapsed_s": 9.1}
     {"step": 100, "validation_loss": 4.2}
 
+Each line in `samples.jsonl` is an object with `step` and the task's report after that step:
+
+    {"step": 100, "text": "def read(self): ..."}
+
 `memory_bytes` is rank 0's peak memory.  `model_flops_utilization` (for transformers) is the model's floating-point
 operations per second, divided by the matrix-product speed that all ranks measured before the first step.
 
@@ -19,12 +23,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from farandole.comm.notices import warn_once
@@ -54,18 +61,11 @@ class MetricsWriter:
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
     ) -> None:
-        self._path = run / "metrics.jsonl"
+        self._path, self._samples = run / "metrics.jsonl", run / "samples.jsonl"
         self._tensorboard: TensorBoardWriter | None = None
-        kept = (
-            [] if resumed_step is None else [r for r in read_metrics(self._path) if r["step"] <= resumed_step]
-        )
-        partial = self._path.with_name(self._path.name + ".tmp")
-        try:
-            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            partial.replace(self._path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise self._error(error) from error
+        for path in (self._path, self._samples):
+            if path.exists() or path == self._path:
+                self._forget_later(path, -1 if resumed_step is None else resumed_step)
         if tensorboard:
             try:
                 self._tensorboard = TensorBoardWriter(run / "tensorboard", resumed_step)
@@ -75,21 +75,45 @@ class MetricsWriter:
 
     def write(self, step: int, record: Record, texts: Mapping[str, str] | None = None) -> None:
         """Write the metrics for `step`.  `texts` are not written to TensorBoard."""
-        try:
-            with self._path.open("a") as lines:
-                lines.write(json.dumps({"step": step, **record, **(texts or {})}) + "\n")
-        except OSError as error:
-            raise self._error(error) from error
-        if self._tensorboard is not None:
-            try:
-                self._tensorboard.write(step, record)
-            except OSError as error:
-                self._disable_tensorboard(error)
+        self._append(self._path, {"step": step, **record, **(texts or {})})
+        self._write_tensorboard(step, _scalars(record))
         if self._wandb is not None:
             self._wandb.log(record, step=step)
 
-    def _error(self, error: OSError) -> DiskError:
-        return DiskError(f"cannot write {self._path}: {disk_failure(error, self._path.parent)}")
+    def write_sample(self, step: int, text: str) -> None:
+        """Write the task's report after `step`."""
+        self._append(self._samples, {"step": step, "text": text})
+        self._write_tensorboard(step, [_text("sample/text_summary", text)])
+        if self._wandb is not None:
+            self._wandb.log({"sample": text}, step=step)
+
+    def _append(self, path: Path, record: Mapping[str, Any]) -> None:
+        try:
+            with path.open("a") as lines:
+                lines.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise self._error(path, error) from error
+
+    def _forget_later(self, path: Path, step: int) -> None:
+        """Delete the records in `path` for steps after `step`."""
+        kept = [record for record in read_metrics(path) if record["step"] <= step]
+        partial = path.with_name(path.name + ".tmp")
+        try:
+            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise self._error(path, error) from error
+
+    def _write_tensorboard(self, step: int, values: Sequence[Summary.Value]) -> None:
+        if self._tensorboard is not None:
+            try:
+                self._tensorboard.write(step, values)
+            except OSError as error:
+                self._disable_tensorboard(error)
+
+    def _error(self, path: Path, error: OSError) -> DiskError:
+        return DiskError(f"cannot write {path}: {disk_failure(error, path.parent)}")
 
     def _disable_tensorboard(self, error: OSError) -> None:
         self._tensorboard = None
@@ -111,7 +135,7 @@ def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records in a `metrics.jsonl` file in order.  Lines that a killed run left incomplete are ignored."""
+    """Return the records in a `metrics.jsonl` or `samples.jsonl` file in order.  Lines that a killed run left incomplete are ignored."""
     if not path.exists():
         return []
     records = []
@@ -126,8 +150,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 _VERSION = "brain.Event:2"  # the format version, which is the first record in every file
 
 
+def _scalars(record: Mapping[str, float]) -> list[Summary.Value]:
+    return [Summary.Value(tag=name, simple_value=value) for name, value in record.items()]
+
+
+def _text(tag: str, text: str) -> Summary.Value:
+    """Return a summary for TensorBoard's text page, indented so that Markdown keeps the lines."""
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    content = TensorProto(dtype="DT_STRING", string_val=[indent(text, "    ").encode()], tensor_shape=shape)
+    plugin = SummaryMetadata.PluginData(plugin_name="text")
+    return Summary.Value(tag=tag, tensor=content, metadata=SummaryMetadata(plugin_data=plugin))
+
+
 class TensorBoardWriter:
-    """Writes scalars to an event file in `folder`.
+    """Writes summaries to an event file in `folder`.
 
     torch's `SummaryWriter` is not used, because it writes in a thread, whose failures (such as a full disk) end the
     training later, with a traceback.  With `resumed_step`, TensorBoard hides later steps from earlier files.
@@ -147,10 +183,9 @@ class TensorBoardWriter:
             restart = Event(step=again, session_log=SessionLog(status=SessionLog.START))
             self._append(Event(step=again, file_version=_VERSION), restart)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics for `step`."""
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._append(Event(step=step, summary=Summary(value=scalars)))
+    def write(self, step: int, values: Sequence[Summary.Value]) -> None:
+        """Write the summaries for `step`."""
+        self._append(Event(step=step, summary=Summary(value=values)))
 
     def _append(self, *events: Event) -> None:
         with self._path.open("ab") as file:

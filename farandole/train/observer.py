@@ -17,6 +17,7 @@ from farandole.train.config import TrainConfig
 from farandole.train.metrics import MetricsWriter
 from farandole.train.precision import PrecisionChoice
 from farandole.train.progress import Progress, ProgressLine, minutes
+from farandole.train.run_folder import DiskError
 from farandole.train.speed import peak_memory
 from farandole.train.trainer import StepResult, Trainer
 
@@ -136,6 +137,12 @@ class Observer:
                 f"step {step}: " + ", ".join(f"validation {n} {value:.3f}" for n, value in found.items())
             )
 
+    def sampled(self, report: str) -> None:
+        """Print and record the task's report about the model after the current step."""
+        if self._metrics is not None and report:
+            self._metrics.write_sample(self._trainer.step_number, report)
+            self._line.note(f"step {self._trainer.step_number}:\n{report}\n")
+
     def saved(self, folder: Path) -> None:
         """Report that the current state is saved in checkpoint `folder`."""
         self._saved_s = self.elapsed_s
@@ -144,7 +151,7 @@ class Observer:
 
     def finished(self, report: str, model: Path | None = None) -> None:
         """Plot the loss curve, write the task's report, and print the output paths."""
-        if not self._active:
+        if self._metrics is None:
             return
         if model is not None:
             self._line.note(f"trained model, for farandole and transformers: {model}")
@@ -160,12 +167,12 @@ class Observer:
         try:
             curve = draw_loss_curve(self._run, title, f"loss per {self._task.unit.removesuffix('s')}")
             if report:
+                self._metrics.write_sample(self._trainer.step_number, report)
                 sample.write_text(report)
             self._line.note(f"{done}; loss curve {curve}" + (f", sample {sample}" if report else ""))
-        except OSError as error:  # the checkpoint is already saved
-            self._line.note(
-                f"{done}; cannot write the loss curve and the sample: {disk_failure(error, self._run)}"
-            )
+        except (OSError, DiskError) as error:  # the checkpoint is already saved
+            why = disk_failure(error, self._run) if isinstance(error, OSError) else error
+            self._line.note(f"{done}; cannot write the loss curve and the sample: {why}")
 
     def _introduce(self) -> None:
         task, config = self._task, self._config

@@ -61,7 +61,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
             interrupted = trainer.step_number < config.steps
             if not interrupted:
                 folder = save_model(trainer.engine, trainer.model, run, runtime.comm)
-                observer.finished(task.report(trainer.model), folder)
+                observer.finished(trainer.report(), folder)
         return stop.received or signal.SIGTERM if interrupted else None
 
 
@@ -78,6 +78,8 @@ def _loop(trainer: Trainer, writer: CheckpointWriter, observer: Observer, stop: 
             break
         if last or _due(step, config.evaluate.every):
             observer.evaluated(trainer.evaluate())
+        if not last and _due(step, config.sample.every):
+            observer.sampled(trainer.report())
         if not last and _due(step, config.checkpoint.every):
             writer.save(trainer, observer.elapsed_s)
     writer.save(trainer, observer.elapsed_s)

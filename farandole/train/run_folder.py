@@ -1,7 +1,7 @@
 """Manage the folder of a run, `OUT/NAME-DATE-TIME`, and its checkpoints.  This module does not import torch.
 
     runs/stdlib-20260102-030405/
-        config.toml  metrics.jsonl  tensorboard/  loss.png  sample.txt
+        config.toml  metrics.jsonl  samples.jsonl  tensorboard/  loss.png  sample.txt
         checkpoints/step-000100/
             train.json           step, samples consumed, ranks, precision and configuration, as JSON
             state/               written by `engine.save`: weights, optimizer, loss scale, random generators

@@ -131,9 +131,11 @@ def read_request(words: Sequence[str], resume: bool) -> Request:
 
 
 def _is_folder(word: str, resume: bool) -> bool:
-    """Return whether an argument names a folder.  With `resume`, the folder may be missing."""
-    path = Path(word).expanduser()
-    return path.is_dir() or (resume and not path.is_file() and word not in presets())
+    """Return whether an argument names a folder, not a preset.  With `resume`, the folder may be missing."""
+    path, is_preset = Path(word).expanduser(), word in presets()
+    if resume:
+        return path.is_dir() or not (path.is_file() or is_preset)
+    return path.is_dir() and not is_preset
 
 
 def check(request: Request, ranks: int | None = None) -> Start:

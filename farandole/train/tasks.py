@@ -66,6 +66,8 @@ class Task:
     """The unit shown in the progress line."""
     units_per_sample = 1
     """The number of units per sample.  `loss` should return about this count for each sample."""
+    also_train: tuple[str, ...] = ()
+    """With LoRA, patterns for modules that are trained in full, such as a new head (`farandole.LoRA`)."""
 
     def __init__(self, config: TrainConfig) -> None:
         """Create the task for this configuration."""

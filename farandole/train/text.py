@@ -23,6 +23,7 @@ from farandole.models.hf.pretrained import read_config
 from farandole.train.config import ConfigError, TrainConfig, saved_config
 from farandole.train.folders import (
     build_language_model,
+    check_context,
     describe_folder,
     folder_of,
     model_files,
@@ -42,7 +43,9 @@ def open_text(
     vocabulary, tokenizer, end = config.model.vocabulary, tokenizer_file(config), END_OF_TEXT
     if config.model.folder:
         folder = folder_of(config)
-        vocabulary = describe_folder(config, decoders()).config.vocabulary
+        origin = describe_folder(config, decoders())
+        check_context(config, origin)
+        vocabulary = origin.config.vocabulary
         tokenizer = folder / TOKENIZER
         found = token_text(read_tokenizer_config(folder), "eos_token")
         if found is None:
@@ -106,6 +109,8 @@ class TextTask(Task):
         """Return the configured prompt, followed by the model's continuation."""
         assert isinstance(model, nn.Sequential)
         asked, tokenizer = self._config.sample, self.text.tokenizer
+        if not asked.tokens:
+            return ""
         prompt = tokenizer.encode(asked.prompt).ids or [0]
         written = generate(
             model,

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging.handlers import BufferingHandler
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
 from farandole.comm.communicator import Communicator
+from farandole.comm.errors import CommunicationError
+from farandole.comm.notices import warn_once
 from farandole.data.sampler import Sampler
 from farandole.memory.disk import OffloadError
 from farandole.models.moe import RouterLoad, take_loads
@@ -98,6 +102,8 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         try:
             plan = config.plan.plan(precision)
+            if plan.lora is not None:
+                plan = replace(plan, lora=replace(plan.lora, also_train=task.also_train))
             self.flops = count_flops(self.model, plan.lora)  # while the model is complete
             with _captured_logs() as records, torch.device(device):  # read the weights to this device
                 self.engine = parallelize(
@@ -198,6 +204,35 @@ class Trainer:
             total, count = self._sums(*sums.get(name, (0.0, 0.0)))
             found[name] = total / count if count else math.nan
         return found
+
+    def report(self) -> str:
+        """Return the task's report about the model in evaluation mode, without changing random generators.
+
+        If the report fails on any rank, rank 0 logs a warning, and the result is empty on all ranks.
+
+        Raises:
+            CommunicationError: if the ranks cannot communicate.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        text, failure = "", ""
+        try:
+            with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                text = self.task.report(self.model)
+        except CommunicationError:
+            raise
+        except Exception as error:  # a report must not end a run
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}, line {place.lineno}"
+            failure = f"the report failed: {type(error).__name__}: {error} ({where})"
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        if failures := [each for each in self._comm.all_gather_object(failure) if each]:
+            if self._comm.rank == 0:
+                warn_once(failures[0])
+            return ""
+        return text
 
     def _batches(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> list[Any]:
         """Return the samples as micro-batches on the device."""

@@ -56,6 +56,13 @@ def test_runs_never_share_a_folder(launched: list[Any]) -> None:
     assert len({order.run for order, _ in launched}) == 3
 
 
+def test_a_preset_is_preferred_to_a_folder_of_the_same_name(launched: list[Any]) -> None:
+    Path("tiny").mkdir()
+    result = _train(*MINE)
+    assert result.exit_code == 0, result.output
+    assert launched
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm.communicator import Communicator
+from farandole.launch.runtime import Runtime
 from farandole.plan import Precision
 from farandole.train.config import load_config
+from farandole.train.run import train
 from farandole.train.tasks import make_task
 from farandole.train.trainer import Trainer
 
@@ -27,7 +29,16 @@ def world() -> Communicator:
     return Communicator(dist.group.WORLD)
 
 
-def make_trainer(words: list[str], precision: Precision = "fp32") -> Trainer:
-    """Return a trainer for the preset `tiny` with the overrides `words`."""
-    config = load_config("tiny", words)
+def make_trainer(words: list[str], precision: Precision = "fp32", preset: str = "tiny") -> Trainer:
+    """Return a trainer for a preset with the overrides `words`."""
+    config = load_config(preset, words)
     return Trainer(config, make_task(config), precision, world(), torch.device("cpu"))
+
+
+def train_here(rank: int, size: int, words: list[str], run: Path, resume: Path | None = None) -> None:
+    """Execute a complete run of preset `words[0]` in folder `run` on the pool's ranks."""
+    runtime = Runtime(rank, size, rank, size, "host", torch.device("cpu"), "test", world(), _owns_group=False)
+    if rank == 0:
+        run.mkdir(parents=True, exist_ok=True)
+    runtime.comm.barrier()
+    train(load_config(words[0], words[1:]), run, resume, runtime)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -149,12 +149,20 @@ def other_trained(model: nn.Module, lora: LoRA, layers: Iterable[str] | None = N
     whole = {
         f"{path}.{name}": tensor.detach()
         for path, module in find_trained(model, lora).items()
-        for name, tensor in module.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor)
+        for name, tensor in _saved_tensors(module)
     }
     layers = lora_layers(model) if layers is None else layers
     biases = _biases(model, lora, layers)
     return whole | {name: bias.detach() for name, bias in biases.items()}
+
+
+def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the entries of `state_dict`, which an engine refuses to return if parameters are sharded."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and name not in inner._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def _layers(model: nn.Module) -> dict[str, LoRALinear]:

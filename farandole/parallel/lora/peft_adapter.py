@@ -86,6 +86,14 @@ def save_adapter(
     _write(Path(folder).expanduser(), {PREFIX + name: _copy(t) for name, t in tensors.items()}, config)
 
 
+def trained_names(model: nn.Module) -> list[str]:
+    """Return the names of the tensors that `save_adapter` writes, in the model."""
+    layers = lora_layers(model)
+    lora = next(iter(layers.values())).lora
+    own = [f"{path}.lora_{kind}" for path in layers for kind in "AB"]
+    return [*own, *other_trained(model, lora)]
+
+
 def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
     """Load the adapter in `folder` into `model`: add adapters to a plain model, or replace the values of existing adapters.
 
