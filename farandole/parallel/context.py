@@ -65,9 +65,10 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             )
         if isinstance(module, SelfAttention) and not module.causal:
             raise PlanError(f"context={ranks}: expected causal attention; nearest plan: context=1")
-        if module.rotary is not None and module.rotary.scaling == "dynamic":
+        if module.rotary is not None and module.rotary.depends_on_length:
             raise PlanError(
-                f"context={ranks}: dynamic scaling of rotary positions depends on all positions; nearest plan: context=1"
+                f"context={ranks}: {module.rotary.scaling} scaling of rotary positions depends on all positions; "
+                "nearest plan: context=1"
             )
     heads = math.gcd(*(_shared_heads(module) for module in modules))
     ring = plan.ring or ranks // max(n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0)
