@@ -70,9 +70,10 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             raise PlanError(
                 f"context={ranks}: expected causal attention, got attention in both directions; nearest plan: context=1"
             )
-        if module.rotary is not None and module.rotary.scaling == "dynamic":
+        if module.rotary is not None and module.rotary.depends_on_length:
             raise PlanError(
-                f"context={ranks}: dynamic scaling of rotary positions depends on all positions; nearest plan: context=1"
+                f"context={ranks}: {module.rotary.scaling} scaling of rotary positions depends on all positions; "
+                "nearest plan: context=1"
             )
     if any(isinstance(m, MixtureOfExperts) and m.balance.capacity is not None for m in model.modules()):
         raise PlanError(

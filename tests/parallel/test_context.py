@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import farandole
+from farandole.models.llama import LlamaConfig, build_llama
+from farandole.models.rotary import Rotary
 from farandole.models.sequence import SequenceInfo
 from farandole.plan import Plan, PlanError
 from tests.parallel.plans import build, compare, inputs_of, train
@@ -108,3 +110,18 @@ def _short(rank: int, size: int) -> None:
 
 def test_a_sequence_shorter_than_the_axis_is_refused(ranks: Any) -> None:
     ranks(2).run(_short)
+
+
+def _refused_scaling(rank: int, size: int, rotary: Rotary) -> str:
+    model = build_llama(LlamaConfig(20, 1, 2, 16, 8, rotary=rotary))
+    with pytest.raises(PlanError) as error:
+        farandole.parallelize(model, Plan(context=2))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"short_factors": (1.0,) * 4, "long_factors": (2.0,) * 4}])
+def test_positions_that_depend_on_the_length_are_refused(ranks: Any, options: dict[str, Any]) -> None:
+    scaling = "longrope" if options else "dynamic"
+    rotary = Rotary(8, scaling=scaling, original=16, **options)
+    for message in ranks(2).run(_refused_scaling, rotary):
+        assert f"{scaling} scaling of rotary positions depends on all positions" in message

@@ -17,9 +17,10 @@ from farandole.models.hf import FolderError, from_pretrained
 from farandole.models.hf import files as files_module
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.parallel.checkpoint.errors import CheckpointError
-from farandole.parallel.lora.peft_adapter import load_adapter
+from farandole.parallel.lora import add_lora
+from farandole.parallel.lora.peft_adapter import load_adapter, save_adapter
 from farandole.plan import LoRA, Plan
-from tests.models.hf.families import folder_of, reference, transformers
+from tests.models.hf.families import FAMILIES, folder_of, reference, transformers
 from tests.parallel.test_zero import _world
 from tests.pool import RankFailed
 
@@ -109,6 +110,84 @@ def test_training_equals_transformers_in_one_process(
             )
 
 
+ADAPTERS = LoRA(rank=2)
+FAMILY_PLANS = [*PLANS[:5], Plan(zero=0, lora=ADAPTERS), Plan(zero=3, lora=ADAPTERS)]
+NO_DROPOUT: dict[str, dict[str, float]] = {
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "t5": {"dropout_rate": 0.0},
+}
+Losses = list[tuple[float, float]]
+"""The loss and the gradient norm of each step."""
+
+
+def _family_batch(family: str, model: Any, rank: int, step: int) -> tuple[Any, None, Tensor]:
+    """Return the arguments of a model: inputs, no description of the sequences, and targets."""
+    generator, config = torch.Generator().manual_seed(10 * step + rank), model.config
+    if family == "vit":
+        shape = (2, config.channels, config.height, config.image_width)
+        labels = torch.randint(config.classes, (2,), generator=generator)
+        return torch.randn(shape, generator=generator), None, labels
+    tokens = torch.randint(1, config.vocabulary, (2, 9), generator=generator)
+    if family == "bert-classifier":
+        return tokens, None, torch.randint(2, (2,), generator=generator)
+    targets = tokens.flip(0)
+    targets[0, : 2 + rank] = -100
+    return (tokens, tokens.flip(1)) if family == "t5" else tokens, None, targets
+
+
+def _train_family(rank: int, size: int, family: str, folder: Path) -> list[Losses]:
+    """Train a folder's model under each plan."""
+    found = []
+    for plan in FAMILY_PLANS:
+        model = from_pretrained(folder, lazy=True)
+        torch.manual_seed(3)  # for the adapters
+        engine = farandole.parallelize(model, plan)
+        optimizer = engine.optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.5))
+        steps = []
+        for step in range(3):
+            batch = _family_batch(family, model, rank, step)
+            loss = engine.forward_backward([batch], lambda output, _: output, inputs=lambda b: b).loss
+            steps.append((loss, engine.clip(1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(steps)
+        engine.close()
+    return found
+
+
+def _train_family_alone(family: str, folder: Path, lora: LoRA | None) -> Losses:
+    """Train a folder's model with plain PyTorch on the samples of both ranks."""
+    model = from_pretrained(folder)
+    torch.manual_seed(3)
+    if lora is not None:
+        add_lora(model, lora)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.5)
+    steps = []
+    for step in range(3):
+        outputs = [model(*_family_batch(family, model, rank, step)) for rank in range(2)]
+        loss = sum(total for total, _ in outputs) / sum(count for _, count in outputs)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        steps.append((loss.item(), norm.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["vit", "t5", "bert", "bert-classifier", "gptj", "mistral", "qwen2", "mixtral", "deepseek_v3"],
+)
+def test_every_family_trains_as_in_one_process(ranks: Any, tmp_path: Path, family: str) -> None:
+    dropout = NO_DROPOUT.get(family.partition("-")[0], {})
+    folder = folder_of(reference(family, 5, **dropout), tmp_path / "base")
+    expected = {lora: _train_family_alone(family, folder, lora) for lora in (None, ADAPTERS)}
+    for found in ranks(2).run(_train_family, family, folder):
+        for plan, steps in zip(FAMILY_PLANS, found, strict=True):
+            for got, wanted in zip(steps, expected[plan.lora], strict=True):
+                assert got == pytest.approx(wanted, rel=2e-4), plan
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "deepseek_v3"])
 def test_tensor_parallel_training_equals_transformers(ranks: Any, tmp_path: Path, family: str) -> None:
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3} if family == "deepseek_v3" else {}
@@ -156,6 +235,42 @@ def test_lora_is_merged_for_transformers_and_saved_for_peft(
     ours = from_pretrained(folder)
     load_adapter(ours, tmp_path / "adapter")
     torch.testing.assert_close(ours.eval()(tokens), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        *((family, LoRA(rank=2)) for family in FAMILIES),
+        ("bert-classifier", LoRA(rank=2, also_train=("*.classifier",))),
+        ("deepseek_v3", LoRA(rank=2, dropout=0.1, targets=("*.shared.*",))),
+    ],
+)
+def test_adapter_of_every_family_loads_in_peft(tmp_path: Path, family: str, lora: LoRA) -> None:
+    import peft
+
+    folder = folder_of(reference(family, 1), tmp_path / "base")
+    ours = from_pretrained(folder).eval()
+    torch.manual_seed(0)
+    add_lora(ours, lora)
+    for name, parameter in ours.named_parameters():
+        if name.endswith("lora_B") or ".lora_" not in name and parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    save_adapter(ours, tmp_path / "adapter")
+    base = getattr(transformers, FAMILIES[family][1]).from_pretrained(folder, **EAGER).eval()
+    inputs, _, _ = _family_batch(family, ours, 0, 0)
+    if family == "vit":
+        named = {"pixel_values": inputs}
+    elif family == "t5":
+        named = {"input_ids": inputs[0], "decoder_input_ids": inputs[1]}
+    else:
+        named = {"input_ids": inputs}
+    before, expected = base(**named).logits, ours(inputs)
+    assert not torch.allclose(before, expected, atol=1e-2)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(adapted(**named).logits, expected, atol=1e-4, rtol=1e-3)
+    again = from_pretrained(folder).eval()
+    load_adapter(again, tmp_path / "adapter")
+    torch.testing.assert_close(again(inputs), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -28,6 +28,11 @@ _TASKS = {
 }
 
 
+_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""The projections of experts.  In models with experts, PEFT takes all target modules with these names for experts, and
+finds other layers, such as shared experts, only by the names of their parameters."""
+
+
 def origin_of(model: nn.Module) -> Pretrained | None:
     """Return the Hugging Face folder of a model, or None."""
     origin = getattr(model, "pretrained", None)
@@ -65,14 +70,25 @@ def config_for_peft(
     others = {n.rpartition(".")[0] for n in tensors if ".lora_" not in n and ".base_layer." not in n}
     classes = origin.values.get("architectures") or [""]
     task = next((task for ending, task in _TASKS.items() if classes[0].endswith(ending)), None)
-    transposed = any(part.transposed for parts in origin.table.parts.values() for part in parts)
+    if task == "SEQ_CLS" and not any(name.rpartition(".")[2] == "classifier" for name in others):
+        task = None  # for this task, PEFT expects the weights of the classifier instead of an adapter
+    every = [part for parts in origin.table.parts.values() for part in parts]
+    parameters: list[str] = []
+    if any(part.index and isinstance(part.index[0], int) for part in every):
+        parameters = [f"{path}.weight" for path in paths if path.rpartition(".")[2] in _EXPERTS]
+        paths = [path for path in paths if f"{path}.weight" not in parameters]
+    if parameters:
+        config = config | {
+            "target_parameters": parameters,
+            "lora_dropout": 0.0,
+        }  # PEFT supports no dropout here
     return config | {
         "task_type": task,
         "base_model_name_or_path": config["base_model_name_or_path"]
         or (str(origin.folder.absolute()) if origin.folder is not None else None),
         "target_modules": paths,
         "modules_to_save": sorted(others) or None,
-        "fan_in_fan_out": transposed,
+        "fan_in_fan_out": any(part.transposed for part in every),
     }
 
 

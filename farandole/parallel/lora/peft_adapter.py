@@ -251,7 +251,7 @@ _UNDERSTOOD = {
 }
 _HARMLESS = {
     *("task_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"),
-    *("exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
     *(
         "megatron_core",
         "qalora_group_size",

@@ -219,7 +219,18 @@ FAMILIES: Mapping[str, tuple[str, str, Callable[[random.Random], dict[str, Any]]
     "vit": ("ViTConfig", "ViTForImageClassification", _vit),
     "t5": ("T5Config", "T5ForConditionalGeneration", _t5),
 }
-DECODERS = ("gpt2", "gptj", "llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3")
+ROTARY = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3")
+"""The families whose configurations have `rope_parameters`."""
+
+DECODERS = ("gpt2", "gptj", *ROTARY)
+
+
+def with_rope(family: str, kind: str, layers: int = 1) -> dict[str, Any]:
+    """Return the changes of a configuration for rotary positions `kind` and a number of layers."""
+    sizes: dict[str, Any] = {"head_dim": 8}
+    if family == "deepseek_v3":
+        sizes = {"first_k_dense_replace": layers - 1}
+    return {"rope_parameters": rope(kind, 8), "num_hidden_layers": layers, **sizes}
 
 
 def reference(family: str, seed: int, **changes: Any) -> Any:

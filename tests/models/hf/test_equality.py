@@ -9,86 +9,30 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from torch import Tensor
 
 from farandole.models.deepseek import DeepSeekConfig, build_deepseek
 from farandole.models.generate import generate
 from farandole.models.hf import describe, from_pretrained, save_pretrained
-from farandole.models.hf.pretrained import tensors_of, tensors_to_write
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.mixtral import MixtralConfig, build_mixtral
 from farandole.models.moe import GroupedRouter, take_loads
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo
 from farandole.models.t5 import shift_right
-from tests.models.hf.families import DECODERS, FAMILIES, ROPES, folder_of, reference, rope, transformers
+from tests.models.hf.compare import close, compare_gradients, compare_loss, tokens_for
+from tests.models.hf.families import (
+    DECODERS,
+    FAMILIES,
+    ROPES,
+    ROTARY,
+    folder_of,
+    reference,
+    rope,
+    transformers,
+    with_rope,
+)
 
 SEEDS = (0, 1, 2, 3)
-ROTARY = tuple(family for family in DECODERS if family not in ("gpt2", "gptj"))
-"""The families whose configurations have `rope_parameters`."""
-
-
-def with_rope(family: str, kind: str, layers: int = 1) -> dict[str, Any]:
-    """Return changes of a configuration that select rotary positions and a number of layers."""
-    sizes: dict[str, Any] = {"head_dim": 8}
-    if family == "deepseek_v3":
-        sizes = {"first_k_dense_replace": layers - 1}
-    return {"rope_parameters": rope(kind, 8), "num_hidden_layers": layers, **sizes}
-
-
-def close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
-
-
-def tokens_for(model: Any, *shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, model.config.vocab_size, shape, generator=generator)
-
-
-def gradients_by_stored_name(theirs: Any, folder: Path) -> dict[str, Tensor]:
-    """Return the gradients of a model of transformers under the names that its folder has."""
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    theirs.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
-
-
-def compare_gradients(ours: Any, theirs: Any, folder: Path) -> None:
-    expected = gradients_by_stored_name(theirs, folder)
-    own = tensors_of(ours)
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    compared = 0
-    for written in tensors_to_write(describe(ours), shapes):
-        gradient = own[written.ours].grad
-        if gradient is None:
-            continue
-        box = gradient[tuple(slice(a, b) for a, b in written.box)]
-        close(written.of_box(box), expected[written.name])
-        compared += 1
-    assert compared >= len(list(ours.parameters()))
-
-
-def packed(model: Any, seed: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Return tokens, targets and document numbers, all (1, positions), and the lengths of the documents."""
-    lengths = [5, 1, 9, 4]
-    tokens, targets = (tokens_for(model, 1, sum(lengths), seed=seed + i) for i in range(2))
-    targets[:, 2:4] = -100
-    documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
-    return tokens, targets, documents, lengths
-
-
-def compare_loss(ours: Any, theirs: Any, arguments: tuple[Any, ...], logits: Tensor, folder: Path) -> None:
-    """Compare the loss and the gradients of `ours(*arguments)` with those of their logits for the targets."""
-    targets = arguments[2]
-    total, count = ours(*arguments)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    assert count == int((targets >= 0).sum())
-    torch.testing.assert_close(total, expected)
-    expected.backward()
-    total.backward()
-    compare_gradients(ours, theirs, folder)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -99,6 +43,35 @@ def test_decoder(family: str, seed: int, tmp_path: Path) -> None:
     tokens = tokens_for(theirs, 3, 17 + seed, seed=seed)
     targets = tokens_for(theirs, 3, 17 + seed, seed=seed + 1)
     targets[1, 4:9] = -100
+    logits = theirs(tokens, use_cache=False).logits
+    close(ours(tokens), logits)
+    compare_loss(ours, theirs, (tokens, None, targets), logits, tmp_path / "b")
+
+
+@pytest.mark.parametrize(("attention", "mlp"), [(True, False), (False, True), (True, True)])
+def test_biases_of_llama(attention: bool, mlp: bool, tmp_path: Path) -> None:
+    theirs = reference("llama", 0, attention_bias=attention, mlp_bias=mlp, num_hidden_layers=1)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    config = ours.config
+    assert (config.attention_bias, config.out_bias, config.feed_forward_bias) == (attention, attention, mlp)
+    tokens, targets = (tokens_for(theirs, 2, 15, seed=seed) for seed in range(2))
+    logits = theirs(tokens, use_cache=False).logits
+    close(ours(tokens), logits)
+    compare_loss(ours, theirs, (tokens, None, targets), logits, tmp_path / "b")
+
+
+@pytest.mark.parametrize("layer_types", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_of_qwen(family: str, layer_types: bool, tmp_path: Path) -> None:
+    """The first layers have full attention, or `layer_types` specifies the layers with a window."""
+    changes: dict[str, Any] = {"max_window_layers": 1}
+    if layer_types:
+        changes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    changes |= {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 3}
+    theirs = reference(family, 0, **changes)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    assert ours.config.windows == ((5, None, 5) if layer_types else (None, 5, 5))
+    tokens, targets = (tokens_for(theirs, 2, 20, seed=seed) for seed in range(2))
     logits = theirs(tokens, use_cache=False).logits
     close(ours(tokens), logits)
     compare_loss(ours, theirs, (tokens, None, targets), logits, tmp_path / "b")
@@ -140,44 +113,6 @@ def test_rotary_positions_are_written(kind: str, tmp_path: Path) -> None:
     close(ours(tokens), again(tokens, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("family", DECODERS)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_packed_documents_equal_separate_sequences(family: str, seed: int, tmp_path: Path) -> None:
-    theirs = reference(
-        family, seed, **({} if family in ("gpt2", "gptj") else {"rope_parameters": _default_rope()})
-    )
-    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
-    lengths = [5, 1, 9, 4]
-    tokens = tokens_for(theirs, 1, sum(lengths), seed=seed)
-    documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
-    got = ours(tokens, SequenceInfo(documents=documents))
-    expected = [theirs(part, use_cache=False).logits for part in tokens.split(lengths, 1)]
-    close(got, torch.cat(expected, 1))
-    # two rows with different documents, and padding at the end
-    both = torch.cat((tokens, tokens.flip(1)))
-    numbers = torch.cat((documents, documents.flip(1)))
-    rows = ours(both, SequenceInfo(documents=numbers))
-    close(rows[:1], torch.cat(expected, 1))
-    reversed_parts = both[1:].split(lengths[::-1], 1)
-    close(rows[1:], torch.cat([theirs(part, use_cache=False).logits for part in reversed_parts], 1))
-
-
-def _default_rope() -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 10_000.0}
-
-
-@pytest.mark.parametrize("family", DECODERS)
-def test_padding_on_the_right_changes_no_logits(family: str, tmp_path: Path) -> None:
-    theirs = reference(family, 1)
-    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
-    tokens = tokens_for(theirs, 2, 12)
-    mask = torch.ones_like(tokens)
-    mask[0, 7:] = 0
-    expected = theirs(tokens, attention_mask=mask, use_cache=False).logits
-    got = ours(tokens, SequenceInfo(documents=1 - mask))
-    close(got[mask.bool()], expected[mask.bool()])
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bert(seed: int, tmp_path: Path) -> None:
     theirs = reference("bert", seed)
@@ -194,17 +129,6 @@ def test_bert(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS[:2])
-def test_packed_documents_of_bert_equal_separate_sequences(seed: int, tmp_path: Path) -> None:
-    theirs = reference("bert", seed)
-    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
-    tokens, targets, documents, lengths = packed(theirs, seed)
-    logits = torch.cat([theirs(part).logits for part in tokens.split(lengths, 1)], 1)
-    info = SequenceInfo(documents=documents)
-    close(ours(tokens, info), logits)
-    compare_loss(ours, theirs, (tokens, info, targets), logits, tmp_path / "b")
-
-
-@pytest.mark.parametrize("seed", SEEDS[:2])
 def test_bert_classifier(seed: int, tmp_path: Path) -> None:
     theirs = reference("bert-classifier", seed, num_labels=5)
     ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
@@ -213,13 +137,7 @@ def test_bert_classifier(seed: int, tmp_path: Path) -> None:
     labels = torch.tensor([1, 4, 0])
     logits = theirs(tokens, attention_mask=(tokens != 0).long()).logits
     close(ours(tokens), logits)
-    total, count = ours(tokens, None, labels)
-    expected = F.cross_entropy(logits, labels, reduction="sum")
-    torch.testing.assert_close(total, expected)
-    assert count == 3
-    expected.backward()
-    total.backward()
-    compare_gradients(ours, theirs, tmp_path / "b")
+    compare_loss(ours, theirs, (tokens, None, labels), logits, tmp_path / "b")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -231,11 +149,7 @@ def test_vit(seed: int, tmp_path: Path) -> None:
     labels = torch.randint(0, theirs.config.num_labels, (3,))
     logits = theirs(images).logits
     close(ours(images), logits)
-    expected = F.cross_entropy(logits, labels, reduction="sum")
-    total, _ = ours(images, None, labels)
-    expected.backward()
-    total.backward()
-    compare_gradients(ours, theirs, tmp_path / "b")
+    compare_loss(ours, theirs, (images, None, labels), logits, tmp_path / "b")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -296,8 +210,7 @@ def test_rotary_positions_that_transformers_ignores_are_not_written(rotary: Rota
 @pytest.mark.parametrize("seed", SEEDS[:2])
 @pytest.mark.parametrize("family", DECODERS)
 def test_cached_decoding_equals_the_full_forward_pass(family: str, seed: int, tmp_path: Path) -> None:
-    rope = {} if family in ("gpt2", "gptj") else {"rope_parameters": _default_rope()}
-    theirs = reference(family, seed, **rope)
+    theirs = reference(family, seed, **(with_rope(family, "default", 2) if family in ROTARY else {}))
     ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
     tokens = tokens_for(theirs, 2, 40, seed=seed)
     expected = ours(tokens)
