@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from farandole.comm.communicator import Communicator
 from farandole.layout import Layout
+from farandole.parallel.hidden_parameters import unchecked
 from farandole.parallel.optimizers.offloading import OffloadedUpdate, records_at
 from farandole.parallel.optimizers.owned_parameters import OwnedParameters
 from farandole.parallel.optimizers.probe import why_not_by_parameter, why_not_elementwise
@@ -258,8 +259,9 @@ def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) ->
         """Reset the gradients of all parameters."""
         plain(self, set_to_none)
         if set_to_none:
-            for parameter in parameters:
-                parameter.grad = None
+            with unchecked():
+                for parameter in parameters:
+                    parameter.grad = None
 
     optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
