@@ -25,6 +25,24 @@ from farandole.comm.communicator import Communicator
 from farandole.parallel.gathered_weights import GatheredWeights
 from farandole.parallel.weights import EDIT, FlatWeights
 
+_GUARD = "_farandole_is_editable"
+"""The attribute of a module with a function that returns whether its parameters can be changed in place."""
+
+
+def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
+    """Raise RuntimeError if an engine stores the parameters of `module` and they cannot be changed in place.
+
+    Args:
+        name: the name of the module in the message.
+        advice: more advice for the message.
+    """
+    guard = module.__dict__.get(_GUARD)
+    if guard is not None and not guard(module):
+        raise RuntimeError(
+            f"the engine stores the weights of {name}, and ranks may share them: change them within `with "
+            f"engine.edit_parameters():` on all ranks{advice and '; ' + advice}"
+        )
+
 
 class WholeParameters:
     """Provides unsharded values of the model's parameters, which are stored as `weights`."""
@@ -52,6 +70,7 @@ class WholeParameters:
 
     def _follow(self) -> None:
         for module in self._model.modules():
+            module.__dict__[_GUARD] = self._guard()
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_load()))
             self._handles.append(module.register_load_state_dict_post_hook(self._after_load()))
             if self._gathers:
@@ -63,6 +82,9 @@ class WholeParameters:
         """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
+        if not any(weight.shared for weight in self._weights):
+            for module in self._model.modules():
+                module.__dict__.pop(_GUARD, None)
         self._model.__dict__.pop("__deepcopy__", None)
 
     # ---- unannounced changes ----
@@ -128,6 +150,9 @@ class WholeParameters:
         with self.masters():
             state = self._model.state_dict()
             return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
+
+    def _guard(self) -> Callable[[nn.Module], bool]:
+        return lambda module: self._editing or id(module) not in self._modules
 
     # ---- hooks of modules; functions, because copies of the model have the hooks too ----
 
