@@ -184,6 +184,34 @@ def _values(loop: Loop) -> list[Tensor]:
     return [values[id(parameter)] for parameter in loop.parameters]
 
 
+def _is_sharded(zero: int, low: bool, gathered: bool) -> bool:
+    """Whether ranks update different elements."""
+    return zero > 0
+
+
+def _load_own_state(loop: Loop) -> None:
+    if loop.step == 1:
+        loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+
+
+def _load_state_of_first(loop: Loop) -> None:
+    """Save on rank 0, and load the file on all ranks."""
+    if loop.step == 1:
+        state = [copy.deepcopy(loop.optimizer.state_dict())]
+        if loop.engine is not None:
+            torch.distributed.broadcast_object_list(state, 0)
+        loop.optimizer.load_state_dict(state[0])
+
+
+def _load_state_of_one_process(loop: Loop) -> None:
+    if loop.step == 1:
+        alone = _make(7)
+        optimizer = _optimizer(alone)
+        sum(parameter.square().sum() for parameter in alone.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        loop.optimizer.load_state_dict(optimizer.state_dict())
+
+
 def _penalized(loop: Loop, loss: Tensor) -> Tensor:
     penalty: Tensor = loss + 0.01 * sum(parameter.square().sum() for parameter in loop.parameters)
     return penalty
@@ -262,6 +290,11 @@ IDIOMS = {
     "engine.edit_parameters": Idiom(after_update=lambda loop: (_clear(loop), _edit(loop))),
     "load_state_dict": Idiom(before_forward=_load),
     "load_state_dict of a block": Idiom(before_forward=_load_a_block),
+    "optimizer.load_state_dict of the rank's state": Idiom(before_forward=_load_own_state),
+    "optimizer.load_state_dict of rank 0's state": Idiom(
+        before_forward=_load_state_of_first, refused=_is_sharded
+    ),
+    "optimizer.load_state_dict of one process": Idiom(before_forward=_load_state_of_one_process),
     "state_dict": Idiom(at_the_end=_state, refused=_is_gathered),
     "engine.state_dict": Idiom(at_the_end=_engine_state),
     "deepcopy": Idiom(at_the_end=_deep_copy, refused=_is_gathered),
@@ -284,6 +317,9 @@ IDIOMS = {
 
 CHANGES_OF_MASTERS = ("engine.edit_parameters", "load_state_dict", "load_state_dict of a block")
 """Refused where master weights of another type are offloaded."""
+
+STATES_OF_OPTIMIZERS = tuple(name for name in IDIOMS if name.startswith("optimizer.load_state_dict"))
+"""Refused where the states are offloaded."""
 
 
 def _batches(size: int) -> Tensor:
@@ -351,7 +387,11 @@ def test_an_idiom_with_gradients_and_weights_that_are_offloaded(
         offloaded=offloaded,
     )
     low = precision == "bf16"
-    refused = IDIOMS[name].refused(zero, low, zero == 3) or (low and name in CHANGES_OF_MASTERS)
+    refused = (
+        IDIOMS[name].refused(zero, low, zero == 3)
+        or (low and name in CHANGES_OF_MASTERS)
+        or name in STATES_OF_OPTIMIZERS
+    )
     _compare(ranks(2).run(_parallel, name, plan), name, precision, refused)
 
 
