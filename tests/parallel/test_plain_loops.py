@@ -212,6 +212,33 @@ def _load_state_of_one_process(loop: Loop) -> None:
         loop.optimizer.load_state_dict(optimizer.state_dict())
 
 
+def _scaler(loop: Loop) -> torch.amp.GradScaler:
+    scaler: torch.amp.GradScaler = loop.__dict__.setdefault("scaler", torch.amp.GradScaler("cpu", 4.0))
+    return scaler
+
+
+def _scaled(loop: Loop, loss: Tensor) -> Tensor:
+    """Scale the loss; in step 1, a gradient overflows on the last rank."""
+    rank, size = (0, 1) if loop.engine is None else (loop.engine.rank, loop.engine.comm.size)
+    if loop.step == 1 and rank == size - 1:
+        loss = loss * float("inf")
+    return _scaler(loop).scale(loss)
+
+
+def _step_scaled(loop: Loop) -> None:
+    _scaler(loop).step(loop.optimizer)
+    _scaler(loop).update()
+
+
+def _clip_unscaled(loop: Loop) -> None:
+    _scaler(loop).unscale_(loop.optimizer)
+    nn.utils.clip_grad_norm_(loop.model.parameters(), CLIP)
+
+
+def _values_and_scale(loop: Loop) -> list[Tensor]:
+    return [*_values(loop), torch.tensor(_scaler(loop).get_scale())]
+
+
 def _penalized(loop: Loop, loss: Tensor) -> Tensor:
     penalty: Tensor = loss + 0.01 * sum(parameter.square().sum() for parameter in loop.parameters)
     return penalty
@@ -298,6 +325,14 @@ IDIOMS = {
     "state_dict": Idiom(at_the_end=_state, refused=_is_gathered),
     "engine.state_dict": Idiom(at_the_end=_engine_state),
     "deepcopy": Idiom(at_the_end=_deep_copy, refused=_is_gathered),
+    "GradScaler": Idiom(loss=_scaled, update=_step_scaled, at_the_end=_values_and_scale, refused=_is_sharded),
+    "GradScaler.unscale_": Idiom(
+        loss=_scaled,
+        after_backward=_clip_unscaled,
+        update=_step_scaled,
+        at_the_end=_values_and_scale,
+        refused=_is_sharded,
+    ),
     "penalty": Idiom(loss=_penalized, refused=_is_gathered),
     "average": Idiom(
         after_update=lambda loop: (_clear(loop), _average(loop)), at_the_end=_averages, refused=_is_gathered

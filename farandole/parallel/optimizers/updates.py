@@ -90,6 +90,8 @@ class Updates:
         given = [group["params"] for group in optimizer.param_groups]
         use_shards(optimizer, tensors())
         state_dicts: StateDicts | None = None
+        if self._divided:  # GradScaler then calls `step` in any case, so that all ranks raise an error
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         if self._place.kind == "none":
             if self._rounding is not None:
                 self._rounding.drive(optimizer, self._shards)
@@ -101,7 +103,9 @@ class Updates:
             cuda = any(p.is_cuda for each in self._shards for p in each.parameters)
             records = records_at(self._place, self._comm, pinned=cuda)
             self.offloaded.append(
-                OffloadedUpdate(optimizer, self._shards, records, self._begin_step, self._end_step)
+                OffloadedUpdate(
+                    optimizer, self._shards, records, partial(self._begin_checked, optimizer), self._end_step
+                )
             )
             refuse_state_dicts(optimizer)
         self._follow_new_groups(optimizer, state_dicts if owned is None else None)
@@ -212,7 +216,7 @@ class Updates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first argument is the optimizer
         if closure is None:
-            self._begin_step(owned)
+            self._begin_checked(optimizer, owned)
             return None
 
         def averaged() -> Any:
@@ -228,6 +232,14 @@ class Updates:
             return mean
 
         return (optimizer, averaged), {}
+
+    def _begin_checked(self, optimizer: Optimizer, owned: OwnedParameters | None = None) -> None:
+        if self._divided and hasattr(optimizer, "found_inf"):  # set by GradScaler
+            raise RuntimeError(
+                "torch.amp.GradScaler looks for overflows only in this rank's shards of the gradients: use "
+                'Plan(precision="fp16"), which scales the loss in engine.backward(loss), instead of GradScaler'
+            )
+        self._begin_step(owned)
 
     def _begin_step(self, owned: OwnedParameters | None = None) -> None:
         if self._before() and owned is not None:
