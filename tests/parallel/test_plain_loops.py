@@ -409,6 +409,20 @@ def test_an_idiom_gives_the_result_of_one_process_or_an_error(
     )  # type: ignore[arg-type]
 
 
+def _parallel_all(rank: int, size: int, plan: Plan) -> dict[str, list[Tensor] | str]:
+    return {name: _parallel(rank, size, name, plan) for name in IDIOMS}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_idiom_with_an_unscaled_loss_in_fp16_is_refused(ranks: Any, zero: int, weights: str) -> None:
+    for results in ranks(2, WEIGHTS[weights]).run(_parallel_all, Plan(zero=zero, precision="fp16")):
+        for name, result in results.items():
+            before = name == "penalty" and zero == 3 and weights == "gathered"  # it reads parameters
+            call = "engine.whole_parameters()" if before else "engine.backward(loss)"
+            assert isinstance(result, str) and call in result, (name, result)
+
+
 @pytest.mark.parametrize(("zero", "offloaded"), [(2, "gradients"), (3, "parameters")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", IDIOMS)
