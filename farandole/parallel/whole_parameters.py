@@ -13,7 +13,8 @@ update and raise an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -58,7 +59,7 @@ class WholeParameters:
         self._model, self._weights, self._comm = model, list(weights), comm
         self._is_whole = is_whole
         self._gathers = any(isinstance(weight, GatheredWeights) for weight in weights)
-        self._modules = {id(module) for module in model.modules()}
+        self._modules = {id(module): name for name, module in model.named_modules()}
         self._loading: nn.Module | None = None
         self._editing = False
         self._masters_elsewhere = False
@@ -104,6 +105,17 @@ class WholeParameters:
                     )
 
     # ---- announced changes ----
+
+    def _agree_to_load(self, module: nn.Module, state: Iterable[str]) -> None:
+        """Raise RuntimeError unless all ranks load a state with the same names into the same module.  This is a collective call."""
+        names = [self._modules[id(module)], *sorted(state)]
+        advice = "call it on all ranks with the same state, or engine.load_weights(path) on all ranks"
+        try:
+            found = self._comm.all_gather_object(hashlib.sha256("\n".join(names).encode()).digest())
+        except RuntimeError as error:
+            raise RuntimeError(f"load_state_dict did not find the other ranks: {advice} ({error})") from error
+        if any(each != found[0] for each in found):
+            raise RuntimeError(f"load_state_dict was called with states of different names: {advice}")
 
     def masters_are_elsewhere(self) -> None:
         """Record that master weights are offloaded, so that parameters cannot be changed."""
@@ -165,6 +177,7 @@ class WholeParameters:
                     "load_state_dict(assign=True) would replace the parameters that the engine updates: "
                     "omit assign=True, or load before parallelize"
                 )
+            self._agree_to_load(module, state)
             self._context = self.edit()
             self._context.__enter__()
             self._loading = module

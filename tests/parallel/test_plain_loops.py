@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan
+from farandole.comm.communicator import Communicator
 from farandole.parallel.engine import Engine
 
 STEPS, SHARE, RATE, CLIP = 3, 4, 0.2, 0.05
@@ -458,3 +459,30 @@ def _compare(results: list[list[Tensor] | str], name: str, precision: str, refus
         for value, wanted in zip(result, expected, strict=True):
             tolerance = {"atol": 4e-3, "rtol": 3e-2} if low else {}
             torch.testing.assert_close(value, wanted.float(), **tolerance)
+
+
+def _load_differently(rank: int, size: int, what: str) -> list[str]:
+    comm = Communicator(torch.distributed.group.WORLD).create_group(range(size))  # it breaks
+    model = _make()
+    engine = farandole.parallelize(model, Plan(zero=1), comm=comm)
+    optimizer = engine.optimizer(_optimizer(model))
+    errors: list[str] = []
+    try:
+        if rank == 0:
+            model.load_state_dict(_make(3).state_dict())
+        elif what == "a block":
+            model.layers.load_state_dict(_make(3).layers.state_dict())
+        engine(_batches(1)[0][0]).square().mean().backward()
+        optimizer.step()
+    except RuntimeError as error:
+        errors.append(str(error))
+    torch.distributed.barrier()
+    return errors
+
+
+@pytest.mark.parametrize("what", ["a block", "nothing"])
+def test_ranks_that_load_different_states(ranks: Any, what: str) -> None:
+    errors = ranks(2).run(_load_differently, what)
+    assert all(len(found) == 1 for found in errors), errors
+    for (error,) in errors if what == "a block" else errors[:1]:
+        assert "engine.load_weights(path) on all ranks" in error

@@ -87,7 +87,12 @@ class StateDicts:
             problem = str(error)
         except (LookupError, TypeError, AttributeError) as error:
             problem = f"this is not a state of an optimizer ({type(error).__name__}: {error})"
-        problems = [problem] if self._comm is None else self._comm.all_gather_object(problem)
+        try:
+            problems = [problem] if self._comm is None else self._comm.all_gather_object(problem)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"optimizer.load_state_dict did not find the other ranks: call it on all ranks ({error}); {_INSTEAD}"
+            ) from error
         for rank, found in enumerate(problems):
             if found:
                 where = "" if self._comm is None else f" on rank {rank}"
