@@ -553,8 +553,8 @@ class Engine:
             The `extra` values passed to `save`.
 
         Raises:
-            CheckpointError: on all ranks, if the checkpoint is damaged or belongs to another model.  The engine is then
-                unchanged.
+            CheckpointError: on all ranks, if the checkpoint cannot be read or belongs to another model, and
+                `UnreadableError` if files are missing or damaged.  The engine is then unchanged.
         """
         self._wait_for_save()
         return checkpoint.load(self, Path(folder).expanduser())
