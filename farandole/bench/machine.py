@@ -29,6 +29,7 @@ from farandole.data.cache import default_cache
 from farandole.launch.cores import usable_cores
 from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
+from farandole.parallel.precision import TYPES
 
 _ROWS, _WIDTH = 1024, 512
 _ELEMENTS = 4 << 20
@@ -80,11 +81,8 @@ def measure(runtime: Runtime) -> Speeds:
     warm_up("fp32", runtime)
     process = data_bytes() if runtime.device.type == "cpu" else context_bytes(runtime)
     libraries = library_bytes()
-    flops = {name: _flops(dtype, runtime) for name, dtype in _TYPES.items()}
+    flops = {name: _flops(dtype, runtime) for name, dtype in TYPES.items() if name != "fp8"}
     return Speeds(flops, _stream(runtime), _bandwidth(runtime), process, libraries)
-
-
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _flops(dtype: torch.dtype, runtime: Runtime) -> float:

@@ -20,7 +20,7 @@ from farandole.bench.setup import BenchError
 from farandole.launch.control_groups import available_memory
 from farandole.launch.local import launch
 from farandole.memory.offload_store import measure_bandwidth
-from farandole.plan import Offloaded, Plan, PlanError, Precision, Recompute, Rounding
+from farandole.plan import Offloaded, Place, Plan, PlanError, Precision, Recompute, Rounding
 from farandole.planner import Estimate, Machine, Workload, estimate_workload
 from farandole.planner.search import estimates_of, in_order
 from farandole.train.config import ConfigError, TrainConfig, load_config
@@ -254,8 +254,8 @@ def _estimates(
             refusal = error
     if not plans and refusal is not None:
         raise refusal
-    folders = {place.removeprefix("disk:") for one in plans for place in (one.offload, one.swap)}
-    if disks := folders - {"none", "host"}:
+    folders = {Place.parse(place).folder for one in plans for place in (one.offload, one.swap)}
+    if disks := folders - {""}:
         machine = replace(machine, disk=measure_bandwidth(min(disks)))
     found: list[Estimate] = []
     for _, members in itertools.groupby(sorted(plans, key=_axes_of), _axes_of):

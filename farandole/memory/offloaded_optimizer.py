@@ -107,7 +107,7 @@ class OffloadedOptimizer:
         """
         if self._broken:
             raise OffloadError(
-                f"the last step was interrupted between units: load {counted(len(self._broken), 'unit')} from a "
+                f"the last step or load was interrupted between units: load {counted(len(self._broken), 'unit')} from a "
                 f"checkpoint, starting with unit {min(self._broken)}, before the next step"
             )
         order = [
@@ -140,8 +140,8 @@ class OffloadedOptimizer:
         for index, record in self.stream.visit(range(first, len(self.units))):
             yield index, [self._shard_state(index, at, record) for at in range(len(self.units[index]))]
 
-    def load(self, unit: int, shards: Sequence[ShardState]) -> None:
-        """Set `unit` to `shards`, as yielded by `saved`.  Raise ValueError if the shapes or dtypes differ."""
+    def check(self, unit: int, shards: Sequence[ShardState]) -> None:
+        """Raise ValueError if `load` would, because the shapes or dtypes differ."""
         if not 0 <= unit < len(self.units):
             raise IndexError(
                 f"unit {unit} does not exist: there are {counted(len(self.units), 'unit')}, numbered from 0"
@@ -152,9 +152,17 @@ class OffloadedOptimizer:
             )
         for at, shard in enumerate(shards):
             _check_fits(f"unit {unit}, shard {at}", self._places[unit][at], self.units[unit][at], shard)
+
+    def load(self, unit: int, shards: Sequence[ShardState]) -> None:
+        """Set `unit` to `shards`, as yielded by `saved`.  Raise ValueError if the shapes or dtypes differ."""
+        self.check(unit, shards)
         own = [ShardState(shard.weights, _own_numbers(shard.state)) for shard in shards]
         self.stream.fill([unit], lambda _, record: self._fill(unit, record, own))
         self._broken.discard(unit)
+
+    def invalidate(self) -> None:
+        """Refuse further steps until every unit is loaded."""
+        self._broken = set(range(len(self.units)))
 
     def budget(self, bandwidth: Bandwidth | None = None) -> Budget:
         """Return the bytes and, given `bandwidth`, the time of a step with gradients for every unit."""

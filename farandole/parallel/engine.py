@@ -52,6 +52,7 @@ from farandole.parallel.checkpoint.folder import PendingSave, fail_on_all
 from farandole.parallel.checkpoint.ranges import Place
 from farandole.parallel.data import GradientReducer
 from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, first_of
+from farandole.parallel.hidden_parameters import unchecked
 from farandole.parallel.initial_values import (
     Initialise,
     WeightSource,
@@ -224,6 +225,8 @@ class Engine:
         )
         if source is not None:
             safetensors_files.read_weights(self, source)
+        for weights in built.weights:
+            weights.use_weights()
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output; floating-point inputs are cast to the model's type."""
@@ -418,10 +421,11 @@ class Engine:
         """Complete the gradients of a step; return False if the step is skipped."""
         self.synchronize()
         self._release_gathered()
-        self._whole.check()
-        check_gradients(self.model, self._trained)
-        for shards in self.shards_of_buckets:
-            shards.before_update()
+        with unchecked():
+            self._whole.check()
+            check_gradients(self.model, self._trained)
+            for shards in self.shards_of_buckets:
+                shards.before_update()
         self._steps.decide()
         for ranks in self._sharing:  # all ranks must finish reading weights before the update
             ranks.barrier()
@@ -552,8 +556,8 @@ class Engine:
             The `extra` values passed to `save`.
 
         Raises:
-            CheckpointError: on all ranks, if the checkpoint is damaged or belongs to another model.  The engine is then
-                unchanged.
+            CheckpointError: on all ranks, if the checkpoint cannot be read or belongs to another model, and
+                `UnreadableError` if files are missing or damaged.  The engine is then unchanged.
         """
         self._wait_for_save()
         return checkpoint.load(self, Path(folder).expanduser())

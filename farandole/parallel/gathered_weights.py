@@ -33,6 +33,7 @@ from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.tracker import memory_tag
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.call_order import CallOrder, Kind
+from farandole.parallel.hidden_parameters import hide, show
 from farandole.parallel.sharding import BucketPlan
 from farandole.parallel.weights import FlatWeights, Masters, is_same_memory, nowhere
 
@@ -49,7 +50,8 @@ _KEPT = CAPACITY - 1
 class GatheredWeights(FlatWeights):
     """The rank's shard of weights.
 
-    While weights are not gathered, parameters keep their shapes, read as NaN, and use no memory.
+    While weights are not gathered, parameters keep their shapes, use no memory, and raise errors when they are read
+    (`hidden_parameters`).
 
     Args:
         offload: the store of the shard, if it is not in memory.
@@ -91,7 +93,7 @@ class GatheredWeights(FlatWeights):
         self._work: dist.Work | None = None
         self.is_whole = False
         """Whether the parameters have their values."""
-        self._set(self._placeholders)
+        self._set(self._placeholders)  # hidden when the engine is complete
 
     def gather_over(self, comm: Communicator | None) -> None:
         """Gather over `comm`, which has the same ranks, so that the order of gathers is independent of other calls."""
@@ -125,10 +127,17 @@ class GatheredWeights(FlatWeights):
         assert self._whole is not None
         if not self.is_whole:
             self._wait_for_work()
+            self._show()
             self.check_in_place()
             self._set(self._layout.views(self._whole))
             self.is_whole = True
         return self._whole
+
+    def hide(self) -> None:
+        """Hide the parameters until the next `use`; the weights remain gathered."""
+        if self.is_whole:
+            self.is_whole = False
+            self._hide()
 
     @property
     def is_gathered(self) -> bool:
@@ -181,13 +190,24 @@ class GatheredWeights(FlatWeights):
     def use_weights(self) -> None:
         """Replace the parameters by placeholders."""
         self._whole, self.is_whole = None, False
+        self._hide()
+
+    def _hide(self) -> None:
+        self._show()
         self._set(self._placeholders)
+        for name, parameter in zip(self.plan.names, self.parameters, strict=True):
+            hide(parameter, name)
+
+    def _show(self) -> None:
+        for parameter in self.parameters:
+            show(parameter)
 
     def use_masters(self) -> None:
         """Make the parameters unsharded copies of the master weights.  This is a collective call."""
         self.release()
         with self.in_memory():
             master = self.master if self.has_master_copy else None
+            self._show()
             self._set(self._gathered(self.shard if master is None else master))
 
     def is_in_place(self, index: int) -> bool:
@@ -307,6 +327,8 @@ class Gatherer:
         else:  # the backward pass begins with the last groups; as many on every pass, so that its order stays the same
             self._release(self._recent[:-_KEPT])
             self._unused = set(self._recent)
+            for weights in (weights for group in self._recent for weights in self._groups[group]):
+                weights.hide()
 
     def begin_backward(self) -> None:
         """Begin a backward pass, if it has not begun."""

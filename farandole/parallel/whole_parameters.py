@@ -13,7 +13,8 @@ update and raise an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -24,6 +25,24 @@ from torch.utils.hooks import RemovableHandle
 from farandole.comm.communicator import Communicator
 from farandole.parallel.gathered_weights import GatheredWeights
 from farandole.parallel.weights import EDIT, FlatWeights
+
+_GUARD = "_farandole_is_editable"
+"""The attribute of a module with a function that returns whether its parameters can be changed in place."""
+
+
+def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
+    """Raise RuntimeError if an engine stores the parameters of `module` and they cannot be changed in place.
+
+    Args:
+        name: the name of the module in the message.
+        advice: more advice for the message.
+    """
+    guard = module.__dict__.get(_GUARD)
+    if guard is not None and not guard(module):
+        raise RuntimeError(
+            f"the engine stores the weights of {name}, and ranks may share them: change them within `with "
+            f"engine.edit_parameters():` on all ranks{advice and '; ' + advice}"
+        )
 
 
 class WholeParameters:
@@ -40,7 +59,7 @@ class WholeParameters:
         self._model, self._weights, self._comm = model, list(weights), comm
         self._is_whole = is_whole
         self._gathers = any(isinstance(weight, GatheredWeights) for weight in weights)
-        self._modules = {id(module) for module in model.modules()}
+        self._modules = {id(module): name for name, module in model.named_modules()}
         self._loading: nn.Module | None = None
         self._editing = False
         self._masters_elsewhere = False
@@ -52,6 +71,7 @@ class WholeParameters:
 
     def _follow(self) -> None:
         for module in self._model.modules():
+            module.__dict__[_GUARD] = self._guard()
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_load()))
             self._handles.append(module.register_load_state_dict_post_hook(self._after_load()))
             if self._gathers:
@@ -63,6 +83,9 @@ class WholeParameters:
         """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
+        if not any(weight.shared for weight in self._weights):
+            for module in self._model.modules():
+                module.__dict__.pop(_GUARD, None)
         self._model.__dict__.pop("__deepcopy__", None)
 
     # ---- unannounced changes ----
@@ -82,6 +105,17 @@ class WholeParameters:
                     )
 
     # ---- announced changes ----
+
+    def _agree_to_load(self, module: nn.Module, state: Iterable[str]) -> None:
+        """Raise RuntimeError unless all ranks load a state with the same names into the same module.  This is a collective call."""
+        names = [self._modules[id(module)], *sorted(state)]
+        advice = "call it on all ranks with the same state, or engine.load_weights(path) on all ranks"
+        try:
+            found = self._comm.all_gather_object(hashlib.sha256("\n".join(names).encode()).digest())
+        except RuntimeError as error:
+            raise RuntimeError(f"load_state_dict did not find the other ranks: {advice} ({error})") from error
+        if any(each != found[0] for each in found):
+            raise RuntimeError(f"load_state_dict was called with states of different names: {advice}")
 
     def masters_are_elsewhere(self) -> None:
         """Record that master weights are offloaded, so that parameters cannot be changed."""
@@ -132,6 +166,9 @@ class WholeParameters:
             state = self._model.state_dict()
             return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
 
+    def _guard(self) -> Callable[[nn.Module], bool]:
+        return lambda module: self._editing or id(module) not in self._modules
+
     # ---- hooks of modules; functions, because copies of the model have the hooks too ----
 
     def _before_load(self) -> Callable[..., None]:
@@ -143,6 +180,7 @@ class WholeParameters:
                     "load_state_dict(assign=True) would replace the parameters that the engine updates: "
                     "omit assign=True, or load before parallelize"
                 )
+            self._agree_to_load(module, state)
             self._context = self.edit()
             self._context.__enter__()
             self._loading = module

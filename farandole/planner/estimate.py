@@ -9,7 +9,7 @@ from torch import nn
 
 from farandole.data.wording import size
 from farandole.memory.swap import BEHIND_BYTES
-from farandole.plan import Plan, PlanError
+from farandole.plan import Place, Plan, PlanError
 from farandole.planner.memory import StateBytes, shard_bytes, state_bytes
 from farandole.planner.step_time import step_time
 from farandole.planner.trace import Trace
@@ -113,7 +113,7 @@ def estimate_workload(
 def _check(plan: Plan, machine: Machine) -> None:
     for name in ("offload", "swap"):
         place = getattr(plan, name)
-        if place.startswith("disk:") and machine.disk is None:
+        if Place.parse(place).kind == "disk" and machine.disk is None:
             raise PlanError(
                 f"{name}={place!r} requires a machine with a disk; pass Machine(disk=Bandwidth(...))"
             )

@@ -13,6 +13,7 @@ from farandole.launch.runtime import Runtime
 from farandole.memory.disk import Budget, OffloadError
 from farandole.memory.offload_store import measure_bandwidth
 from farandole.memory.swap import THRESHOLD_BYTES
+from farandole.plan import Place
 from farandole.train.config import TrainConfig
 from farandole.train.metrics import MetricsWriter
 from farandole.train.precision import PrecisionChoice
@@ -210,12 +211,12 @@ def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
     plan = trainer.config.plan
     yield from trainer.notices
     if plan.swap != "none":
-        where = "host memory" if plan.swap == "host" else plan.swap.removeprefix("disk:")
+        where = Place.parse(plan.swap).folder or "host memory"
         yield f"activations of {size(THRESHOLD_BYTES)} or more are swapped to {where}"
-    kind, _, folder = plan.offload.partition(":")
+    folder = Place.parse(plan.offload).folder
     for update in trainer.engine.offloaded:
         budget = update.state.budget()
-        if kind != "disk":
+        if not folder:
             yield f"optimizer states in {update.state.stream.access}"
             continue
         try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import shutil
+import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,13 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 
 import farandole
 from farandole import Plan
 from farandole.comm.communicator import Communicator
+from farandole.memory.disk import OffloadError
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import state as engine_state
-from farandole.parallel.checkpoint.errors import CheckpointError
+from farandole.parallel.checkpoint.errors import CheckpointError, UnreadableError
 from farandole.parallel.checkpoint.ranges import Place, Range
 from farandole.parallel.engine import Engine
 from tests.comm.hosts import hierarchical_group, on_hosts
@@ -295,3 +300,75 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
 
 def test_invalid_saves_and_loads_are_refused(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(_refusals, tmp_path)
+
+
+FAILURES: list[tuple[BaseException, type[CheckpointError]]] = [
+    (PermissionError(13, "Permission denied"), CheckpointError),
+    (OSError(5, "Input/output error"), CheckpointError),
+    (MemoryError("no memory"), CheckpointError),
+    (FileNotFoundError(2, "No such file"), UnreadableError),
+    (zlib.error("invalid block type"), UnreadableError),
+    (pickle.UnpicklingError("invalid load key"), UnreadableError),
+]
+
+
+def _fail_to_read(rank: int, size: int, folder: Path) -> None:
+    engine, optimizer = _make((2, "", 1, "fp32", "none"), seed=1)
+    _train(engine, optimizer, 0, 1)
+    engine.save(folder / "state")
+    before = _contents(engine)
+    for failure, kind in FAILURES:
+        with (
+            mock.patch.object(FileSystemReader, "read_data", side_effect=failure)
+            if rank == 1
+            else nullcontext(),
+            pytest.raises(CheckpointError, match="state: ") as found,
+        ):
+            engine.load(folder / "state")
+        assert type(found.value) is kind, (failure, found.value)
+    for name, value in _contents(engine).items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_failures_to_read(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(_fail_to_read, tmp_path)
+
+
+def _fail_to_read_offloaded(rank: int, size: int, folder: Path) -> None:
+    engine, optimizer = _make((2, "", 1, "fp32", "none"), seed=1)
+    _train(engine, optimizer, 0, 1)
+    engine.save(folder / "state")
+    expected = _contents(engine)
+    engine.close()
+    engine, optimizer = _make((2, "", 1, "fp32", f"disk:{folder}"), seed=2)
+    _train(engine, optimizer, 0, 1)
+    before = _contents(engine)
+    read, calls = engine_state.read_state, len(engine.offloaded[0].state.units)
+    failure = OSError(5, "Input/output error")
+    for good in (0, calls):  # the first failure is found by the check, the second one while states change
+        fail_later = mock.Mock(side_effect=[*[None] * good, failure])
+        with (
+            mock.patch.object(
+                engine_state, "read_state", lambda *args, fail=fail_later: fail() or read(*args)
+            )
+            if rank == 1
+            else nullcontext(),
+            pytest.raises(
+                CheckpointError, match=r"state: \[Errno 5\] Input/output error \(rank 1\)"
+            ) as found,
+        ):
+            engine.load(folder / "state")
+        assert type(found.value) is CheckpointError
+        if not good:
+            for name, value in _contents(engine).items():
+                assert torch.equal(value, before[name]), name
+    with pytest.raises(OffloadError, match="load was interrupted"):
+        _train(engine, optimizer, 1, 1)
+    optimizer.zero_grad()
+    engine.load(folder / "state")
+    for name, value in _contents(engine).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_failures_to_read_offloaded_states(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(_fail_to_read_offloaded, tmp_path)

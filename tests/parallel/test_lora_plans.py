@@ -12,7 +12,8 @@ from torch import Tensor
 
 import farandole
 from farandole.models.gpt import build_gpt
-from farandole.parallel.lora import add_lora
+from farandole.parallel.lora import add_lora, merge
+from farandole.parallel.lora.peft_adapter import save_adapter
 from farandole.plan import LoRA, Plan, PlanError
 from tests.parallel.test_zero import GPT, _world
 
@@ -101,6 +102,49 @@ def _refused(rank: int, size: int, lora: LoRA, adapted: bool, meta: bool) -> str
 )
 def test_invalid_adapters_are_refused(ranks: Any, lora: LoRA, adapted: bool, meta: bool, says: str) -> None:
     assert says in ranks(1).run(_refused, lora, adapted, meta)[0]
+
+
+def _merge(rank: int, size: int, zero: int, folder: str) -> tuple[list[str], Tensor, Tensor]:
+    """The errors of a plain loop that saves and merges, and outputs before and after the merge that is offered."""
+    torch.manual_seed(0)
+    model = build_gpt(GPT)
+    engine = farandole.parallelize(model, Plan(zero=zero, lora=ADAPTERS))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = engine.optimizer(torch.optim.SGD(trained, 1.0))
+    tokens = torch.randint(0, GPT.vocabulary, (2, GPT.context), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        engine(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    errors = []
+    for call in (lambda: save_adapter(model, folder), lambda: merge(model)):
+        if rank == 0:
+            try:
+                call()
+            except RuntimeError as error:
+                errors.append(str(error))
+    _world().barrier()
+    model.eval()
+    with torch.no_grad():
+        before = engine(tokens)
+        with engine.edit_parameters():
+            merge(model)
+        return errors, before, engine(tokens)
+
+
+@pytest.mark.parametrize(
+    ("zero", "backend", "refused"),
+    [(1, "farandole", [False, True]), (3, "farandole", [False, True]), (3, "gloo", [True, True])],
+)
+def test_an_adapter_is_saved_and_merged_whole_or_not_at_all(
+    ranks: Any, zero: int, backend: str, refused: list[bool], tmp_path: Path
+) -> None:
+    results = ranks(2, backend).run(_merge, zero, str(tmp_path))
+    errors = results[0][0]
+    assert len(errors) == sum(refused), errors
+    assert all("engine.save_" in error for error in errors), errors
+    for _, before, after in results:
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-4)
 
 
 def test_adapters_and_8_bit_products_are_refused() -> None:

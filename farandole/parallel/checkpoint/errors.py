@@ -11,4 +11,4 @@ class CheckpointError(RuntimeError):
 
 
 class UnreadableError(CheckpointError):
-    """Raised if a checkpoint is missing or damaged."""
+    """Raised if a checkpoint is missing or damaged, but not for system errors such as a missing permission or a lack of memory."""

@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -32,7 +33,7 @@ from farandole.comm.communicator import Communicator
 from farandole.comm.fallback import local_group
 from farandole.parallel.checkpoint.errors import CheckpointError, UnreadableError
 from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
-from farandole.parallel.checkpoint.state import State, empty_state, load_offloaded, restore, state_of
+from farandole.parallel.checkpoint.state import State, empty_state, offloaded_states, restore, state_of
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
@@ -174,23 +175,36 @@ def _copy(value: Tensor | Range) -> Tensor | Range:
 def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Load the engine; see `Engine.load`.  `metadata` replaces the metadata file, which folders of earlier versions lack."""
     comm = engine.comm
-    with fail_on_all(comm, folder, UnreadableError):
+    with fail_on_all(comm, folder):
         try:
             found = metadata or json.loads((folder / METADATA).read_text())
             reader = FileSystemReader(folder)
             saved = reader.read_metadata().state_dict_metadata
         except FileNotFoundError:
-            raise CheckpointError(
+            raise UnreadableError(
                 "the folder does not exist, or is not a complete engine checkpoint; check the path"
             ) from None
     with fail_on_all(comm, folder):
         loaded = empty_state(engine, comm.rank, saved)
         _check_optimizers(engine, found)
-    with fail_on_all(comm, folder, UnreadableError):
+    with fail_on_all(comm, folder):
         # into new tensors, so that a failure does not change the engine
         dcp.load(dict(loaded), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
+        # records have no space for a second state, so it is read twice
+        for update, unit, states in offloaded_states(engine, folder, loaded):
+            try:
+                update.check(unit, states)
+            except ValueError as error:
+                raise CheckpointError(f"its optimizer states do not fit this engine: {error}") from error
+    try:
+        with fail_on_all(comm, folder):
+            for update, unit, states in offloaded_states(engine, folder, loaded):
+                update.load(unit, states)
+    except CheckpointError:
+        for update in engine.offloaded:
+            update.invalidate()
+        raise
     restore(engine, comm.rank, loaded)
-    load_offloaded(engine, folder, loaded)
     engine.restore_metadata(found)
     extra: dict[str, Any] = found["extra"]
     return extra
@@ -225,27 +239,49 @@ def partial_folder(folder: Path) -> Path:
 
 
 @contextmanager
-def fail_on_all(
-    comm: Communicator, folder: Path, kind: type[CheckpointError] = CheckpointError
-) -> Iterator[None]:
-    """Raise a `CheckpointError` about `folder` on all ranks if any rank fails in the block; all ranks enter the context."""
+def fail_on_all(comm: Communicator, folder: Path) -> Iterator[None]:
+    """Raise a `CheckpointError` about `folder` on all ranks if any rank fails in the block; all ranks enter the context.
+
+    Missing or damaged files raise an `UnreadableError`.
+    """
     failure: OSError | str = ""
+    cause: BaseException | None = None
     try:
         yield
     except (Exception, CheckpointException) as error:
-        failure = reason_of(error)
-    raise_on_all(comm, failure, folder, kind)
+        failure, cause = reason_of(error), error
+    raise_on_all(comm, failure, folder, cause)
 
 
 def raise_on_all(
-    comm: Communicator, failure: OSError | str, folder: Path, kind: type[CheckpointError] = CheckpointError
+    comm: Communicator, failure: OSError | str, folder: Path, cause: BaseException | None = None
 ) -> None:
     """Raise a `CheckpointError` about `folder` on all ranks if any rank has a `failure`.  This is a collective call."""
-    for rank, reason in enumerate(comm.all_gather_object(failure)):
+    damaged = cause is not None and _is_damage(cause)
+    for rank, (reason, unreadable) in enumerate(comm.all_gather_object((failure, damaged))):
         if reason:
+            kind = UnreadableError if unreadable else CheckpointError
             error = kind(f"checkpoint {folder}: {reason} (rank {rank})")
             error.reason = reason
-            raise error
+            raise error from cause
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Return whether `error` shows that files are missing or damaged.
+
+    Libraries raise many types for damaged files, but system errors and a lack of memory are not the fault of files.
+    """
+    if isinstance(error, CheckpointException):
+        return all(_is_damage(failure) for failure, _ in error.failures.values())
+    if isinstance(error, CheckpointError):
+        return isinstance(error, UnreadableError)
+    reason = reason_of(error)
+    if isinstance(reason, OSError):
+        return isinstance(reason, FileNotFoundError)
+    lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "tried to allocate" in str(
+        error
+    )
+    return not lacks_memory
 
 
 def reason_of(error: BaseException) -> OSError | str:

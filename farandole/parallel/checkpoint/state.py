@@ -36,6 +36,7 @@ from farandole.parallel.weights import FlatWeights
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
+    from farandole.parallel.optimizers.offloading import OffloadedUpdate
 
 State = dict[str, "Tensor | Range"]
 
@@ -305,8 +306,10 @@ def _load_master(reader: UnitReader, unit: int, at: int) -> Tensor:
     return reader.states(unit)[at].weights.view(-1)
 
 
-def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | Range]) -> None:
-    """Restore offloaded optimizer states from checkpoint `folder`, after `restore`; not a collective call."""
+def offloaded_states(
+    engine: Engine, folder: Path, loaded: Mapping[str, Tensor | Range]
+) -> Iterator[tuple[OffloadedUpdate, int, list[ShardState]]]:
+    """Yield (update, unit, states of its shards in checkpoint `folder`), one unit at a time, on this rank alone."""
     if not engine.offloaded:
         return
     places = _places(engine)
@@ -333,7 +336,7 @@ def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | R
                 values = loaded[f"model.{places[id(shard)][0]}"]
                 assert isinstance(values, Range)
                 records.append(ShardState(values.values.to(shard.dtype).view(shard.shape), states))
-            update.load(unit, records)
+            yield update, unit, records
 
 
 def _places(engine: Engine) -> dict[int, tuple[str, int, Place]]:

@@ -6,8 +6,9 @@ A Linear layer with the frozen weight W (out, in) computes x (W + s B A)^T, wher
     lora = LoRA(rank=8, alpha=16, targets=("*.qkv", "*.out"))
     engine = farandole.parallelize(model, Plan(zero=2, lora=lora))      # or add_lora(model, lora) without an engine
     ...                                         # train: only the adapters have gradients
-    save_adapter(model, "adapter")              # two files in PEFT format (`peft_adapter`)
-    merge(model)                                # makes inference as fast as with the base model
+    engine.save_adapter("adapter")              # two files in PEFT format (`peft_adapter`)
+    with engine.edit_parameters():
+        merge(model)                            # makes inference as fast as with the base model
     remove(model)                               # plain nn.Linear layers again, with the merged weights
 
     load_adapter(model, "adapter")              # in another process, on the same base model

@@ -11,6 +11,7 @@ from farandole.data.wording import counted, short, size
 from farandole.parallel.lora.layer import LoRALinear, adapt, restore
 from farandole.parallel.lora.quantized import quantized_weights, stored_bytes
 from farandole.parallel.lora.targets import find_targets, find_trained, held_elsewhere
+from farandole.parallel.whole_parameters import check_editable
 from farandole.plan import LoRA
 
 
@@ -87,9 +88,14 @@ def merge(model: nn.Module, untie: bool = False) -> None:
 
     Raises:
         ValueError: if other modules use a weight and `untie` is false, or an update is not finite.
-        RuntimeError: if adapters are already merged.  In all cases the model is unchanged.
+        RuntimeError: if adapters are already merged, or an engine stores the weights and `engine.edit_parameters()` was not
+            entered.  In all cases the model is unchanged.
     """
     layers = _layers(model)
+    for path, layer in layers.items():
+        check_editable(
+            layer, path, "engine.save_pretrained(folder) writes merged weights without changing the model"
+        )
     if merged := [path for path, layer in layers.items() if layer.merged]:
         raise RuntimeError(f"LoRA is already merged in {merged[0]}: call unmerge(model) before merging again")
     for path, layer in layers.items():
@@ -114,9 +120,12 @@ def unmerge(model: nn.Module) -> None:
     A weight that was quantized remains an ordinary tensor.
 
     Raises:
-        RuntimeError: if adapters are not merged.
+        RuntimeError: if adapters are not merged, or an engine stores the weights and `engine.edit_parameters()` was not
+            entered.
     """
     layers = _layers(model)
+    for path, layer in layers.items():
+        check_editable(layer, path)
     if apart := [path for path, layer in layers.items() if not layer.merged]:
         raise RuntimeError(f"LoRA is not merged in {apart[0]}: call merge(model) first")
     for layer in layers.values():

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole._extras import optional_import
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
+from farandole.parallel.hidden_parameters import is_hidden
 from farandole.parallel.lora.adapters import Summary, add_lora, lora_layers, other_trained, summarize
 from farandole.parallel.lora.hugging_face import config_for_peft, for_peft, from_peft, origin_of
 from farandole.parallel.lora.layer import LoRALinear
@@ -54,8 +55,8 @@ def save_adapter(
 ) -> None:
     """Write the adapters of `model` and other trained tensors to `folder`, which is created if it is missing.
 
-    Call this on one rank only.  Adapters may be merged or not.  PEFT compares the paths in `modules_to_save` with the ends
-    of module paths, so "2" also matches "12".
+    Call this on one rank only.  For a sharded model, call `Engine.save_adapter` on all ranks.  Adapters may be merged or
+    not.  PEFT compares the paths in `modules_to_save` with the ends of module paths, so "2" also matches "12".
 
     Args:
         base_model: the name of the base model to write into the configuration.
@@ -63,6 +64,7 @@ def save_adapter(
 
     Raises:
         ValueError: if the model has no LoRA.
+        RuntimeError: if this rank has only its shards of the adapters.
         AdapterError: if the files cannot be written.  An existing adapter in the folder is then unchanged.
     """
     model = _unwrapped(model)
@@ -79,6 +81,11 @@ def save_adapter(
         path, _, last = name.rpartition(".")
         tensor = values.get(name, own)
         tensors[f"{path}.base_layer.{last}" if path in layers else name] = tensor
+    if hidden := [name for name, tensor in tensors.items() if is_hidden(tensor)]:
+        raise RuntimeError(
+            f"this rank has only its shard of {hidden[0]}: call engine.save_adapter(folder), or "
+            "engine.save_pretrained(folder) for merged weights, on all ranks"
+        )
     config = _config(model, lora, list(layers), base_model)
     if (origin := origin_of(model)) is not None:
         tensors = for_peft(origin, tensors)

@@ -161,6 +161,14 @@ class OffloadedUpdate:
                     self.state.step(self._begin_unit if self._brings else None, self._end_unit)
         self._after()
 
+    def check(self, unit: int, states: Sequence[ShardState]) -> None:
+        """Raise ValueError if the states do not fit a unit."""
+        self.state.check(unit, states)
+
+    def invalidate(self) -> None:
+        """Refuse further steps until every unit is loaded, because only some units were loaded."""
+        self.state.invalidate()
+
     def load(self, unit: int, states: Sequence[ShardState]) -> None:
         """Set a unit to the states that `saved` yielded for its shards.  Raise ValueError if the states do not fit."""
         with self._shards[unit].values_in_place(write=True):

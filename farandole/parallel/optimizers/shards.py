@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket, Change, norm_of
+from farandole.parallel.hidden_parameters import unchecked
 from farandole.parallel.weights import FlatWeights
 
 
@@ -71,6 +72,10 @@ class OptimizerShards:
 
     def set_gradients(self, used: Sequence[bool], norms: GradientNorms) -> None:
         """Set the `.grad` of all tensors whose parameters were used on any rank."""
+        with unchecked():
+            self._set_gradients(used, norms)
+
+    def _set_gradients(self, used: Sequence[bool], norms: GradientNorms) -> None:
         names = self.bucket.plan.names
         for index, (parameter, tensor, anybody) in enumerate(
             zip(self.parameters, self.tensors, used, strict=True)
@@ -120,9 +125,10 @@ class OptimizerShards:
     def clear(self) -> None:
         """Begin a new step, without gradients."""
         self.bucket.clear()
-        for parameter, mark in zip(self.parameters, self._marks, strict=True):
-            if mark is not None and parameter.grad is mark:
-                parameter.grad = None
+        with unchecked():
+            for parameter, mark in zip(self.parameters, self._marks, strict=True):
+                if mark is not None and parameter.grad is mark:
+                    parameter.grad = None
         self._marks = [None] * len(self.parameters)
         if not self.bucket.holds_result:
             self._gradients = [None] * len(self.parameters)
@@ -130,7 +136,8 @@ class OptimizerShards:
     @property
     def all_cleared(self) -> bool:
         """Whether all gradients have been cleared, which starts a new step."""
-        return all(self._is_cleared(index) for index in range(len(self.parameters)))
+        with unchecked():
+            return all(self._is_cleared(index) for index in range(len(self.parameters)))
 
     def resume(self, used: Tensor) -> None:
         """Let another backward pass add to the existing gradients, and update `used`, the parameters with gradients."""

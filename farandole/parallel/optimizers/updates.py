@@ -20,11 +20,13 @@ from torch.optim import Optimizer
 
 from farandole.comm.communicator import Communicator
 from farandole.layout import Layout
+from farandole.parallel.hidden_parameters import unchecked
 from farandole.parallel.optimizers.offloading import OffloadedUpdate, records_at
 from farandole.parallel.optimizers.owned_parameters import OwnedParameters
 from farandole.parallel.optimizers.probe import why_not_by_parameter, why_not_elementwise
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.optimizers.shards import OptimizerShards
+from farandole.parallel.optimizers.state_dicts import StateDicts, refuse_state_dicts, state_of_shard
 from farandole.plan import Place
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
@@ -64,6 +66,14 @@ class Updates:
         self._zero, self._place, self._rounding = zero, place, rounding
         self._before, self._after = before, after
         self._owned: list[OwnedParameters] = []
+        plans = [each.bucket.plan for each in shards]
+        self._names = {
+            id(p): name for plan in plans for name, p in zip(plan.names, plan.parameters, strict=True)
+        }
+        # whether ranks update different elements
+        self._divided = any(
+            plan.layout.shards > 1 or any(layouts[name].shards for name in plan.names) for plan in plans
+        )
 
     def add(self, optimizer: Optimizer) -> None:
         """Make `optimizer` update this rank's shards.  This is a collective call.
@@ -76,19 +86,29 @@ class Updates:
         if not self._updates_elements(optimizer):
             owned = OwnedParameters(self._shards, _members(optimizer))
             self._owned.append(owned)
-        use_shards(optimizer, self._tensors_of_shards() if owned is None else owned.tensors())
+        tensors = self._tensors_of_shards if owned is None else owned.tensors
+        given = [group["params"] for group in optimizer.param_groups]
+        use_shards(optimizer, tensors())
+        state_dicts: StateDicts | None = None
+        if self._divided:  # GradScaler then calls `step` in any case, so that all ranks raise an error
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         if self._place.kind == "none":
             if self._rounding is not None:
                 self._rounding.drive(optimizer, self._shards)
             optimizer.register_step_pre_hook(partial(self._before_step, owned))
             optimizer.register_step_post_hook(lambda *_: self._end_step(owned))
+            comm = self._comm if self._divided else None
+            state_dicts = StateDicts(optimizer, given, tensors, self._names, comm, elementwise=owned is None)
         else:
             cuda = any(p.is_cuda for each in self._shards for p in each.parameters)
             records = records_at(self._place, self._comm, pinned=cuda)
             self.offloaded.append(
-                OffloadedUpdate(optimizer, self._shards, records, self._begin_step, self._end_step)
+                OffloadedUpdate(
+                    optimizer, self._shards, records, partial(self._begin_checked, optimizer), self._end_step
+                )
             )
-        self._follow_new_groups(optimizer, fixed=owned is not None or self._place.kind != "none")
+            refuse_state_dicts(optimizer)
+        self._follow_new_groups(optimizer, state_dicts if owned is None else None)
         self.optimizers.append(optimizer)
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
@@ -118,14 +138,14 @@ class Updates:
         for update in self.offloaded:
             update.close()
 
-    def _follow_new_groups(self, optimizer: Optimizer, *, fixed: bool) -> None:
-        """Make `add_param_group` accept the model's parameters, or raise an error if groups are `fixed`."""
+    def _follow_new_groups(self, optimizer: Optimizer, state_dicts: StateDicts | None) -> None:
+        """Make `add_param_group` accept the model's parameters, or raise an error without `state_dicts`."""
         plain = type(optimizer).add_param_group
         trained = {id(parameter) for shards in self._shards for parameter in shards.parameters}
 
         def add_param_group(changed: Optimizer, param_group: dict[str, Any]) -> None:
             """Add parameters of the model to the optimizer."""
-            if fixed:
+            if state_dicts is None:
                 raise RuntimeError(
                     "add_param_group is not supported for this optimizer, because its states are "
                     "offloaded or stored on ranks that own whole parameters: add all groups before "
@@ -137,6 +157,7 @@ class Updates:
                 raise ValueError("add_param_group: expected parameters that the engine trains")
             shard_of = {id(parameter): shard for parameter, shard, _ in self._tensors_of_shards()}
             plain(changed, {**param_group, "params": [shard_of[id(p)] for p in given if id(p) in shard_of]})
+            state_dicts.add_group(given)
 
         optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
 
@@ -158,14 +179,14 @@ class Updates:
             )
         members = _members(optimizer)
         plans = [shards.bucket.plan for shards in self._shards]
-        divided = any(plan.layout.shards > 1 for plan in plans)
+        sharded = any(plan.layout.shards > 1 for plan in plans)
         split = [
             each
             for plan in plans
             for each, p in zip(plan.names, plan.parameters, strict=True)
             if id(p) in members and self._layouts[each].shards
         ]
-        if not divided and not split and offload == "none" and self._rounding is None:
+        if not sharded and not split and offload == "none" and self._rounding is None:
             return True
         reason = why_not_elementwise(optimizer)
         if not reason:
@@ -195,7 +216,7 @@ class Updates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first argument is the optimizer
         if closure is None:
-            self._begin_step(owned)
+            self._begin_checked(optimizer, owned)
             return None
 
         def averaged() -> Any:
@@ -211,6 +232,14 @@ class Updates:
             return mean
 
         return (optimizer, averaged), {}
+
+    def _begin_checked(self, optimizer: Optimizer, owned: OwnedParameters | None = None) -> None:
+        if self._divided and hasattr(optimizer, "found_inf"):  # set by GradScaler
+            raise RuntimeError(
+                "torch.amp.GradScaler looks for overflows only in this rank's shards of the gradients: use "
+                'Plan(precision="fp16"), which scales the loss in engine.backward(loss), instead of GradScaler'
+            )
+        self._begin_step(owned)
 
     def _begin_step(self, owned: OwnedParameters | None = None) -> None:
         if self._before() and owned is not None:
@@ -246,7 +275,7 @@ def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Par
         if shard is not parameter or id(parameter) not in shard_of:
             state = optimizer.state.pop(parameter)
             if id(parameter) in shard_of:
-                optimizer.state[shard] = _state_of_shard(state, parameter, shard, start)
+                optimizer.state[shard] = state_of_shard(state, parameter, shard, start)
     _clear_parameters_too(optimizer, before)
 
 
@@ -258,20 +287,8 @@ def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) ->
         """Reset the gradients of all parameters."""
         plain(self, set_to_none)
         if set_to_none:
-            for parameter in parameters:
-                parameter.grad = None
+            with unchecked():
+                for parameter in parameters:
+                    parameter.grad = None
 
     optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
-
-
-def _state_of_shard(state: dict[str, Any], owner: Tensor, part: Tensor, start: int) -> dict[str, Any]:
-    """Return the elementwise state for `part`, which begins at element `start` of the flattened `owner`."""
-
-    def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != owner.shape or (not value.dim() and part.dim()):
-            return value
-        values = value.reshape(-1)[start : start + part.numel()].view(part.shape)
-        kind = part.dtype if value.is_floating_point() and value.dtype == owner.dtype else value.dtype
-        return values.to(part.device, kind, copy=True)
-
-    return {key: cut(value) for key, value in state.items()}

@@ -1,0 +1,144 @@
+"""Parameters without values: their shape, type and device can be read, and other operations raise an error.
+
+    hide(parameter, "0.weight")
+    parameter.shape             # as before
+    parameter.sum()             # RuntimeError: names the calls of the engine
+    show(parameter)             # an ordinary parameter again
+
+The class of a hidden parameter has a `__torch_function__`.  A shown parameter is a plain `nn.Parameter`, so operations of
+the model have no overhead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_VALUES = {"T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__", "__array_interface__"}
+"""The properties that depend on values."""
+
+_METADATA = {
+    *(
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "dim_order",
+    ),
+    *(
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_same_size",
+        "is_shared",
+        "is_pinned",
+    ),
+    *("is_inference", "is_conj", "is_neg", "is_set_to", "_is_view", "_has_compatible_shallow_copy_type"),
+    *("data_ptr", "untyped_storage", "get_device", "__len__", "result_type", "requires_grad_", "retain_grad"),
+    *("register_hook", "register_post_accumulate_grad_hook", "__set__", "__delete__"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("grad", "backward"),  # torch.autograd.grad(loss, parameters), loss.backward(inputs=parameters)
+}
+"""The functions that do not depend on values."""
+
+_CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
+
+
+class _Hidden(Tensor):
+    """A tensor whose values are not on this rank."""
+
+    name_of_hidden: str
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return a description without values."""
+        return f"{self.name_of_hidden}: {self.dtype} of shape {tuple(self.shape)}, sharded"
+
+    def __format__(self, _: str) -> str:
+        """Return the description."""
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run functions that do not need values, and raise RuntimeError for others."""
+        name, kwargs = function.__name__, kwargs or {}
+        if name == "__get__":
+            name = function.__self__.__name__
+            allowed = name not in _VALUES
+        else:
+            allowed = name in _METADATA
+        if name in ("data", "detach"):
+            return _detached(args[0])
+        if allowed:
+            return torch._C._disabled_torch_function_impl(function, types, args, kwargs)
+        if name in _CONVERSIONS:
+            example = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+            if function(example, *args[1:], **kwargs) is example:  # nothing is converted
+                return args[0]
+        raise _refusal(name, (*args, *kwargs.values()))
+
+
+class _HiddenParameter(_Hidden, nn.Parameter):
+    pass
+
+
+def hide(parameter: nn.Parameter, name: str) -> None:
+    """Make operations on the values of a plain parameter raise an error that contains `name`."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = _HiddenParameter
+        parameter.name_of_hidden = name  # type: ignore[attr-defined]
+
+
+def show(parameter: nn.Parameter) -> None:
+    """Make a hidden parameter an ordinary parameter."""
+    if type(parameter) is _HiddenParameter:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        del parameter.name_of_hidden
+
+
+def unchecked() -> AbstractContextManager[None]:
+    """Return a context in which access to hidden parameters is fast and unchecked, for code that does not read values."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_hidden(tensor: Tensor) -> bool:
+    """Return whether operations on the values of a tensor raise an error."""
+    return isinstance(tensor, _Hidden)
+
+
+def _detached(hidden: Tensor) -> Tensor:
+    with unchecked():
+        made = Tensor._make_subclass(_Hidden, hidden)
+    made.name_of_hidden = hidden.name_of_hidden  # type: ignore[attr-defined]
+    return made
+
+
+def _refusal(function: str, args: Sequence[Any]) -> RuntimeError:
+    hidden = next(each for each in _flat(args) if isinstance(each, _Hidden))
+    return RuntimeError(
+        f"{function.strip('_')} of {hidden.name_of_hidden}: this rank has only its shard of the parameter, whose values "
+        "are gathered only while the model computes with them; engine.whole_parameters() and engine.state_dict() return "
+        "unsharded values, and engine.edit_parameters() changes them, on all ranks; instead of an L2 penalty in "
+        "the loss, use the optimizer's weight_decay"
+    )
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _flat(value)
+    elif isinstance(values, dict):
+        yield from _flat(list(values.values()))
+    else:
+        yield values
