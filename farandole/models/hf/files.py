@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from farandole._troubleshooting import see
 from farandole.models.hf.fields import FolderError
 from farandole.models.hf.mapping import Box, volume
 
@@ -92,6 +93,7 @@ def open_folder(folder: Path) -> dict[str, Entry]:
         if missing:
             raise FolderError(
                 f"{folder} is incomplete: {', '.join(missing)} of {len(wanted)} files are missing"
+                f"{see('is-incomplete')}"
             )
         entries = {name: entry for file in wanted for name, entry in read_header(folder / file).items()}
         absent = [name for name in places if name not in entries]
@@ -103,6 +105,7 @@ def open_folder(folder: Path) -> dict[str, Entry]:
     pickled = [path.name for path in folder.glob("pytorch_model*.bin")]
     hint = (
         f"; {pickled[0]} is a pickle, which is not loaded: convert it with save_pretrained of transformers"
+        f"{see('is-a-pickle-which-is-not-loaded')}"
         if pickled
         else ""
     )

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from farandole._troubleshooting import see
 from farandole.layout import Box
 from farandole.models.hf.fields import FolderError
 from farandole.models.hf.files import (
@@ -306,7 +307,9 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
     if missing or unknown:
         lacks = [f"it has no {', '.join(missing[:4])}"] * bool(missing)
         has = [f"it has {', '.join(unknown[:4])}"] * bool(unknown)
-        raise CheckpointError(f"{' and '.join(lacks + has)}: it belongs to another model")
+        raise CheckpointError(
+            f"{' and '.join(lacks + has)}: it belongs to another model{see('belongs-to-another-model')}"
+        )
     found = {}
     for stored in stored_tensors(engine):
         name = next((each for each in aliases.get(stored.name, [stored.name]) if each in entries), None)
@@ -316,6 +319,7 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
         if entry.shape != stored.place.shape:
             raise CheckpointError(
                 f"{name} has shape {entry.shape} in {entry.file.name}, but {stored.place.shape} in this model"
+                f"{see('belongs-to-another-model')}"
             )
         found[stored.name] = entry
     return _Files(found, path)

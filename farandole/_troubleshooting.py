@@ -1,0 +1,34 @@
+"""Links from error messages and warnings to the sections of docs/troubleshooting.md."""
+
+from __future__ import annotations
+
+import re
+
+PAGE = "docs/troubleshooting.md"
+
+_LINK = re.compile(rf"(?:; |\n)see {re.escape(PAGE)}#([\w-]+)")
+
+
+def see(section: str) -> str:
+    """Return the end of a message that refers to a section of the troubleshooting page."""
+    return f"; see {PAGE}#{section}"
+
+
+class Documented:
+    """A base of exceptions whose messages end with a link to the troubleshooting page.
+
+    The link refers to the section that the message already contains, for example in the message of another error, or
+    else to `section`.
+    """
+
+    section = ""
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        links = _LINK.findall(message)
+        section = links[0] if links else self.section
+        if not message or not section:
+            return message
+        message = _LINK.sub("", message)
+        link = see(section)
+        return message + (link.replace("; ", "\n", 1) if "\n" in message else link)
