@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from farandole._troubleshooting import see
 from farandole.data.cache import Progress
 from farandole.data.template import read_tokenizer_config, token_text
 from farandole.data.text import Text, prepare_text
@@ -147,7 +148,7 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
     try:
         tokenizer = load_tokenizer(checkpoint / TOKENIZER)
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}") from None
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}{see('is-damaged')}") from None
     expected = dict(model.named_parameters())
     if weights.keys() != expected.keys():
         odd = sorted(weights.keys() ^ expected.keys())

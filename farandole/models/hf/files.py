@@ -124,7 +124,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise FolderError(
-                    f"{path} is truncated: its header needs {length} bytes, but the file has only {size}"
+                    f"{path} is truncated: its header needs {length} bytes, but the file has only {size}{see('is-truncated')}"
                 )
             header: dict[str, Any] = json.loads(file.read(length))
     except OSError as error:
@@ -151,7 +151,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             )
         if 8 + length + end > size:
             raise FolderError(
-                f"{path} is truncated: {name} ends at byte {8 + length + end}, but the file ends at byte {size}"
+                f"{path} is truncated: {name} ends at byte {8 + length + end}, but the file ends at byte {size}{see('is-truncated')}"
             )
         entries[name] = entry
     return entries
@@ -258,7 +258,7 @@ def _into(file: int, path: Path, offset: int, target: Tensor) -> None:
     while view:
         count = os.preadv(file, [view], offset)
         if count == 0:
-            raise FolderError(f"{path} is truncated: it ends at byte {offset}")
+            raise FolderError(f"{path} is truncated: it ends at byte {offset}{see('is-truncated')}")
         view, offset = view[count:], offset + count
 
 
