@@ -6,7 +6,7 @@ import re
 
 PAGE = "docs/troubleshooting.md"
 
-_LINK = re.compile(rf"(?:; |\n)see {re.escape(PAGE)}#([\w-]+)")
+_LINK = re.compile(rf"(?:;? |\n)[sS]ee {re.escape(PAGE)}#([\w-]+)")
 
 
 def see(section: str) -> str:
@@ -18,17 +18,18 @@ class Documented:
     """A base of exceptions whose messages end with a link to the troubleshooting page.
 
     The link refers to the section that the message already contains, for example in the message of another error, or
-    else to `section`.
+    else to `_section`.
     """
 
-    section = ""
+    _section = ""
 
     def __str__(self) -> str:
         message = super().__str__()
         links = _LINK.findall(message)
-        section = links[0] if links else self.section
+        section = links[0] if links else self._section
         if not message or not section:
             return message
         message = _LINK.sub("", message)
-        link = see(section)
-        return message + (link.replace("; ", "\n", 1) if "\n" in message else link)
+        if "\n" in message:
+            return f"{message}\nSee {PAGE}#{section}"
+        return f"{message} See {PAGE}#{section}" if message.endswith(("?", ".")) else message + see(section)

@@ -29,7 +29,7 @@ MODEL_AXES = ("context", "expert", "tensor")
 class PlanError(Documented, ValueError):
     """Raised for an invalid plan; the message contains the field, its value and the nearest valid plan."""
 
-    section = "planerror"
+    _section = "planerror"
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def pictures() -> list[Picture]:
             lambda data, path: parameter_server.draw(data["curves"], path),
         ),
         Picture(here / "plans.png", (ROOT / "farandole/bench/plan_picture.py", *planner, Path(__file__)), draw_plans),
-        Picture(here / "packages.png", (Path(__file__), ROOT / "tests/test_imports.py"), draw_packages, shown_imports),
+        Picture(here / "packages.png", (Path(__file__),), draw_packages, shown_imports),
         *(
             Picture(here / f"{name}.png", (here / "axes.py", ROOT / f"farandole/parallel/{name}.py"), draw)
             for name, draw in (
@@ -160,17 +160,22 @@ def imports() -> set[tuple[str, str]]:
     return arrows - implied(arrows)
 
 
+def rows_of_packages() -> list[list[str]]:
+    """Return the packages of the picture by level, with the highest level first."""
+    from tests.test_imports import LEVELS, LOW
+
+    rows = [[name for name in ABOUT if name in level] for level in reversed(LEVELS)]
+    return [*filter(None, rows), sorted(LOW & ABOUT.keys())]
+
+
 def shown_imports() -> str:
-    """Return the arrows of the picture of the packages, as text."""
-    return str(sorted(imports()))
+    """Return the rows and the arrows of the picture of the packages, as text."""
+    return f"{rows_of_packages()} {sorted(imports())}"
 
 
 def draw_packages(path: Path) -> None:
     """Draw the packages in import order, with an arrow for each import that is not implied by other arrows."""
-    from tests.test_imports import LEVELS, LOW
-
-    levels = [[name for name in ABOUT if name in level] for level in LEVELS]
-    rows = [[*level] for level in reversed(levels) if level] + [sorted(LOW & ABOUT.keys())]
+    rows = rows_of_packages()
     width, height = 3.3, 0.72
     places = {
         name: ((number - (len(row) - 1) / 2) * (width + 0.7), -level * 1.22)
@@ -200,7 +205,7 @@ def draw_packages(path: Path) -> None:
             )
         )
     for name, (x, y) in places.items():
-        colour = "#c8553d" if name in LOW else "#0b6e4f"
+        colour = "#c8553d" if name in rows[-1] else "#0b6e4f"
         corner = (x - width / 2, y - height / 2)
         axis.add_patch(
             FancyBboxPatch(

@@ -15,22 +15,22 @@ class CommunicationError(Documented, RuntimeError):
 class RankDied(CommunicationError):
     """A rank's process ended without leaving its groups: it was killed, crashed or ran out of memory."""
 
-    section = "rankdied"
+    _section = "rankdied"
 
 
 class RankLeft(CommunicationError):
     """A rank ended normally or destroyed the group while other ranks were waiting for it."""
 
-    section = "rankleft"
+    _section = "rankleft"
 
 
 class RankLate(CommunicationError):
     """A rank did not make the call before the timeout expired."""
 
-    section = "ranklate"
+    _section = "ranklate"
 
 
 class CallMismatch(CommunicationError):
     """Ranks made calls that do not match: their operations, shapes, types or roots differ."""
 
-    section = "callmismatch"
+    _section = "callmismatch"

@@ -8,4 +8,4 @@ from farandole._troubleshooting import Documented
 class DataError(Documented, ValueError):
     """Raised if the data cannot be used; the message describes the expected and the actual data in one line."""
 
-    section = "dataerror"
+    _section = "dataerror"

@@ -19,13 +19,13 @@ _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 class OffloadError(Documented, RuntimeError):
     """Raised if offloaded state cannot be stored, read or written; the message names the state, location and reason."""
 
-    section = "offloaderror"
+    _section = "offloaderror"
 
 
 class NoSpace(OffloadError):
     """Raised if a file system has too little free space for the state."""
 
-    section = "no-space-left-on-the-disk"
+    _section = "no-space-left-on-the-disk"
 
 
 @dataclass(frozen=True)

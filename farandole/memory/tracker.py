@@ -80,7 +80,7 @@ class OutOfDeviceMemory(Documented, RuntimeError):
     (None before the first step).
     """
 
-    section = "out-of-device-memory"
+    _section = "out-of-device-memory"
 
     def __init__(
         self,

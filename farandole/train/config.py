@@ -70,7 +70,7 @@ SYNONYMS = {
 class ConfigError(Documented, ValueError):
     """Raised if the configuration is invalid.  The message has one line per mistake."""
 
-    section = "configerror"
+    _section = "configerror"
 
 
 class _Section(BaseModel):

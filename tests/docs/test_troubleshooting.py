@@ -39,7 +39,7 @@ def linked_sections() -> dict[str, str]:
             match node:
                 case ast.Call(func=ast.Name("see"), args=[ast.Constant(str(section))]):
                     found[section] = f"{path.relative_to(ROOT)}:{node.lineno}"
-                case ast.Assign(targets=[ast.Name("section")], value=ast.Constant(str(section))):
+                case ast.Assign(targets=[ast.Name("_section")], value=ast.Constant(str(section))):
                     found[section] = f"{path.relative_to(ROOT)}:{node.lineno}"
     return found
 
@@ -70,14 +70,15 @@ def test_sections_are_ordered_and_listed_by_message() -> None:
 
 
 class _Error(Documented, ValueError):
-    section = "configerror"
+    _section = "configerror"
 
 
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
         ("wrong", "wrong; see docs/troubleshooting.md#configerror"),
-        ("line 1\nline 2", "line 1\nline 2\nsee docs/troubleshooting.md#configerror"),
+        ("line 1\nline 2", "line 1\nline 2\nSee docs/troubleshooting.md#configerror"),
+        ("key or word?", "key or word? See docs/troubleshooting.md#configerror"),
         (f"full{see('dataerror')}", "full; see docs/troubleshooting.md#dataerror"),
         (f"full{see('dataerror')} (rank 1)", "full (rank 1); see docs/troubleshooting.md#dataerror"),
         (f"plan: {_Error('wrong')}", "plan: wrong; see docs/troubleshooting.md#configerror"),

@@ -96,7 +96,7 @@ def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as error:
         load_config("tiny", ["steps=0", "batch=0", "model.layers=0"])
     *mistakes, link = str(error.value).splitlines()
-    assert len(mistakes) == 3 and link == "see docs/troubleshooting.md#configerror"
+    assert len(mistakes) == 3 and link == "See docs/troubleshooting.md#configerror"
 
 
 def test_missing_and_invalid_sources_are_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ NO_FORK = (
 class MpiUnavailable(CommunicationError):
     """Raised if MPI cannot be used; the message states the remedy."""
 
-    section = "mpiunavailable"
+    _section = "mpiunavailable"
 
 
 @functools.cache

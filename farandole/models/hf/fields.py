@@ -92,7 +92,7 @@ NEUTRAL = frozenset(
 class FolderError(Documented, ValueError):
     """Raised if a folder cannot be read as a model: a file is missing or damaged, or a feature is not supported."""
 
-    section = "foldererror"
+    _section = "foldererror"
 
 
 class Fields:

@@ -6,7 +6,7 @@ from farandole._troubleshooting import Documented
 class CheckpointError(Documented, RuntimeError):
     """Raised if a checkpoint cannot be written, found or loaded; the message contains the checkpoint and the reason."""
 
-    section = "checkpointerror"
+    _section = "checkpointerror"
 
     reason: OSError | str = ""
     """The reason, without the name of the checkpoint."""
@@ -17,4 +17,4 @@ class CheckpointError(Documented, RuntimeError):
 class UnreadableError(CheckpointError):
     """Raised if a checkpoint is missing or damaged."""
 
-    section = "is-damaged"
+    _section = "is-damaged"
