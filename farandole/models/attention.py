@@ -49,7 +49,7 @@ def attention(
             all.
         bias: (1 or batch, heads, positions, key positions), added to the scores.
         dropout: the probability of dropping an attention weight.
-        heads: the place of these heads among all heads, if processes share them, for dropout.
+        heads: the position of these heads among all heads, for dropout, if processes share the heads.
 
     Returns:
         (batch, heads, positions, value width).

@@ -28,7 +28,7 @@ from farandole.models.layers import (
     TransformerBlock,
     initialize,
 )
-from farandole.models.moe import Experts, GroupedRouter, MixtureOfExperts
+from farandole.models.moe import Balance, Experts, GroupedRouter, MixtureOfExperts
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import SequenceInfo, Transformer
 
@@ -49,6 +49,7 @@ class DeepSeekConfig:
         attention_scale: a factor applied to the attention scores in addition to 1 / sqrt(head width).
         predicted: the number of modules that predict additional tokens.
         predicted_weight: the factor applied to the mean of the modules' losses.
+        balance: how the routers keep the load of the experts balanced, in addition to their biases.
     """
 
     vocabulary: int
@@ -78,6 +79,7 @@ class DeepSeekConfig:
     tied: bool = False
     predicted: int = 0
     predicted_weight: float = 0.3
+    balance: Balance = Balance()
 
 
 class LatentAttention(nn.Module):
@@ -142,6 +144,7 @@ def _layer(config: DeepSeekConfig, number: int) -> TransformerBlock:
             ),
             Experts(config.experts, config.width, config.expert_inner, config.activation),
             GatedFeedForward(config.width, inner, config.activation) if inner else None,
+            config.balance,
         )
     norm = partial(RMSNorm, epsilon=config.epsilon)
     return TransformerBlock(config.width, norm, LatentAttention(config), feed_forward)

@@ -62,7 +62,7 @@ def generate(
 
 
 def _last_position(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Keep the last position of (batch, positions, width); other processes may have it if they share the tokens."""
+    """Keep the last position of (batch, positions, width); if processes share the tokens, another process may hold it."""
     return (inputs[0][:, -1:], *inputs[1:]) if inputs[0].dim() == 3 else inputs
 
 

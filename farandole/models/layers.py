@@ -169,7 +169,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(inner, width, bias=bias)
         self.activation = ACTIVATIONS[activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
         """Map (..., width) to the same shape."""
         result: Tensor = self.down(self.activation(self.up(x)))
         return result
@@ -217,7 +217,7 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(inner, width, bias=bias)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
         """Map (..., width) to the same shape."""
         result: Tensor = self.down(gated(self.gate_up(x), self.activation))
         return result
@@ -231,7 +231,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         norm: a function that returns a normalization for a width.
-        attention, feed_forward: modules that map (batch, positions, width) to the same shape.
+        attention, feed_forward: modules that map (batch, positions, width) to the same shape, given a `SequenceInfo`.
         dropout: the probability of dropping an output of either module.
     """
 
@@ -253,7 +253,7 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
         """Map (batch, positions, width) to the same shape."""
         x = x + self.dropout(self.attention(self.norm_attention(x), info))
-        return x + self.dropout(self.feed_forward(self.norm_feed_forward(x)))
+        return x + self.dropout(self.feed_forward(self.norm_feed_forward(x), info))
 
 
 class Embedding(nn.Module):

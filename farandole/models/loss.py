@@ -98,7 +98,7 @@ class VocabularyShard:
     gather: Callable[[Tensor], Tensor]
 
     def local(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens' places in a shard of `count` words, and a mask of the tokens outside of the shard."""
+        """Return the tokens' indices in a shard of `count` words, and a mask of the tokens outside of the shard."""
         places = tokens - self.first
         outside = (places < 0) | (places >= count)
         return places.masked_fill(outside, 0), outside

@@ -6,17 +6,23 @@ from dataclasses import dataclass
 
 from farandole.models.layers import initialize
 from farandole.models.llama import LlamaConfig, llama
-from farandole.models.moe import Experts, MixtureOfExperts, TopKRouter
+from farandole.models.moe import Balance, Experts, MixtureOfExperts, TopKRouter
 from farandole.models.sequence import Transformer
 
 
 @dataclass(frozen=True)
 class MixtralConfig(LlamaConfig):
-    """The configuration of a Mixtral, in which `top` of `experts` networks with width `inner` process each token."""
+    """The configuration of a Mixtral, in which `top` of `experts` networks with width `inner` process each token.
+
+    Args:
+        jitter: as in `moe.TopKRouter`.
+        balance: how the routers keep the load of the experts balanced.
+    """
 
     experts: int = 8
     top: int = 2
     jitter: float = 0.0
+    balance: Balance = Balance()
 
 
 def mixtral(config: MixtralConfig) -> Transformer:
@@ -26,6 +32,7 @@ def mixtral(config: MixtralConfig) -> Transformer:
         return MixtureOfExperts(
             TopKRouter(config.width, config.experts, config.top, config.jitter),
             Experts(config.experts, config.width, config.inner, config.activation),
+            balance=config.balance,
         )
 
     return llama(config, experts)

@@ -1,12 +1,13 @@
 """Provide routers and experts for mixtures of experts (Shazeer et al., 2017, "Outrageously Large Neural Networks").
 
-A router selects a few experts per token.  No token is dropped.
+A router selects a few experts per token.  Without a capacity limit, no token is dropped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,86 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.models.layers import gated
+from farandole.models.sequence import SequenceInfo
+
+# ---- routers ----
 
 
-class TopKRouter(nn.Module):
+@dataclass(frozen=True)
+class Balance:
+    """How a router keeps the load of its experts balanced during training.  The default changes nothing.
+
+    Losses and capacities apply to each sequence separately, so they do not depend on the distribution of sequences over
+    micro-batches and processes.
+
+    Args:
+        loss: the coefficient of the load-balancing loss, E / (k T) sum_e n_e p_e for E experts, of which k are selected for
+            each of T tokens: n_e tokens select expert e, and p_e is its mean score (Fedus et al., 2022, "Switch
+            Transformers", section 2.2; DeepSeek-V3, 2024, equations 17 to 20).  The loss is 1 for a uniform load.
+        z_loss: the coefficient of the mean squared logarithm of the softmax denominator, which keeps logits small (Zoph et
+            al., 2022, "ST-MoE", equation 5).
+        capacity: the maximum number of a sequence's tokens per expert, as a multiple of the mean k T / E; None for no
+            limit.  The first tokens are kept, and first choices before second choices (Lepikhin et al., 2021, "GShard").
+            The residual connection passes dropped tokens on.
+    """
+
+    loss: float = 0.0
+    z_loss: float = 0.0
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "z_loss"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a coefficient of at least 0")
+        if self.capacity is not None and not self.capacity > 0:
+            raise ValueError(
+                f"capacity={self.capacity}: expected a number greater than 0, or None for no limit"
+            )
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts that a router selected.
+
+    Args:
+        experts, weights: the indices of the selected experts and their weights, both (tokens, top).
+        scores: fp32 scores (tokens, experts), which sum to 1 for each token.
+        logits: (tokens, experts), from which `scores` were computed.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    scores: Tensor
+    logits: Tensor
+
+
+class Router(nn.Module):
+    """Selects `top` of `experts` experts for each token; subclasses implement `route`."""
+
+    load: Tensor
+    """The number of tokens for each expert since the last call of `take_load`, and the number of dropped tokens."""
+
+    def __init__(self, width: int, experts: int, top: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.register_buffer("load", torch.zeros(experts + 1), persistent=False)
+        self.top = top
+        nn.init.normal_(self.weight, std=0.02)
+
+    def route(self, x: Tensor) -> Routing:
+        """Select experts for tokens (tokens, width)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Routing:
+        """Select experts for tokens (tokens, width)."""
+        routing = self.route(x)
+        if self.training:
+            with torch.no_grad():
+                self.load[:-1] += load_of(routing.experts, len(self.weight))
+        return routing
+
+
+class TopKRouter(Router):
     """Selects the `top` experts with the highest probabilities, and normalizes their weights to sum to 1 (Mixtral).
 
     Args:
@@ -24,21 +102,20 @@ class TopKRouter(nn.Module):
     """
 
     def __init__(self, width: int, experts: int, top: int, jitter: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, width))
-        self.top, self.jitter = top, jitter
-        nn.init.normal_(self.weight, std=0.02)
+        super().__init__(width, experts, top)
+        self.jitter = jitter
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Map (tokens, width) to the numbers of experts and their weights, both (tokens, top)."""
+    def route(self, x: Tensor) -> Routing:
+        """Select experts for tokens (tokens, width)."""
         if self.jitter and self.training:
             x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
-        probabilities = F.linear(x, self.weight.to(x.dtype)).softmax(-1, dtype=torch.float32)
+        logits = F.linear(x, self.weight.to(x.dtype))
+        probabilities = logits.softmax(-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.top, -1)
-        return experts, (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        return Routing(experts, (weights / weights.sum(-1, keepdim=True)).to(x.dtype), probabilities, logits)
 
 
-class GroupedRouter(nn.Module):
+class GroupedRouter(Router):
     """Selects experts from the best groups, and balances their load with a bias instead of an auxiliary loss.
 
     An expert's score is a sigmoid.  A bias, which `balance` adapts, affects the selection of experts but not their
@@ -53,7 +130,6 @@ class GroupedRouter(nn.Module):
     """
 
     bias: Tensor
-    load: Tensor
 
     def __init__(
         self,
@@ -65,22 +141,20 @@ class GroupedRouter(nn.Module):
         normalized: bool = True,
         scale: float = 1.0,
     ) -> None:
-        super().__init__()
+        super().__init__(width, experts, top)
         if experts % groups or top_groups > groups or top > experts // groups * top_groups:
             raise ValueError(
                 f"expected groups of equal size with at least {top} experts in {top_groups} of them, got "
                 f"experts={experts}, groups={groups}"
             )
-        self.weight = nn.Parameter(torch.empty(experts, width))
         self.register_buffer("bias", torch.zeros(experts))
-        self.register_buffer("load", torch.zeros(experts), persistent=False)
-        self.top, self.groups, self.top_groups = top, groups, top_groups
+        self.groups, self.top_groups = groups, top_groups
         self.normalized, self.scale = normalized, scale
-        nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Map (tokens, width) to the numbers of experts and their weights, both (tokens, top)."""
-        scores = F.linear(x.float(), self.weight.float()).sigmoid()
+    def route(self, x: Tensor) -> Routing:
+        """Select experts for tokens (tokens, width)."""
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.sigmoid()
         with torch.no_grad():
             biased = scores + self.bias
             if self.groups > 1:
@@ -94,22 +168,67 @@ class GroupedRouter(nn.Module):
                 chosen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
                 biased = grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(-2)
             experts = biased.topk(self.top, -1).indices
-            if self.training:
-                self.load += load_of(experts, len(self.load))
         weights = scores.gather(-1, experts)
         if self.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return experts, (weights * self.scale).to(x.dtype)
+        return Routing(
+            experts, (weights * self.scale).to(x.dtype), scores / scores.sum(-1, keepdim=True), logits
+        )
 
     @torch.no_grad()
-    def balance(self, speed: float = 1e-3) -> None:
-        """Adapt the biases to the load since the last call.
+    def balance(self, load: Tensor, speed: float = 1e-3) -> None:
+        """Adapt the biases to the load: add `speed` for experts with a load below the mean, and subtract it for others.
 
-        The method adds `speed` for experts with a load below the mean, and subtracts `speed` for the others.  With
-        several ranks, sum `load` over the ranks first.
+        Args:
+            load: the number of tokens per expert on all processes since the last call.
         """
-        self.bias += speed * torch.sign(self.load.mean() - self.load)
-        self.load.zero_()
+        self.bias += speed * torch.sign(load.mean() - load)
+
+
+@dataclass(frozen=True)
+class RouterLoad:
+    """The load of a router's experts on all processes.
+
+    Args:
+        tokens: the number of tokens for each expert, before tokens are dropped, fp32 of shape (experts).
+        dropped: the share of tokens that were dropped.
+    """
+
+    tokens: Tensor
+    dropped: float
+
+    @property
+    def imbalance(self) -> float:
+        """The largest load as a multiple of the mean load: 1 for a uniform load."""
+        return float(self.tokens.max() / self.tokens.mean().clamp(min=1e-20))
+
+
+@torch.no_grad()
+def take_loads(
+    model: nn.Module, all_reduce: Callable[[Tensor], object] | None = None
+) -> dict[str, RouterLoad]:
+    """Return the loads of all routers by name since the last call, and balance the experts of grouped routers.
+
+    Call this function once per step, on all processes.
+
+    Args:
+        all_reduce: sums a tensor over all processes in place.
+    """
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    if not routers:
+        return {}
+    every = torch.cat([router.load for router in routers.values()])
+    if all_reduce is not None:
+        all_reduce(every)
+    loads = {}
+    sizes = [len(router.load) for router in routers.values()]
+    for (name, router), load in zip(routers.items(), every.split(sizes), strict=True):
+        tokens = load[:-1]
+        if isinstance(router, GroupedRouter):
+            router.balance(tokens)
+        loads[name] = RouterLoad(tokens, float(load[-1] / tokens.sum().clamp(min=1)))
+        router.load.zero_()
+    return loads
 
 
 def load_of(experts: Tensor, count: int) -> Tensor:
@@ -120,7 +239,7 @@ def load_of(experts: Tensor, count: int) -> Tensor:
 
 
 def as_sizes(counts: Tensor, total: int) -> list[int]:
-    """Return `counts` as numbers; in a dry run, which has no values, share `total` equally."""
+    """Return `counts` as integers; in a dry run, in which tensors have no values, divide `total` equally."""
     if isinstance(counts, FakeTensor):
         least, more = divmod(total, len(counts))
         return [least + (number < more) for number in range(len(counts))]
@@ -128,11 +247,41 @@ def as_sizes(counts: Tensor, total: int) -> list[int]:
     return sizes
 
 
+def kept_within(capacity: int, experts: Tensor, sequences: int, count: int) -> Tensor:
+    """Return a mask of the selections that an expert has room for, of the shape of `experts`.
+
+    Args:
+        capacity: the number of tokens of a sequence for which an expert has room.
+        experts: the indices of the selected experts (tokens, top), for consecutive `sequences` of equal length.
+        count: the number of experts.
+    """
+    tokens, top = experts.shape
+    by_choice = experts.view(sequences, -1, top).transpose(1, 2)  # first choices of all tokens come first
+    groups = by_choice + count * torch.arange(sequences, device=experts.device)[:, None, None]
+    flat = groups.flatten()
+    order = flat.argsort(stable=True)
+    sizes = torch.bincount(flat, minlength=sequences * count)
+    first = sizes.cumsum(0) - sizes
+    place = torch.empty_like(flat)
+    place[order] = torch.arange(len(flat), device=flat.device) - first[flat[order]]
+    kept = (place < capacity).view(by_choice.shape).transpose(1, 2)
+    return kept.reshape(tokens, top)
+
+
+# ---- experts ----
+
+
 Products = Callable[[Tensor, Tensor], Tensor]
 """A function of rows (rows, width), sorted by expert, and the number of rows per expert that returns the experts' outputs."""
 
-Exchange = Callable[[Tensor, Tensor, Products], Tensor]
-"""A function with the arguments and the result of `Products` for all experts, given the products of this process's experts."""
+Meanwhile = Callable[[], Tensor]
+"""A computation that can overlap with communication."""
+
+Exchange = Callable[[Tensor, Tensor, Products, Meanwhile | None], tuple[Tensor, Tensor | None]]
+"""A function of `Products`' arguments, the products of this process's experts, and a computation.
+
+It returns the outputs of all experts and the result of the computation.
+"""
 
 
 class Experts(nn.Module):
@@ -153,27 +302,43 @@ class Experts(nn.Module):
         for weight in (self.gate_up, self.down):
             nn.init.normal_(weight, std=0.02)
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        kept: Tensor | None = None,
+        meanwhile: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """Return the weighted sum of the experts' outputs.
 
         Args:
             x: (tokens, width).
-            experts, weights: the numbers of the selected experts and their weights, both (tokens, top).
+            experts, weights: the indices of the selected experts and their weights, both (tokens, top).
+            kept: a mask (tokens, top) of the selections that are computed; None for all.
+            meanwhile: computes a summand while rows are sent to other processes.
 
         Returns:
             (tokens, width).
         """
         top = experts.shape[1]
-        order = experts.flatten().argsort(stable=True)
+        flat = experts.flatten()
+        counts = load_of(flat if kept is None else flat[kept.flatten()], self.count)
+        if kept is not None:
+            flat = flat.masked_fill(~kept.flatten(), self.count)
+        order = flat.argsort(stable=True)
+        if kept is not None:
+            order = order[: int(counts.sum())]
         tokens = order // top
-        counts = load_of(experts, self.count)
         inputs = x.index_select(0, tokens)
-        products = self._products
-        outputs = (
-            products(inputs, counts) if self.exchange is None else self.exchange(inputs, counts, products)
-        )
+        if self.exchange is None:
+            outputs = self._products(inputs, counts)
+            total = torch.zeros_like(x) if meanwhile is None else meanwhile()
+        else:
+            outputs, other = self.exchange(inputs, counts, self._products, meanwhile)
+            total = torch.zeros_like(x) if other is None else other
         outputs = outputs * weights.flatten()[order, None]
-        return torch.zeros_like(x).index_add(0, tokens, outputs)
+        return total.index_add(0, tokens, outputs)
 
     def _products(self, inputs: Tensor, counts: Tensor) -> Tensor:
         """Apply each expert i to the next counts[i] rows."""
@@ -194,17 +359,70 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         shared: the shared expert, or None.
+        balance: how the load of the experts is kept balanced.
     """
 
-    def __init__(self, router: nn.Module, experts: Experts, shared: nn.Module | None = None) -> None:
+    copies = 1
+    """The number of processes that compute this router and sum its gradients."""
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        shared: nn.Module | None = None,
+        balance: Balance | None = None,
+    ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
+        self.balance = balance or Balance()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., width) to the same shape."""
+    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+        """Map (..., width) to the same shape.
+
+        Router losses apply if `x` is (batch, positions, width) and `info` contains `router_losses`.
+        """
         flat = x.flatten(0, -2)
-        result: Any = self.experts(flat, *self.router(flat))
-        if self.shared is not None:
-            result = result + self.shared(flat)
-        mixed: Tensor = result.view_as(x)
-        return mixed
+        routing: Routing = self.router(flat)
+        kept = self._kept(routing.experts, len(x) if x.dim() > 2 else 1)
+        shared = self.shared
+        mixed: Tensor = self.experts(
+            flat, routing.experts, routing.weights, kept, None if shared is None else lambda: shared(flat)
+        )
+        result = mixed.view_as(x)
+        if info is not None and info.router_losses is not None and (self.balance.loss or self.balance.z_loss):
+            loss = self._loss(routing, len(x), info)
+            result = info.router_losses.attach(result, loss, self.copies)
+        return result
+
+    def _kept(self, experts: Tensor, sequences: int) -> Tensor | None:
+        """Return a mask of the selections within the capacity, or None for all."""
+        if self.balance.capacity is None or not self.training or isinstance(experts, FakeTensor):
+            return None
+        count = self.experts.count
+        capacity = math.ceil(self.balance.capacity * experts.numel() / sequences / count)
+        kept = kept_within(capacity, experts, sequences, count)
+        with torch.no_grad():
+            self.router.load[-1] += (~kept).sum()
+        return kept
+
+    def _loss(self, routing: Routing, batch: int, info: SequenceInfo) -> Tensor:
+        """Return this process's summand of the router's loss: the sum over its tokens."""
+        losses = info.router_losses
+        assert losses is not None
+        scores = routing.scores.unflatten(0, (batch, -1))  # (batch, positions, experts)
+        count = scores.shape[-1]
+        real = 1.0 if info.documents is None else (info.documents >= 0).float()[..., None]
+        loss = scores.new_zeros(())
+        if self.balance.loss:
+            with torch.no_grad():
+                chosen = torch.zeros_like(scores).scatter_(-1, routing.experts.unflatten(0, (batch, -1)), 1.0)
+                selected = (chosen * real).sum(1)  # (batch, experts)
+                if info.shard is not None:
+                    info.shard.all_reduce(selected)
+                share = selected * (count / self.router.top / losses.lengths[:, None])
+            per_sequence = ((scores * real).sum(1) * share).sum(-1)
+            loss = loss + self.balance.loss * (losses.weights * per_sequence).sum()
+        if self.balance.z_loss:
+            squares = routing.logits.float().logsumexp(-1).square().view(batch, -1, 1) * real
+            loss = loss + self.balance.z_loss * (losses.weights * squares.sum((1, 2))).sum()
+        return loss

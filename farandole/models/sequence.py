@@ -19,23 +19,27 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from farandole.models.router_losses import RouterLosses
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The positions of the sequences that this process has, if several processes share each sequence.
+    """The positions that this process holds, if several processes share each sequence.
 
     Args:
-        index: the places (positions) of the positions in the complete sequences.
-        documents, targets: those of the complete sequences, (batch, complete length), if they are given.
+        index: the indices (positions) of this process's positions in the complete sequences.
+        documents, targets: the documents and targets of the complete sequences, (batch, complete length), if given.
         attend: a function with the arguments of `attention.attention` that also attends to the other processes' keys.
+        all_reduce: sums a tensor over these processes in place.
     """
 
     index: Tensor
     documents: Tensor | None
     targets: Tensor | None
     attend: Callable[..., Tensor]
+    all_reduce: Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,11 @@ class SequenceInfo:
         positions: int64 of shape (positions) or (batch, positions).  By default, positions count from 0 in each
             document, or from the cache length.
         documents: integers of shape (batch, positions).  A position attends only to positions with the same number.
-            Padding is a separate document, so its hidden states are finite but meaningless.
+            Padding is a separate document with a negative number, so its hidden states are finite but meaningless.
         cache: the keys and values of earlier positions, to which blocks append new keys and values.
         source: the encoder's sequences, for an encoder-decoder model.
         shard: the positions of this process, if several processes share each sequence.
+        router_losses: the sum of the routers' losses during training.
     """
 
     positions: Tensor | None = None
@@ -57,6 +62,7 @@ class SequenceInfo:
     cache: KeyValueCache | None = None
     source: SequenceInfo | None = None
     shard: SequenceShard | None = None
+    router_losses: RouterLosses | None = None
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -154,16 +160,23 @@ class Transformer(nn.Sequential):
 
         Returns:
             Logits (batch, positions, vocabulary).  With `targets`, the summed cross-entropy in nats as an fp32 scalar,
-            and the number of targets that are not ignored.  In this case, the head computes logits for a few positions
+            and the number of targets that are not ignored.  In training mode, the sum includes the losses of routers.  In this case, the head computes logits for a few positions
             at a time (`loss.head_loss`).
         """
         info = self.prepare(inputs, info or SequenceInfo())
+        if targets is not None and self.training:
+            complete = info.shard or info
+            every = targets if info.shard is None else info.shard.targets
+            assert every is not None
+            info = replace(info, router_losses=RouterLosses(every, complete.documents))
         hidden = inputs
         body = list(self) if targets is None else list(self)[:-1]
         for block in body:
             hidden = block(hidden, info)
         if targets is not None:
             hidden = self[-1](hidden, info, targets)
+            if info.router_losses is not None:
+                hidden = info.router_losses.add(hidden[0]), *hidden[1:]
         if info.cache is not None:
             info.cache.length += inputs.shape[1]
         return hidden

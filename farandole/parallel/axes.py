@@ -24,7 +24,8 @@ from farandole.mesh import Cell, Groups, Mesh
 class Position:
     """A cell of the mesh, and the communicators of its rank.
 
-    `groups` is None for a plan that is not run.  In a dry run, collectives append the bytes that a rank sends to `sent`.
+    `groups` is None if ranks do not communicate, as in the planner.  In a dry run, collectives append the bytes that a
+    rank sends to `sent`.
     """
 
     mesh: Mesh
@@ -51,7 +52,7 @@ class Position:
         return cast(Communicator, DryRun(len(peers), peers.index(self.cell), self.sent))
 
     def part_of(self, axis: str, coordinates: Sequence[int]) -> Communicator | None:
-        """Return the communicator of some coordinates on an axis, which include this rank's."""
+        """Return the communicator of the ranks at `coordinates` on an axis; this rank must be one of them."""
         comm, key = self.comm(axis), (axis, tuple(coordinates))
         if comm is None or len(coordinates) == 1:
             return None
@@ -90,7 +91,9 @@ class DryRun:
         """Count a reduce-scatter."""
         self._count(self.size - 1, output)
 
-    def all_to_all(self, output: Sequence[Tensor], input: Sequence[Tensor]) -> None:
+    def all_to_all(
+        self, output: Sequence[Tensor], input: Sequence[Tensor], *, async_op: bool = False
+    ) -> None:
         """Count an all-to-all."""
         for number, part in enumerate(input):
             self._count(float(number != self.rank), part)
@@ -100,7 +103,7 @@ class DryRun:
 
 
 class Layouts(dict[str, Layout]):
-    """The layouts of a model's parameters by name, which begin as complete copies on all ranks.
+    """The layouts of a model's parameters by name; initially, every rank has a complete copy of every parameter.
 
     Tied parameters have one layout, under their first name.
     """
@@ -119,12 +122,15 @@ class Layouts(dict[str, Layout]):
         self[layout.name] = replace(layout, same=layout.same | {axis})
 
     def shard(self, parameter: nn.Parameter, axis: str, shard: Shard, position: Position) -> None:
-        """Replace the values of a parameter by this rank's shard along `axis`, unless it is sharded along it already."""
+        """Replace a parameter's values by this rank's shard along `axis`, unless the parameter is already sharded along `axis`."""
         layout = self.of(parameter)
         if any(name == axis for name, _ in layout.shards):
             return
         if any(other.dim == shard.dim for _, other in layout.shards):
-            raise LayoutError(f"{layout.name}: expected one sharded axis for dimension {shard.dim}, got two")
+            raise LayoutError(
+                f"{layout.name}: dimension {shard.dim} is already sharded along another axis than {axis!r}; shard "
+                "another dimension"
+            )
         alone = replace(layout, shards=((axis, shard),))
         self[layout.name] = replace(layout, shards=(*layout.shards, (axis, shard)))
         parameter.data = own_part(parameter.data, alone, position.mesh, position.cell)

@@ -118,7 +118,7 @@ class Bucket:
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add the gradient that autograd has accumulated for parameter `index`."""
         parameter = self.parameters[index]
-        if self._use_as_it_is(gradient):
+        if self._use_zero_copy(gradient):
             parameter.grad = None
         else:
             self._acquire()
@@ -140,7 +140,7 @@ class Bucket:
         return self.ready
 
     def reduce_async(self) -> None:
-        """Start the reduction; the memory must not be touched before `wait`."""
+        """Start the reduction; the memory must not be used before `wait` returns."""
         whole = self._acquire()
         for view, received in zip(self._views, self.received, strict=True):
             if not received:
@@ -162,7 +162,7 @@ class Bucket:
 
     @property
     def has_two_stages(self) -> bool:
-        """Whether a reduction over shards is followed by one over replicas."""
+        """Whether a reduction over replicas follows the reduction over shards."""
         return self.shards is not None and self._replicas is not None
 
     def advance(self) -> None:
@@ -195,9 +195,9 @@ class Bucket:
     def reduced(self) -> Tensor:
         """This rank's part of the result, flat, in memory; undefined before the first reduction of a step.
 
-        Its memory is allocated at the first use and released by `clear`, so that other data can use it: at the start,
-        master weights that are being offloaded, and in each step activations, most of which are released before
-        gradients exist.
+        The memory is allocated at the first use and released by `clear`.  Until then other data can use the memory: at
+        the start, master weights that are being offloaded; in each step, activations, most of which are released
+        before gradients exist.
         """
         if self._reduced is None:
             with memory_tag("gradients", self.parameters):
@@ -227,7 +227,7 @@ class Bucket:
         return self._stored is not None
 
     def prefetch(self) -> None:
-        """Start reading the result into memory, if it is not there."""
+        """Start reading an offloaded result into memory."""
         if self._in_record and self._stored is not None:
             with memory_tag("gradients", self.parameters):
                 self._stored.prefetch()
@@ -241,7 +241,7 @@ class Bucket:
             yield self.reduced
 
     def change(self, change: Change, factor: float | None = None) -> None:
-        """Apply `change` to the result, now or when it is read; `factor` is the common factor of its norms, if there is one."""
+        """Apply `change` to the result, now or when the result is read; `factor` is the common factor of its norms, if there is one."""
         if not self._in_record:
             change(self.reduced)
             return
@@ -284,7 +284,7 @@ class Bucket:
     # ---- steps and passes ----
 
     def begin_pass(self) -> None:
-        """Expect a gradient for every parameter from now on."""
+        """Begin a backward pass, in which every parameter gets a gradient."""
         self._waiting = set(range(len(self.parameters)))
         self.ready = not self._waiting
 
@@ -337,7 +337,7 @@ class Bucket:
             shown = self._shown[index] = view.detach()
         return shown
 
-    def _use_as_it_is(self, gradient: Tensor) -> bool:
+    def _use_zero_copy(self, gradient: Tensor) -> bool:
         """Reduce `gradient` in autograd's memory, if the bucket is zero-copy and the gradient's strides allow it."""
         if self._pool is None or not self._pool.zero_copy or self._buffer is not None:
             return False
@@ -414,7 +414,7 @@ class BufferPool:
 
     @property
     def nbytes(self) -> int:
-        """The size of all buffers on this rank."""
+        """The size of all buffers on this rank in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def in_the_way(self, number: int) -> list[Bucket]:

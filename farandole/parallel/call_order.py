@@ -140,7 +140,7 @@ class CallOrder:
                 return
 
     def _gathering_ahead(self, items: list[int]) -> list[int]:
-        """Return the items in an order in which each gather precedes the reductions of gradients computed meanwhile."""
+        """Return the items in an order in which each gather precedes the reductions of gradients that are computed meanwhile."""
         ordered: list[int] = []
         reductions = 0  # since the last gather
         for item in items:

@@ -9,8 +9,8 @@
     slice               all-gather          slice_of_same
 
 The first two pairs and the next two are each other's transposes (Shoeybi et al., 2019, "Megatron-LM"; Korthikanti et
-al., 2022, "Reducing Activation Recomputation in Large Transformer Models").  The last two connect a tensor that is
-equal on all ranks, and whose gradient is too, with its shards.
+al., 2022, "Reducing Activation Recomputation in Large Transformer Models").  The last two connect shards with a tensor
+whose values and gradient are equal on all ranks.
 
 All functions shard dimension 0 as `layout.chunk` does, so its length need not be a multiple of the number of ranks.
 If `comm` is None, there is one rank, and the functions return their input.
@@ -28,7 +28,7 @@ from farandole.layout import chunk
 
 
 def copy_to_all(x: Tensor, comm: Communicator | None) -> Tensor:
-    """Return `x`, which is equal on all ranks; each rank's gradient is a summand of the gradient."""
+    """Return `x`, which is equal on all ranks; its gradient is the sum of all ranks' gradients."""
     return x if comm is None else _CopyToAll.apply(x, comm)
 
 
@@ -38,7 +38,7 @@ def sum_of_all(x: Tensor, comm: Communicator | None) -> Tensor:
 
 
 def gather_and_reduce(shard: Tensor, rows: int, comm: Communicator | None) -> Tensor:
-    """Return `rows` rows from the shards of all ranks; each rank's gradient is a summand of the gradient."""
+    """Return `rows` rows from the shards of all ranks; the gradient is the sum of all ranks' gradients."""
     return shard if comm is None else _GatherAndReduce.apply(shard, rows, comm)
 
 

@@ -2,20 +2,22 @@
 
 Everything but attention processes each position separately.  For attention, the ranks form a grid, ring x heads:
 
-- *Heads* (Jacobs et al., 2023, "DeepSpeed Ulysses"): an all-to-all turns a part of the positions of all heads into all
-  positions of a part of the heads, and another one turns the result back.
-- *Ring* (Liu et al., 2023, "Ring Attention with Blockwise Transformers"): keys and values circulate, and each rank adds the
-  attention of its queries to the keys that it holds at the moment.  The next keys arrive during the computation.
+- *Heads* (Jacobs et al., 2023, "DeepSpeed Ulysses"): before attention, an all-to-all exchanges some positions of all heads
+  for all positions of some heads.  After attention, a second all-to-all reverses the exchange.
+- *Ring* (Liu et al., 2023, "Ring Attention with Blockwise Transformers"): keys and values circulate.  Each rank computes
+  attention between its queries and the keys that it currently holds, and adds the result to its output.  The next keys
+  arrive during the computation.
 
-The number of heads limits the first method, so the second is used for the rest.  With causal attention, late positions
-have more work: the sequence is cut into 2 R parts for a ring of R ranks, and rank r has the parts r and 2 R - 1 - r, so that
-all ranks have the same work.  Parts of keys that no query sees are skipped.
+The number of heads limits the first method, so a ring divides the work further.  With causal attention, late positions
+need more work.  Therefore the sequence is cut into 2 R parts for a ring of R ranks, and rank r has the parts r and
+2 R - 1 - r, so that all ranks have the same work.  Parts of keys that no query attends to are skipped.
 
-A partial result is the attention output over some keys with the logarithm of its denominator.  Two of them add up:
+A partial result is the attention output over some keys with the logarithm of its denominator.  Two partial results are
+combined as follows:
 
     l = log(e^l1 + e^l2)        o = o1 e^(l1 - l) + o2 e^(l2 - l)
 
-In the backward pass, the gradients of keys and values circulate with them until they are back on their rank.
+In the backward pass, the gradients of keys and values circulate with the keys and values, and return to their rank.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from farandole.layout import chunk
 from farandole.memory.call_wrappers import wrap_calls
 from farandole.models.deepseek import LatentAttention
 from farandole.models.layers import SelfAttention
+from farandole.models.moe import MixtureOfExperts
 from farandole.models.sequence import SequenceInfo, SequenceShard, Transformer
 from farandole.parallel.axes import Layouts, Position
 from farandole.plan import Plan, PlanError
@@ -64,11 +67,18 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
                 "a model with attention_dropout=0"
             )
         if isinstance(module, SelfAttention) and not module.causal:
-            raise PlanError(f"context={ranks}: expected causal attention; nearest plan: context=1")
+            raise PlanError(
+                f"context={ranks}: expected causal attention, got attention in both directions; nearest plan: context=1"
+            )
         if module.rotary is not None and module.rotary.scaling == "dynamic":
             raise PlanError(
                 f"context={ranks}: dynamic scaling of rotary positions depends on all positions; nearest plan: context=1"
             )
+    if any(isinstance(m, MixtureOfExperts) and m.balance.capacity is not None for m in model.modules()):
+        raise PlanError(
+            f"context={ranks}: the capacity of experts applies to complete sequences; nearest plan: context=1, or a model "
+            "without a capacity"
+        )
     heads = math.gcd(*(_shared_heads(module) for module in modules))
     ring = plan.ring or ranks // max(n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0)
     if heads % (ranks // ring):
@@ -83,7 +93,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 def _shared_heads(module: SelfAttention | LatentAttention) -> int:
-    """Return the number of heads of this rank, or of its key-value heads if there are fewer."""
+    """Return the smaller number of query heads and key-value heads on this rank."""
     if isinstance(module, LatentAttention):
         return module.out.in_features // module.value_width
     return module.out.in_features // module.head_width // module.group
@@ -117,19 +127,19 @@ class Grid:
         )
 
     def ring_index(self, length: int, row: int) -> Tensor:
-        """Return the places in a sequence of `length` positions that a row of the grid has."""
+        """Return the indices of the positions that row `row` of the grid holds, in a sequence of `length` positions."""
         parts = [chunk(length, 2 * self.ring, part) for part in (row, 2 * self.ring - 1 - row)]
         return torch.cat([torch.arange(start, end) for start, end in parts])
 
     def index(self, length: int, rank: int) -> Tensor:
-        """Return the places in a sequence of `length` positions that a rank has."""
+        """Return the indices of the positions that rank `rank` holds, in a sequence of `length` positions."""
         row, column = divmod(rank, self.heads)
         places = self.ring_index(length, row)
         return places[slice(*chunk(len(places), self.heads, column))]
 
 
 class _ShareSequences:
-    """Wraps the model: it computes this rank's positions, and returns the loss of these or the logits of all positions."""
+    """Wraps the model to compute only this rank's positions; returns their loss, or the logits of all positions."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -144,7 +154,8 @@ class _ShareSequences:
         length, grid = inputs.shape[1], self._grid
         if length < grid.all.size:
             raise ValueError(
-                f"expected at least {grid.all.size} positions, one per rank on the context axis, got {length}"
+                f"expected at least {grid.all.size} positions, one per rank on the context axis, got {length}; "
+                "use longer sequences or a smaller context axis"
             )
         index = grid.index(length, grid.all.rank).to(inputs.device)
         documents = info.documents
@@ -154,7 +165,7 @@ class _ShareSequences:
             info,
             positions=positions[..., index],
             documents=None if documents is None else documents[:, index],
-            shard=SequenceShard(index, documents, targets, attend),
+            shard=SequenceShard(index, documents, targets, attend, grid.all.all_reduce),
         )
         output = call(inputs[:, index], own, None if targets is None else targets[:, index])
         if targets is not None:
@@ -175,7 +186,7 @@ def _arguments(
 class _GatherPositions(torch.autograd.Function):
     """Concatenates all ranks' positions; gradients are summed over the ranks, which all have the same loss.
 
-    The engine averages gradients over the context axis, so that the sum of equal gradients becomes one of them.
+    The engine averages gradients over the context axis, which reduces the sum of equal gradients to a single gradient.
     """
 
     @staticmethod
@@ -271,7 +282,7 @@ def _join_heads(x: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a query sees; `indices[r]` are the places in the sequence that rank r of the ring has, in order."""
+    """The keys that each query attends to; `indices[r]` are the positions that rank r of the ring holds, in order."""
 
     indices: Sequence[Tensor]
     documents: Tensor | None
@@ -279,7 +290,7 @@ class Visibility:
     window: int | None
 
     def blocks(self, queries: int, keys: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Yield slices of the queries of one rank and the keys of another that see each other, and their mask."""
+        """Yield (slice of one rank's queries, slice of another rank's keys, mask) where any query attends to any key."""
         for own, there in ((a, b) for a in _runs(self.indices[queries]) for b in _runs(self.indices[keys])):
             at, to = self.indices[queries][own], self.indices[keys][there]
             if self.causal and at[-1] < to[0]:
@@ -291,7 +302,7 @@ class Visibility:
                 yield own, there, mask
 
     def _mask(self, at: Tensor, to: Tensor) -> Tensor | None:
-        """Return a mask (1 or batch, 1, 1, queries, keys), or None if all queries see all keys."""
+        """Return a mask (1 or batch, 1, 1, queries, keys), or None if all queries attend to all keys."""
         distance, mask = at[:, None] - to, None
         if self.causal and at[0] < to[-1]:
             mask = distance >= 0
@@ -306,7 +317,7 @@ class Visibility:
 
 
 def _runs(index: Tensor) -> Iterator[slice]:
-    """Yield the slices of consecutive places."""
+    """Yield the slices of consecutive positions."""
     cuts = [0, *((index.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(index)]
     yield from (slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b)
 
@@ -383,7 +394,7 @@ def _wide(x: Tensor) -> torch.dtype:
 def _circulate(
     own: Sequence[Tensor], visibility: Visibility, comm: Communicator | None, row: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield (rank, its keys and values) for each rank of the ring, from this rank backwards; the next ones arrive meanwhile."""
+    """Yield (rank, its keys and values) for each rank of the ring, backwards from this rank, while the next keys arrive."""
     held = [each.detach().contiguous() for each in own]
     if comm is None:
         yield row, held
@@ -404,7 +415,7 @@ def _circulate(
 
 
 def _pass_on(gradients: list[Tensor], visibility: Visibility, comm: Communicator, there: int) -> list[Tensor]:
-    """Send the gradients of rank `there`'s keys and values to the next rank; return those that the previous rank had."""
+    """Send the gradients of rank `there`'s keys and values to the next rank; return the previous rank's gradients."""
     length = len(visibility.indices[(there - 1) % comm.size])
     arriving = [each.new_empty((*each.shape[:2], length, each.shape[3])) for each in gradients]
     works = [comm.isend(each, (comm.rank + 1) % comm.size, 2 + tag) for tag, each in enumerate(gradients)]

@@ -106,7 +106,7 @@ class Engine:
         rounding: stochastic rounding for updates of bf16 weights, instead of master weights.
         scaler: the loss scaler for fp16 (`loss_scaling`).
         diagnose: check block outputs, so that an overflow report names the block.
-        report: print one line per overflow on rank 0.
+        report: log one line per overflow on rank 0.
         mesh: the device mesh; by default a single data axis.
         layouts: the parameter layouts by name; by default every rank has every parameter.
 
@@ -377,7 +377,7 @@ class Engine:
         must update every element independently.  Existing optimizer states must be equal on all ranks.
 
         `optimizer.step()` waits for the averaged gradients and returns when all ranks have the updated weights.  If `step`
-        receives a closure, it returns the mean loss over all ranks.
+        receives a closure, `step` returns the mean loss over all ranks.
 
         With offload, this method moves master weights and states to the offload store and is a collective call.
 
@@ -547,6 +547,9 @@ class Engine:
 
         Call `optimizer` for every optimizer before `load`.
 
+        Args:
+            folder: the folder of the checkpoint.
+
         Returns:
             The `extra` values passed to `save`.
 
@@ -611,7 +614,7 @@ class Engine:
                 save_adapter(self.model, path, base_model, values)
 
     def complete(self, name: str, value: Tensor) -> Tensor:
-        """Return the complete tensor of which the mesh's cells have parts.  This is a collective call."""
+        """Return a complete tensor, given this rank's part as `value`.  This is a collective call."""
         layout = self.layouts[name]
         if not layout.shards:
             return value
@@ -688,7 +691,7 @@ class Engine:
     def locate_nonfinite(self, outputs: OutputWatch | None = None) -> OverflowReport:
         """Return a report that names the rank and the parameter with non-finite gradients.  This is a collective call.
 
-        Call it before the update.
+        Call this method before the update.
 
         Raises:
             RuntimeError: if the engine was created without `watch`.

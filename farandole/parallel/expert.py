@@ -8,6 +8,8 @@ expert's output back (Lepikhin et al., 2021, "GShard").  The numbers of rows dif
     3. the products of this rank's experts
     4. all-to-all      the outputs
 
+A shared expert is computed during the first all-to-all.
+
 All other parameters are replicated on the axis, and their gradients are summed as on the data axis.
 """
 
@@ -16,12 +18,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.comm.communicator import Communicator
 from farandole.layout import Shard, chunk
-from farandole.models.moe import Experts, Products, as_sizes
+from farandole.models.moe import Experts, Meanwhile, Products, as_sizes
 from farandole.parallel.axes import Layouts, Position
 from farandole.plan import Plan, PlanError
 
@@ -61,45 +64,100 @@ class ExpertExchange:
         self._experts, self._comm = experts, comm
         self._ranges = [chunk(experts, comm.size, rank) for rank in range(comm.size)]
 
-    def __call__(self, rows: Tensor, counts: Tensor, products: Products) -> Tensor:
-        """Return the outputs (rows, width) for rows that are sorted by expert, of which expert e has `counts[e]`."""
+    def __call__(
+        self, rows: Tensor, counts: Tensor, products: Products, meanwhile: Meanwhile | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs (rows, width) for rows that are sorted by expert, and the result of `meanwhile`.
+
+        Args:
+            counts: the number of rows of each expert.
+            products: computes this rank's experts.
+            meanwhile: runs while rows are sent, and so does its backward pass.
+        """
         comm, (first, end) = self._comm, self._ranges[self._comm.rank]
         if isinstance(rows, FakeTensor):  # a dry run, in which all experts have the same load
             sizes = as_sizes(rows.new_empty(comm.size), len(rows))
-            inputs = _Exchange.apply(rows, sizes, sizes, comm)
-            found: Tensor = _Exchange.apply(products(inputs, counts[first:end]), sizes, sizes, comm)
-            return found
+            arrived, other = _exchange(rows, sizes, sizes, comm, meanwhile)
+            return _exchange(products(arrived, counts[first:end]), sizes, sizes, comm)[0], other
         every = counts.new_empty((comm.size, self._experts))
         comm.all_gather(every, counts.contiguous())
         every = every.cpu()
         sent = [int(every[comm.rank, start:stop].sum()) for start, stop in self._ranges]
         own = every[:, first:end]  # (ranks, experts of this rank)
         received = own.sum(1).tolist()
-        inputs = _Exchange.apply(rows, sent, received, comm)
+        arrived, other = _exchange(rows, sent, received, comm, meanwhile)
         # from the order (rank, expert) to (expert, rank)
         numbers = torch.arange(end - first).repeat(comm.size).repeat_interleave(own.flatten())
         order = numbers.argsort(stable=True).to(rows.device)
-        outputs = products(inputs.index_select(0, order), own.sum(0).to(rows.device))
+        outputs = products(arrived.index_select(0, order), own.sum(0).to(rows.device))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        result: Tensor = _Exchange.apply(outputs.index_select(0, back), received, sent, comm)
-        return result
+        return _exchange(outputs.index_select(0, back), received, sent, comm)[0], other
 
 
-class _Exchange(torch.autograd.Function):
-    """Sends `sent[i]` rows to rank i, and receives `received[i]` rows from it."""
+class _Transfer:
+    """An all-to-all that sends `sent[i]` rows to rank i, and receives `received[i]` rows from it."""
+
+    def __init__(self, sent: list[int], received: list[int], comm: Communicator, overlaps: bool) -> None:
+        self.sent, self.received, self.comm, self.overlaps = sent, received, comm, overlaps
+        self._work: dist.Work | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Return the rows that arrive; they must not be read before `wait`."""
+        leaving = rows.detach().contiguous()
+        arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+        self._work = self.comm.all_to_all(
+            list(arriving.split(received)), list(leaving.split(sent)), async_op=self.overlaps
+        )
+        self._rows = leaving, arriving  # the memory must not be freed before `wait`
+        return arriving
+
+    def wait(self) -> Tensor:
+        """Wait for the rows, and return them."""
+        assert self._rows is not None
+        if self._work is not None:
+            self._work.wait()
+        arrived = self._rows[1]
+        self._work = self._rows = None
+        return arrived
+
+
+def _exchange(
+    rows: Tensor, sent: list[int], received: list[int], comm: Communicator, meanwhile: Meanwhile | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the rows that this rank receives, and the result of `meanwhile`, which runs during the transfer.
+
+    Autograd runs the backward pass of `meanwhile` between those of `_Wait` and `_Start`, because it runs later calls first.
+    """
+    transfer = _Transfer(sent, received, comm, overlaps=meanwhile is not None)
+    arriving = _Start.apply(rows, transfer)
+    other = None if meanwhile is None else meanwhile()
+    return _Wait.apply(arriving, transfer), other
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.start(rows, transfer.sent, transfer.received)
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], comm: Communicator) -> Tensor:
-        ctx.sent, ctx.received, ctx.comm = sent, received, comm
-        return _all_to_all(rows, sent, received, comm)
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return (
+            ctx.transfer.wait(),
+            None,
+        )  # not `grad_outputs`, which has the shape of the rows that were received
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.wait().view_as(arriving)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad_outputs[0], ctx.received, ctx.sent, ctx.comm), None, None, None
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], comm: Communicator) -> Tensor:
-    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-    comm.all_to_all(list(arrived.split(received)), list(rows.detach().contiguous().split(sent)))
-    return arrived
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        transfer: _Transfer = ctx.transfer
+        transfer.start(grad_outputs[0], transfer.received, transfer.sent)
+        return grad_outputs[0], None

@@ -94,7 +94,7 @@ class GatheredWeights(FlatWeights):
         self._set(self._placeholders)
 
     def gather_over(self, comm: Communicator | None) -> None:
-        """Gather over `comm`, which has the same ranks, so that gathers are not ordered with other calls."""
+        """Gather over `comm`, which has the same ranks, so that the order of gathers is independent of other calls."""
         self._gather_comm = comm
 
     def gather_async(self) -> None:
@@ -320,7 +320,7 @@ class Gatherer:
             self._order.advance(self._is_ready)
 
     def release(self) -> None:
-        """Release all groups, because a pass has ended or the weights have changed."""
+        """Release all groups after a pass has ended or the weights have changed."""
         for group in self._groups:
             for weights in group:
                 weights.release()

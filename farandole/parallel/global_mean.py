@@ -99,23 +99,23 @@ class GlobalMean:
                 module.training = mode
         return self._mean(sums, counts).loss
 
-    def _most(self, mine: int) -> int:
+    def _most(self, own: int) -> int:
         """Return the maximum number of micro-batches on any rank.
 
         Raises:
             ValueError: on all ranks, if ranks that compute a layer together have different numbers of micro-batches.
         """
         if self._comm.size == 1:
-            return mine
+            return own
         numbers = torch.empty(self._comm.size, dtype=torch.int64)
-        self._comm.all_gather(numbers, torch.tensor([mine]))
+        self._comm.all_gather(numbers, torch.tensor([own]))
         counts: list[int] = numbers.tolist()
         for ranks in self._together:
             if len({counts[rank] for rank in ranks}) > 1:
                 found = ", ".join(f"{counts[rank]} on rank {rank}" for rank in ranks)
                 raise ValueError(
                     "expected the same number of micro-batches on ranks that share layers, sequences or experts, got "
-                    f"{found}"
+                    f"{found}; pass equally many batches on these ranks"
                 )
         return max(counts)
 
@@ -134,7 +134,8 @@ class GlobalMean:
         total, count = loss(output, batches[number])
         if total.dim():
             raise ValueError(
-                f"expected loss(output, batch) to return a sum and a count, got a sum of shape {tuple(total.shape)}"
+                "expected loss(output, batch) to return a scalar sum and a count, got a sum of shape "
+                f"{tuple(total.shape)}; sum the losses of the batch"
             )
         return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total, count
 

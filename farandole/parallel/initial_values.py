@@ -62,7 +62,7 @@ def is_deferred(model: nn.Module) -> bool:
 def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
     """Replace meta parameters by placeholders, and allocate meta buffers on `device`; tied tensors remain tied.
 
-    Return the types of all parameters by their identity.
+    Return the types of all parameters, by `id(parameter)`.
     """
     twins: dict[int, Tensor] = {}
     for module in model.modules():
@@ -95,7 +95,7 @@ def fill_model(
     Args:
         weights: the flat buffers; parameters outside of them are allocated.
         layouts: the parts of parameters that ranks store; `initialise` fills complete parameters.
-        types: the original types of parameters by their identity.
+        types: the original types of parameters, by `id(parameter)`.
     """
     places = {id(p): (weight, index) for weight in weights for index, p in enumerate(weight.parameters)}
     own = {id(p): layouts[name] for name, p in model.named_parameters()}
@@ -182,7 +182,7 @@ def broadcast_parameters(
     groups: Groups,
     names: Collection[str] | None = None,
 ) -> None:
-    """Broadcast parameters and buffers from the first rank that stores them.  This is a collective call.  `names` selects some of them."""
+    """Broadcast parameters and buffers from the first rank that stores them.  This is a collective call.  `names` selects tensors by name."""
     everywhere = frozenset(range(mesh.stages))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -96,8 +96,8 @@ class LossScaler:
             return ""
         row = "1 step has" if self.stuck == 1 else f"{self.stuck} steps in a row have"
         return (
-            f"the loss scale stays at its minimum {self.scale:g}, where {row} overflowed and nothing is learned: "
-            f"lower the learning rate and go on from a checkpoint, or use bf16 or fp32{see('the-loss-is-nan')}"
+            f"the loss scale is at its minimum {self.scale:g}, but {row} overflowed, so the model does not learn: "
+            f"lower the learning rate and resume from a checkpoint, or use bf16 or fp32{see('the-loss-is-nan')}"
         )
 
     def state_dict(self) -> dict[str, float]:
@@ -143,7 +143,7 @@ class ScaledSteps:
 
     A disabled scaler changes nothing.  In the step after an overflow, and with `diagnose` in every step, the outputs
     of blocks are checked, to detect overflows of the forward pass.  With `report`, rank 0 logs a warning for every
-    overflow, and at the minimum of the scale for one in 100.
+    overflow.  While the scale is at its minimum, only one overflow in 100 is logged.
     """
 
     def __init__(

@@ -43,9 +43,9 @@ def check_gradients(model: nn.Module, trained: Collection[int]) -> None:
         if parameter.grad is not None and id(parameter) not in trained:
             name = next(name for name, known in model.named_parameters() if known is parameter)
             raise RuntimeError(
-                f"{name} has a gradient that ranks do not average: it was frozen, or not in the model, "
-                "when the engine was created; close() the engine, and create a new one after changing "
-                f"requires_grad or the model{see('has-a-gradient-that-ranks-do-not-average')}"
+                f"{name} has a gradient that ranks do not average, because the parameter was frozen, or not in the "
+                "model, when the engine was created; close() the engine, and create another engine after "
+                f"changing requires_grad or the model{see('has-a-gradient-that-ranks-do-not-average')}"
             )
 
 

@@ -75,7 +75,7 @@ def parallelize(
             overflow names the block.
         watch: check the gradients of each rank before they are averaged, so that `Engine.locate_nonfinite` names the
             rank and the parameter.
-        report: print a line on rank 0 for each overflow of fp16.
+        report: log a line on rank 0 for each overflow of fp16.
 
     Raises:
         PlanError: if the plan is not valid for the ranks or the model.
@@ -99,7 +99,8 @@ def parallelize(
         )
     if diagnose and plan.precision != "fp16":
         raise PlanError(
-            f"diagnose=True requires precision='fp16', got {plan.precision!r}: it explains skipped fp16 steps"
+            f"diagnose=True requires precision='fp16', because only fp16 steps are skipped, got {plan.precision!r}; "
+            "nearest plan: diagnose=False"
         )
     if plan.lora is not None:
         _add_lora(model, plan.lora)

@@ -44,8 +44,8 @@ def check_float8(device: torch.device) -> None:
     """Raise `PlanError` unless `device` multiplies 8-bit floats and torchao is installed."""
     if not _multiplies(device):
         raise PlanError(
-            f"precision='fp8': {_name(device)} does not multiply 8-bit floats; NVIDIA's accelerators do from compute "
-            f"capability 8.9 on (L4, RTX 4090, H100), AMD's from the MI300 on; nearest plan: precision='bf16'"
+            f"precision='fp8': {_name(device)} does not multiply 8-bit floats; supported are NVIDIA's accelerators from "
+            f"compute capability 8.9 (L4, RTX 4090, H100), and AMD's from the MI300; nearest plan: precision='bf16'"
         )
     _torchao()
 

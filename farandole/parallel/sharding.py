@@ -83,7 +83,7 @@ class BucketPlan:
 
     @property
     def device(self) -> torch.device:
-        """Of all parameters."""
+        """The device of all parameters."""
         return self.parameters[0].device
 
     @property
@@ -115,7 +115,7 @@ class ShardingPlan:
 
 
 def box_mesh(ranks: int, hosts: Sequence[object] = (), *, hybrid: bool = False, **sizes: int) -> Mesh:
-    """Return a mesh whose inner axes are inside a host where they fit.
+    """Return a mesh whose inner axes stay within a host if possible.
 
     Args:
         hosts: the host of every rank.
@@ -132,7 +132,7 @@ def box_mesh(ranks: int, hosts: Sequence[object] = (), *, hybrid: bool = False, 
         return Mesh.box(order, factors=None, **sizes)
     if len(set(counts.values())) > 1:
         raise PlanError(
-            "hybrid=True requires the same number of ranks on each host, but the hosts have "
+            "hybrid=True requires the same number of ranks on each host, got "
             f"{', '.join(map(str, counts.values()))}; nearest plan: hybrid=False"
         )
     local, rest = divmod(sizes["data"], len(counts))
@@ -234,8 +234,8 @@ def _ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRank
     found = [layout.reduction(mesh, piece) for piece in pieces or own[:1]]
     if any(other != found[0] for other in found[1:]):
         raise LayoutError(
-            f"{layout.name}: parts of the tensor of rank {rank} are summed by different ranks; give the "
-            "parts tensors of their own"
+            f"{layout.name}: different ranks sum the gradients of different parts of the tensor on rank {rank}; "
+            "store these parts as separate parameters"
         )
     return _ranks(mesh, found[0], rank, zero)
 

@@ -8,8 +8,8 @@ summand of the output).  Only the boundaries of a region communicate:
     default   complete copies     identity                 all-reduce
     sequence  shards of tokens    all-gather               reduce-scatter
 
-The backward pass does the transpose.  With `sequence=True`, normalization, dropout and residual connections process a
-shard of the tokens (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models").
+The backward pass runs the transposed collectives.  With `sequence=True`, normalization, dropout and residual connections
+process a shard of the tokens (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
 Inside a region, each rank's gradient of a replicated parameter is a summand.  Outside, gradients are equal on all ranks,
 or summands with `sequence=True`.  The layouts declare this, and the engine does the rest.
@@ -61,7 +61,7 @@ Parts = Callable[[Any, int], Sequence[Part]]
 
 
 class Indivisible(ValueError):
-    """Raised if a module cannot be split over the ranks; `nearest` are the numbers of ranks that can split it."""
+    """Raised if a module cannot be split over the ranks; `nearest` are the numbers of ranks that can split the module."""
 
     def __init__(self, what: str, nearest: Iterable[int]) -> None:
         super().__init__(what)
@@ -185,6 +185,11 @@ def _adjust_attention(module: SelfAttention, position: Position) -> None:
         wrap_calls(module.qkv, _GatherHead(module, position, ranks // kv_heads))
 
 
+def _share_router_losses(module: MixtureOfExperts, position: Position) -> None:
+    """Divide the gradients of router losses, because all ranks compute the router and their gradients are summed."""
+    module.copies = position.size(AXIS)
+
+
 RULES: dict[type[nn.Module], Rule] = {
     SelfAttention: Rule({"qkv": _query_key_value}, {"out": _attention_output}, adjust=_adjust_attention),
     LatentAttention: Rule(
@@ -197,7 +202,7 @@ RULES: dict[type[nn.Module], Rule] = {
     ),
     FeedForward: Rule({"up": _inner()}, {"down": _inner()}),
     GatedFeedForward: Rule({"gate_up": _inner(2)}, {"down": _inner()}),
-    MixtureOfExperts: Rule(),
+    MixtureOfExperts: Rule(adjust=_share_router_losses),
     Experts: Rule(tensors={"gate_up": (1, _expert_inner(2)), "down": (2, _expert_inner())}, region=False),
     T5Attention: Rule({"qkv": _t5_heads(3)}, {"out": _t5_heads(1)}, adjust=_share_dropout),
     CrossAttention: Rule(
@@ -416,7 +421,7 @@ class _TokenRegion:
 
 
 class _TokenDropout:
-    """Wraps dropout between regions: the mask is that of all tokens."""
+    """Wraps dropout between regions: each rank draws the mask of all tokens, and applies its part."""
 
     def __init__(self, tokens: _Tokens) -> None:
         self._tokens = tokens
@@ -451,7 +456,7 @@ class _SharedBias:
 class _GatherHead:
     """Wraps a projection of queries, keys and values if several ranks share a key-value head.
 
-    Each of these ranks projects a part of the head's keys and values, and gets the other parts from the others.
+    Each of these ranks projects a part of the head's keys and values, and receives the other parts from the other ranks.
     """
 
     def __init__(self, attention: SelfAttention, position: Position, ranks: int) -> None:
@@ -471,7 +476,7 @@ class _GatherHead:
 
 
 class Words(Vocabulary):
-    """The operations of a vocabulary of `count` words, of which this rank has those from `first` on.
+    """The operations on a vocabulary of `count` words that is split over ranks; this rank's first word is `first`.
 
     `logits` returns the logits of all words if `gathered` is true, and of this rank's words otherwise.
     """
@@ -500,7 +505,7 @@ class Words(Vocabulary):
         return hidden if self.tokens is None else self.tokens.take(hidden)
 
     def embed_with(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, count: int) -> Tensor:
-        """Return the embeddings of tokens, where `embed` returns those of places in this rank's `count` words."""
+        """Return the embeddings of tokens, where `embed` maps indices into this rank's `count` words to embeddings."""
         places, outside = self._shard.local(tokens, count)
         return sum_of_all(embed(places).masked_fill(outside[..., None], 0), self.comm)
 
@@ -533,7 +538,7 @@ class Words(Vocabulary):
 
 
 class _EmbedWords:
-    """Wraps an embedding of which this rank has some words."""
+    """Wraps an embedding that is split by words."""
 
     def __init__(self, words: Words) -> None:
         self._words = words

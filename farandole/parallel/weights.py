@@ -107,8 +107,8 @@ class FlatWeights(ABC):
     ) -> Iterator[None]:
         """Return a context in which `shard` has its values; changes are kept only with `write`.
 
-        With `blank`, an offloaded shard is not read, because all of its values will be written.  If possible, it is read to
-        `device`.
+        With `blank`, an offloaded shard is not read, because all of its values will be written.  If possible, the shard is
+        read to `device`.
         """
         yield
 

@@ -91,7 +91,10 @@ class WholeParameters:
     def masters(self) -> Iterator[None]:
         """Return a context with unsharded parameters in the type of the master weights, in separate memory.  This is a collective call."""
         if self._editing:
-            raise RuntimeError("edit_parameters() cannot be nested, or called while a state is being loaded")
+            raise RuntimeError(
+                "edit_parameters() cannot be nested, or called while a state is being loaded: first exit the other "
+                "context, or finish loading"
+            )
         self._editing = True
         try:
             with torch.no_grad():

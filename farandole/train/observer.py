@@ -102,6 +102,7 @@ class Observer:
                 "elapsed_s": self.elapsed_s,
             }
             | ({"model_flops_utilization": speed * self._flops / self._limit} if self._flops else {})
+            | _router_metrics(result)
             | ({"loss_scale": self._trainer.scaler.scale} if self._trainer.scaler.enabled else {}),
             {"overflow": str(result.overflow)} if result.skipped else None,
         )
@@ -169,6 +170,21 @@ class Observer:
             self._line.note(note)
         if self._resumed:
             self._line.note(f"resuming after step {self._resumed}")
+
+
+def _router_metrics(result: StepResult) -> dict[str, float]:
+    """Return the largest load of each router's experts relative to the mean load, and the share of dropped tokens."""
+    return {
+        f"{name}/{metric}": value
+        for name, load in result.loads.items()
+        for metric, value in (
+            [("imbalance", load.imbalance), ("dropped", load.dropped)]
+            + [
+                (f"load/{number}", share)
+                for number, share in enumerate((load.tokens / load.tokens.sum()).tolist())
+            ]
+        )
+    }
 
 
 def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:

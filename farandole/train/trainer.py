@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from farandole.comm.communicator import Communicator
 from farandole.data.sampler import Sampler
 from farandole.memory.disk import OffloadError
-from farandole.models.moe import GroupedRouter
+from farandole.models.moe import RouterLoad, take_loads
 from farandole.parallel.initial_values import is_deferred
 from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
@@ -43,6 +43,7 @@ class StepResult:
         waited_s: the time spent waiting for other ranks, in seconds, averaged over ranks.
         stop: whether any rank was asked to stop.
         overflow: the fp16 overflow because of which the step was skipped, if any.
+        loads: the loads of the routers of mixtures of experts, by name.
     """
 
     loss: float
@@ -51,6 +52,7 @@ class StepResult:
     waited_s: float
     stop: bool
     overflow: Overflow | None
+    loads: dict[str, RouterLoad] = field(default_factory=dict)
 
     @property
     def skipped(self) -> bool:
@@ -110,7 +112,6 @@ class Trainer:
         self.notices = [record.getMessage() for record in records]
         self.optimizer = self.engine.optimizer(build_optimizer(self.model, config.optimizer))
         self.sampler = Sampler(len(task.train), config.seed)
-        self._routers = [module for module in self.model.modules() if isinstance(module, GroupedRouter)]
 
     @property
     def scaler(self) -> LossScaler:
@@ -164,18 +165,9 @@ class Trainer:
         if factor != 1.0:
             self.engine.scale_gradients(factor)
         self.optimizer.step()  # does nothing if fp16 gradients overflowed
-        self._balance_experts()
+        loads = take_loads(self.model, self._comm.all_reduce)
         self.step_number += 1
-        return StepResult(mean, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow)
-
-    def _balance_experts(self) -> None:
-        """Adapt the router biases to the expert load on all ranks."""
-        if self._routers:
-            loads = torch.stack([router.load for router in self._routers])
-            self._comm.all_reduce(loads)
-            for router, load in zip(self._routers, loads, strict=True):
-                router.load.copy_(load)
-                router.balance()
+        return StepResult(mean, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow, loads)
 
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss and the task's metrics, the same on all ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from farandole.models.gptj import GPTJConfig, build_gptj
 from farandole.models.layers import SelfAttention
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.mixtral import MixtralConfig, build_mixtral
+from farandole.models.moe import Balance
 from farandole.models.rotary import Rotary
 from farandole.models.t5 import T5Config, build_t5
 from farandole.parallel.axes import Layouts, Position, own_part
@@ -30,8 +31,12 @@ WORDS, STEPS = 29, 2
 
 DEEPSEEK = DeepSeekConfig(
     WORDS, layers=2, heads=4, width=16, inner=24, rotary=Rotary(4), query_rank=8, kv_rank=8, plain_width=4,
-    value_width=6, experts=4, expert_inner=10, top=2, dense=1, groups=2, top_groups=1, predicted=1,
+    value_width=6, experts=4, expert_inner=10, top=2, dense=1, groups=2, top_groups=1, predicted=1, balance=Balance(loss=0.5),
 )  # fmt: skip
+
+MIXTRAL = MixtralConfig(
+    WORDS, 2, 4, 16, 20, kv_heads=2, experts=4, top=2, balance=Balance(loss=0.5, z_loss=0.1)
+)
 
 MODELS = {
     "gpt": partial(build_gpt, GPTConfig(WORDS, 16, 2, 4, 16, positions="learned")),
@@ -41,7 +46,8 @@ MODELS = {
     ),
     "uneven": partial(build_llama, LlamaConfig(WORDS, 2, 6, 24, 31, kv_heads=3, out_bias=True)),
     "gptj": partial(build_gptj, GPTJConfig(WORDS, 2, 4, 16, rotary=2)),
-    "mixtral": partial(build_mixtral, MixtralConfig(WORDS, 2, 4, 16, 20, kv_heads=2, experts=4, top=2)),
+    "mixtral": partial(build_mixtral, MIXTRAL),
+    "capacity": partial(build_mixtral, replace(MIXTRAL, balance=Balance(capacity=0.8))),
     "deepseek": partial(build_deepseek, DEEPSEEK),
     "bert": partial(build_bert, BERTConfig(WORDS, 16, 2, 4, 16)),
     "t5": partial(build_t5, T5Config(WORDS, 1, 1, 4, 16, 4, 24, dropout=0.0)),

@@ -246,12 +246,15 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
     _train(engine, optimizer, 0, 1)
     engine.save(folder / "state")
     with pytest.raises(
-        CheckpointError, match=r"state: it exists; choose another name, or remove it first \(rank 0\)"
+        CheckpointError,
+        match=r"state: the folder exists; choose another name, or remove the folder first \(rank 0\)",
     ):
         engine.save(folder / "state")
     with pytest.raises(CheckpointError, match="cannot be written as JSON"):
         engine.save(folder / "other", {"generator": torch.Generator()})
-    with pytest.raises(CheckpointError, match="it does not exist, or is not a complete engine checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="the folder does not exist, or is not a complete engine checkpoint"
+    ):
         engine.load(folder / "nowhere")
     (folder / "file").touch()
     dist.barrier()
@@ -259,9 +262,7 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
         engine.save(folder / "file" / "state")
     before = _contents(engine)
     other = farandole.parallelize(nn.Linear(3, 3))
-    with pytest.raises(
-        CheckpointError, match="it has no parameter (weight|bias): it belongs to another model"
-    ):
+    with pytest.raises(CheckpointError, match="has no parameter (weight|bias): it belongs to another model"):
         other.load(folder / "state")
     momentum = farandole.parallelize(Net())
     momentum.optimizer(torch.optim.SGD(momentum.model.parameters(), 0.1))
@@ -273,7 +274,8 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
     larger = Net()
     larger.first = nn.Linear(7, 10, bias=False)
     with pytest.raises(
-        CheckpointError, match=r"model.first.weight has shape \(9, 7\) in it, but \(10, 7\) in this model"
+        CheckpointError,
+        match=r"model.first.weight has shape \(9, 7\) in the checkpoint, but \(10, 7\) in this model",
     ):
         farandole.parallelize(larger).load(folder / "state")
     dist.barrier()

@@ -196,7 +196,7 @@ def _adafactor(rank: int, size: int) -> str:
 
 def test_an_optimizer_of_matrices_needs_whole_ones(ranks: Any) -> None:
     for message in ranks(2).run(_adafactor):
-        assert "of which each rank computes with a part" in message
+        assert "which is split over ranks" in message
 
 
 class Chain(nn.Module):

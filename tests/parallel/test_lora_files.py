@@ -186,28 +186,37 @@ def _set(name: str, value: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set("r", 3), r"0.qkv.lora_A is 2 x 6, here 3 x 6; .*0.qkv.lora_B is 18 x 2, here 18 x 3|1.out"),
-        (_set("r", "2"), "rank='2': an integer"),
+        (
+            _set("r", 3),
+            r"0.qkv.lora_A is 2 x 6 in the adapter, but 3 x 6 in the model; .*0.qkv.lora_B is 18 x 2 in the adapter, but 18 x 3|1.out",
+        ),
+        (_set("r", "2"), "rank='2': expected an integer"),
         (lambda c, t: c.pop("lora_alpha"), "has no field lora_alpha"),
         (_set("lora_alpha", float("nan")), "alpha=nan"),
-        (_set("peft_type", "LOHA"), "peft_type='LOHA'; only 'LORA'"),
+        (_set("peft_type", "LOHA"), "peft_type='LOHA': expected 'LORA'"),
         (_set("use_dora", True), "unsupported options: use_dora=True"),
         (_set("rank_pattern", {"qkv": 4}), "unsupported options: rank_pattern="),
         (_set("init_lora_weights", "pissa"), "init_lora_weights='pissa'"),
         (_set("something_new", "x"), "something_new='x'"),
-        (_set("bias", "all"), "it has no 0.qkv.bias, 0.norm.bias, 1.qkv.bias, 1.norm.bias and 1 more"),
-        (_set(A, torch.zeros(2, 7)), r"0.qkv.lora_A is 2 x 7, in the model 2 x 6$"),
-        (_set(B, torch.zeros(2)), r"0.qkv.lora_B is 2, in the model 18 x 2$"),
-        (lambda c, t: t.pop(A), r"it has no lora_A for 0.qkv(; it has no tensors for 0.qkv)?$"),
-        (lambda c, t: t.pop(B), r"it has no lora_B for 0.qkv$"),
+        (
+            _set("bias", "all"),
+            "the adapter has no 0.qkv.bias, 0.norm.bias, 1.qkv.bias, 1.norm.bias and 1 more",
+        ),
+        (_set(A, torch.zeros(2, 7)), r"0.qkv.lora_A is 2 x 7 in the adapter, but 2 x 6 in the model; load"),
+        (_set(B, torch.zeros(2)), r"0.qkv.lora_B is 2 in the adapter, but 18 x 2 in the model; load"),
+        (
+            lambda c, t: t.pop(A),
+            r"the adapter has no lora_A for 0.qkv(; the adapter has no tensors for 0.qkv)?; load",
+        ),
+        (lambda c, t: t.pop(B), r"the adapter has no lora_B for 0.qkv; load"),
         (
             _set(PREFIX + "7.qkv.lora_A.weight", torch.zeros(2, 6)),
-            r"the model has no 7.qkv \(nearest: .\.qkv\)$",
+            r"the model has no 7.qkv \(nearest: .\.qkv\); load",
         ),
         (_set(PREFIX + "0.norm.lora_A.weight", torch.zeros(2, 6)), "0.norm is a LayerNorm, not an nn.Linear"),
         (
             _set(PREFIX + "0.norm.gain", torch.zeros(2)),
-            r"it has no 0.norm.weight, 0.norm.bias, .*has 0.norm.gain, which",
+            r"the adapter has no 0.norm.weight, 0.norm.bias, .*has 0.norm.gain, which",
         ),
         (_set(PREFIX + "head.weight", torch.zeros(2)), "also_train: .*head.* matches no module"),
         (_set(PREFIX + "scale", torch.zeros(2)), "has tensors without a module: scale"),
@@ -232,7 +241,8 @@ def test_what_does_not_fit_is_said_and_changes_nothing(
     net = model()
     if ready:
         add_lora(net, LORA)
-        message = f"{message}|no LoRA in this model|its rank is 3|which this model does not train|its bias is"
+        others = "no LoRA in this model|the adapter has rank 3|which the model does not train|the adapter has bias="
+        message = f"{message}|{others}"
     before = {name: (tensor.clone(), tensor.requires_grad) for name, tensor in net.named_parameters()}
     with pytest.raises(AdapterError, match=message):
         load_adapter(net, tmp_path)
@@ -245,16 +255,19 @@ def test_what_does_not_fit_is_said_and_changes_nothing(
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (LoRA(3, 5, ("qkv", "1.out")), "its rank is 2, that of the model 3"),
-        (LoRA(2, 8, ("qkv", "1.out")), r"its scaling is 2.5, that of the model 4 \(alpha\)"),
-        (LoRA(2, 5, ("qkv", "1.out"), use_rslora=True), "scaling is 2.5, that of the model 3.53"),
+        (LoRA(3, 5, ("qkv", "1.out")), "the adapter has rank 2, but the model has rank 3"),
+        (LoRA(2, 8, ("qkv", "1.out")), r"has scaling 2.5, but the model has 4 \(check alpha\)"),
+        (LoRA(2, 5, ("qkv", "1.out"), use_rslora=True), "has scaling 2.5, but the model has 3.53"),
         (LoRA(2, 5, "qkv"), "1.out has no LoRA in this model"),
-        (LoRA(2, 5, ("qkv", "out")), "it has no tensors for 0.out"),
+        (LoRA(2, 5, ("qkv", "out")), "the adapter has no tensors for 0.out"),
         (
             LoRA(2, 5, ("qkv", "1.out"), bias="lora_only"),
-            "its bias is 'none', that of the model 'lora_only'",
+            "the adapter has bias='none', but the model has bias='lora_only'",
         ),
-        (LoRA(2, 5, ("qkv", "1.out"), also_train="2"), "it has no 2.weight, 2.bias, which also_train names"),
+        (
+            LoRA(2, 5, ("qkv", "1.out"), also_train="2"),
+            "the adapter has no 2.weight, 2.bias, which the model trains",
+        ),
     ],
 )
 def test_an_adapter_of_other_settings_is_not_put_on_lora(tmp_path: Path, lora: LoRA, message: str) -> None:

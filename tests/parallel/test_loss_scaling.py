@@ -51,7 +51,7 @@ def test_the_scale_stays_at_its_minimum() -> None:
         reported.append(scaler.is_reported)
     assert scaler.scale == 1.0
     assert sum(reported) == 3 + 3  # 4 -> 2, 2 -> 1, the first at the minimum, and every hundredth
-    assert "minimum 1, where 300 steps in a row have overflowed" in scaler.advice
+    assert "minimum 1, but 300 steps in a row have overflowed" in scaler.advice
     assert "use bf16" in scaler.advice
     scaler.update(finite=True)
     assert not scaler.advice
@@ -356,7 +356,10 @@ def _average_overflows(rank: int, size: int) -> str:
 
 def _refusals(rank: int, size: int) -> None:
     model = _blocks()
-    with pytest.raises(PlanError, match="diagnose=True requires precision='fp16', got 'bf16'"):
+    with pytest.raises(
+        PlanError,
+        match="diagnose=True requires precision='fp16', because only fp16 steps are skipped, got 'bf16'",
+    ):
         farandole.parallelize(model, Plan(precision="bf16"), diagnose=True)
     engine = farandole.parallelize(model, Plan(precision="fp16"))
     with pytest.raises(RuntimeError, match=r"call engine\.backward\(loss\) instead"):

@@ -276,7 +276,7 @@ def _pickle(folder: Path) -> None:
         (lambda f: _change(f, intermediate_size=999), "has shape .* but config.json requires"),
         (
             lambda f: _change(f, num_hidden_layers=9),
-            "incomplete: it has no model.layers.*and 59 more|it has no model",
+            "incomplete: found no tensor model.layers.*and 59 more|found no tensor model",
         ),
         (lambda f: _change(f, hidden_act="swish7"), "hidden_act='swish7', which is not supported"),
         (lambda f: _change(f, logit_softcap=30.0), "unsupported fields: logit_softcap=30.0"),
@@ -321,7 +321,7 @@ def test_a_failed_read_is_reported_on_all_ranks(ranks: Any, tmp_path: Path) -> N
 def test_an_existing_folder_is_not_overwritten(ranks: Any, tmp_path: Path) -> None:
     folder = small(tmp_path)
     before = (folder / "config.json").read_bytes()
-    with pytest.raises(RankFailed, match="it exists"):
+    with pytest.raises(RankFailed, match="the folder exists"):
         ranks(2).run(_train, folder, Plan(), folder)
     assert (folder / "config.json").read_bytes() == before
 

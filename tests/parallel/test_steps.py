@@ -113,7 +113,7 @@ def _refusals(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="sum to 0"):
         engine.forward_backward(batches, lambda logits, batch: (logits.sum() * 0, 0))
     engine.zero_grad()
-    with pytest.raises(ValueError, match=r"a sum and a count, got a sum of shape \(3, 4, 5\)"):
+    with pytest.raises(ValueError, match=r"a scalar sum and a count, got a sum of shape \(3, 4, 5\)"):
         engine.forward_backward(batches, lambda logits, batch: (logits, 1))
     with pytest.raises(ValueError, match="sum to 0"):
         engine.forward_backward([], _loss)

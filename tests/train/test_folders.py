@@ -201,7 +201,7 @@ def _no_template(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_remove, "has neither model.safetensors nor model.safetensors.index.json"),
+        (_remove, "expected model.safetensors or model.safetensors.index.json, found neither"),
         (_truncate, "model.safetensors is truncated"),
         (lambda f: _change(f, model_type="new"), "model_type='new', which is not supported"),
         (lambda f: _change(f, hidden_size=64), "has shape"),

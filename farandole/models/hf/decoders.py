@@ -34,7 +34,9 @@ def one_dropout(fields: Fields, *names: str) -> float:
     values = {name: float(fields.take(name, 0.0, kind=float)) for name in names}
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{name}={value}" for name, value in values.items())
-        raise FolderError(f"{fields.where} has {listed}: only equal probabilities are supported")
+        raise FolderError(
+            f"{fields.where} has {listed}: expected equal values; set these fields to one value"
+        )
     return next(iter(values.values()))
 
 

@@ -117,7 +117,9 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             if default is _MISSING:
-                raise FolderError(f"{self.where} has no {name}")
+                raise FolderError(
+                    f"{self.where} has no field {name!r}, which the model requires; download the file again"
+                )
             return default
         expected = (int, float) if kind is float else kind
         wrong = isinstance(value, bool) and kind is not bool
@@ -167,4 +169,6 @@ class Fields:
         }
         if unread:
             listed = ", ".join(f"{name}={value!r}" for name, value in sorted(unread.items()))
-            raise FolderError(f"{self.where} has unsupported fields: {listed}{see('has-unsupported-fields')}")
+            raise FolderError(
+                f"{self.where} has unsupported fields: {listed}; use a model without these features{see('has-unsupported-fields')}"
+            )

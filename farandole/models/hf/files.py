@@ -81,35 +81,38 @@ def open_folder(folder: Path) -> dict[str, Entry]:
         FolderError: if a file is missing, truncated or damaged.
     """
     if not folder.is_dir():
-        raise FolderError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}")
+        found = "is not a folder" if folder.exists() else "does not exist"
+        raise FolderError(f"{folder} {found}: expected a folder with {WEIGHTS} or {INDEX}")
     index, single = folder / INDEX, folder / WEIGHTS
     if index.exists():
         try:
             places = json.loads(index.read_text())["weight_map"]
             wanted = sorted(set(places.values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FolderError(f"{index} is damaged: {error!r}") from None
+            raise FolderError(f"{index} is damaged: {error!r}; download the file again") from None
         missing = [name for name in wanted if not (folder / name).is_file()]
         if missing:
             raise FolderError(
-                f"{folder} is incomplete: {', '.join(missing)} of {len(wanted)} files are missing"
-                f"{see('is-incomplete')}"
+                f"{folder} is incomplete: {', '.join(missing)} of {len(wanted)} files are missing; download the "
+                f"missing files{see('is-incomplete')}"
             )
         entries = {name: entry for file in wanted for name, entry in read_header(folder / file).items()}
         absent = [name for name in places if name not in entries]
         if absent:
-            raise FolderError(f"{index} lists {absent[0]}, which {places[absent[0]]} does not contain")
+            raise FolderError(
+                f"{index} lists {absent[0]}, but {places[absent[0]]} does not contain this tensor; download the folder "
+                "again"
+            )
         return entries
     if single.exists():
         return read_header(single)
     pickled = [path.name for path in folder.glob("pytorch_model*.bin")]
     hint = (
-        f"; {pickled[0]} is a pickle, which is not loaded: convert it with save_pretrained of transformers"
-        f"{see('is-a-pickle-which-is-not-loaded')}"
+        f"; {pickled[0]} is a pickle, which is not loaded: convert this file with transformers' save_pretrained{see('is-a-pickle-which-is-not-loaded')}"
         if pickled
         else ""
     )
-    raise FolderError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
+    raise FolderError(f"{folder}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -124,7 +127,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise FolderError(
-                    f"{path} is truncated: its header needs {length} bytes, but the file has only {size}{see('is-truncated')}"
+                    f"{path} is truncated: its header needs {length} bytes, but the file has only {size}; download "
+                    f"the file again{see('is-truncated')}"
                 )
             header: dict[str, Any] = json.loads(file.read(length))
     except OSError as error:
@@ -132,7 +136,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     except ValueError as error:
         if isinstance(error, FolderError):
             raise
-        raise FolderError(f"{path} is damaged: its header is not JSON") from None
+        raise FolderError(f"{path} is damaged: its header is not JSON; download the file again") from None
     entries: dict[str, Entry] = {}
     for name, found in header.items():
         if name == "__metadata__":
@@ -141,17 +145,23 @@ def read_header(path: Path) -> dict[str, Entry]:
             start, end = found["data_offsets"]
             dtype, shape = _TYPES.get(found["dtype"]), tuple(found["shape"])
         except (KeyError, TypeError, ValueError):
-            raise FolderError(f"{path} is damaged: {name} lacks its type, shape or offsets") from None
+            raise FolderError(
+                f"{path} is damaged: {name} lacks its type, shape or offsets; download the file again"
+            ) from None
         if dtype is None:
-            raise FolderError(f"{path}: {name} has type {found['dtype']}, which is not supported")
+            raise FolderError(
+                f"{path}: {name} has type {found['dtype']}, which is not supported (supported: {', '.join(_TYPES)})"
+            )
         entry = Entry(path, 8 + length + start, dtype, shape)
         if end - start != entry.nbytes:
             raise FolderError(
-                f"{path} is damaged: {name} of {found['dtype']} and shape {list(shape)} has {end - start} bytes"
+                f"{path} is damaged: {name} has {end - start} bytes, but {found['dtype']} with shape {list(shape)} "
+                f"requires {entry.nbytes}; download the file again"
             )
         if 8 + length + end > size:
             raise FolderError(
-                f"{path} is truncated: {name} ends at byte {8 + length + end}, but the file ends at byte {size}{see('is-truncated')}"
+                f"{path} is truncated: {name} ends at byte {8 + length + end}, but the file ends at byte {size}; "
+                f"download the file again{see('is-truncated')}"
             )
         entries[name] = entry
     return entries
@@ -258,7 +268,9 @@ def _into(file: int, path: Path, offset: int, target: Tensor) -> None:
     while view:
         count = os.preadv(file, [view], offset)
         if count == 0:
-            raise FolderError(f"{path} is truncated: it ends at byte {offset}{see('is-truncated')}")
+            raise FolderError(
+                f"{path} is truncated: it ends at byte {offset}; download the file again{see('is-truncated')}"
+            )
         view, offset = view[count:], offset + count
 
 

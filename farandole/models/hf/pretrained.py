@@ -75,7 +75,7 @@ class Pretrained:
 
     @property
     def table(self) -> Table:
-        """Return the tensor table."""
+        """Return the architecture's table of tensor names and conversions for this configuration."""
         return self.architecture.table(self.config)
 
 
@@ -142,9 +142,11 @@ def read_config(folder: str | Path) -> Pretrained:
         found = "does not exist" if not path.exists() else f"has no {CONFIG}"
         raise FolderError(f"{path} {found}: expected a Hugging Face model folder") from None
     except (OSError, ValueError) as error:
-        raise FolderError(f"{file} is damaged: {error}") from None
+        raise FolderError(f"{file} is damaged: {error}; download the file again") from None
     if not isinstance(values, dict):
-        raise FolderError(f"{file} is damaged: expected a JSON object")
+        raise FolderError(
+            f"{file} is damaged: expected a JSON object, found {type(values).__name__}; download the file again"
+        )
     name = values.get("model_type")
     if name not in REGISTRY:
         near = difflib.get_close_matches(str(name), REGISTRY, 1)
@@ -160,7 +162,10 @@ def read_config(folder: str | Path) -> Pretrained:
             f"{file} has architectures={named}, which is not supported (supported: {', '.join(architecture.classes)})"
         )
     if values.get("quantization_config") is not None:
-        raise FolderError(f"{file} has a quantization_config: quantized weights are not supported")
+        raise FolderError(
+            f"{file} has a quantization_config, but quantized weights are not supported; use a folder with "
+            "unquantized weights"
+        )
     found_fields = Fields(values, str(file))
     found_fields.skip("quantization_config", "tie_word_embeddings")
     try:
@@ -168,7 +173,7 @@ def read_config(folder: str | Path) -> Pretrained:
     except FolderError:
         raise
     except (ValueError, TypeError) as error:
-        raise FolderError(f"{file}: {error}") from None
+        raise FolderError(f"{file} has an invalid field: {error}") from None
     found_fields.finish()
     return Pretrained(architecture, config, values, path)
 
@@ -264,7 +269,7 @@ class Weights:
                 if entry.shape != expected:
                     raise FolderError(
                         f"{entry.file}: {original[part.name]} has shape {list(entry.shape)}, but "
-                        f"config.json requires {list(expected)}"
+                        f"config.json requires {list(expected)}; download both files again"
                     )
                 used.add(part.name)
                 found.append((part, entry))
@@ -272,13 +277,15 @@ class Weights:
         if missing:
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise FolderError(
-                f"{self.folder} is incomplete: it has no {', '.join(missing[:4])}{more}{see('is-incomplete')}"
+                f"{self.folder} is incomplete: found no tensor {', '.join(missing[:4])}{more}; download the folder "
+                f"again{see('is-incomplete')}"
             )
         unknown = [name for name in stored if name not in used and not table.is_ignored(name)]
         if unknown:
             more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
             raise FolderError(
-                f"{self.folder} has tensors that a {origin.architecture.name} does not have: {', '.join(unknown[:4])}{more}"
+                f"{self.folder} has tensors that a {origin.architecture.name} model does not have: "
+                f"{', '.join(unknown[:4])}{more}; check that config.json and the weights belong together"
             )
 
     def __contains__(self, name: str) -> bool:
@@ -442,7 +449,7 @@ def save_pretrained(
     own = tensors_of(model)
     partial = path.with_name(path.name + ".partial")
     if path.exists():
-        raise FolderError(f"{path} exists: expected a new folder")
+        raise FolderError(f"{path} exists: expected a new folder; choose another name")
     dtype = dtype or next(model.parameters()).dtype
     written = {
         each.name: each for each in tensors_to_write(origin, {n: tuple(t.shape) for n, t in own.items()})

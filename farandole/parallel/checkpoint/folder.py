@@ -59,7 +59,7 @@ class PendingSave:
         """Wait until the checkpoint is on the disk.  This is a collective call.
 
         Raises:
-            CheckpointError: on all ranks, once, if one of them could not write its part.
+            CheckpointError: on all ranks, once, if any rank could not write its part.
         """
         self.join()
         failure, self._failure = self._failure, ""
@@ -70,7 +70,7 @@ class PendingSave:
             raise
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until this rank has finished writing, or for `timeout_s`; not a collective call."""
+        """Wait until this rank has finished writing, at most `timeout_s` seconds.  This is not a collective call."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -159,7 +159,9 @@ def _json(values: Mapping[str, Any]) -> str:
     try:
         return json.dumps(values, indent=1)
     except TypeError as error:
-        raise CheckpointError(f"extra cannot be written as JSON: {error}") from error
+        raise CheckpointError(
+            f"`extra` cannot be written as JSON ({error}); pass only numbers, strings, lists and dictionaries"
+        ) from error
 
 
 def _copy(value: Tensor | Range) -> Tensor | Range:
@@ -170,7 +172,7 @@ def _copy(value: Tensor | Range) -> Tensor | Range:
 
 
 def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Load the engine; see `Engine.load`.  `metadata` replaces the file that folders of earlier versions lack."""
+    """Load the engine; see `Engine.load`.  `metadata` replaces the metadata file, which folders of earlier versions lack."""
     comm = engine.comm
     with fail_on_all(comm, folder, UnreadableError):
         try:
@@ -178,7 +180,9 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
             reader = FileSystemReader(folder)
             saved = reader.read_metadata().state_dict_metadata
         except FileNotFoundError:
-            raise CheckpointError("it does not exist, or is not a complete engine checkpoint") from None
+            raise CheckpointError(
+                "the folder does not exist, or is not a complete engine checkpoint; check the path"
+            ) from None
     with fail_on_all(comm, folder):
         loaded = empty_state(engine, comm.rank, saved)
         _check_optimizers(engine, found)
@@ -199,17 +203,17 @@ def _check_optimizers(engine: Engine, found: Mapping[str, Any]) -> None:
     if engine.optimizers and (own["optimizers"] != found["optimizers"] or counts[0] != counts[1]):
         saved = ", ".join(found["optimizers"]) or "no optimizer"
         raise CheckpointError(
-            f"it contains the state of {saved} with {counts[1]} parameter groups, but the engine has "
-            f"{', '.join(own['optimizers'])} with {counts[0]}"
+            f"the checkpoint contains the state of {saved} with {counts[1]} parameter groups, but the engine has "
+            f"{', '.join(own['optimizers'])} with {counts[0]}; create the optimizers as in the saved run"
         )
 
 
 def prepare(folder: Path) -> None:
     """Prepare to write `folder`.  Raises `CheckpointError` or `OSError`."""
     if folder.exists():
-        raise CheckpointError("it exists; choose another name, or remove it first")
+        raise CheckpointError("the folder exists; choose another name, or remove the folder first")
     if folder.parent.exists() and not folder.parent.is_dir():
-        raise CheckpointError(f"{folder.parent} is not a folder")
+        raise CheckpointError(f"{folder.parent} is not a folder; choose another path")
     folder.parent.mkdir(parents=True, exist_ok=True)
     if partial_folder(folder).exists():  # left by a killed job
         shutil.rmtree(partial_folder(folder))

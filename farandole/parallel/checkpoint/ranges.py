@@ -72,9 +72,9 @@ def _box_of(shape: Sequence[int]) -> Box:
 class Range:
     """Consecutive elements of a rank's flattened tensor, from element `start` on.
 
-    PyTorch saves them as boxes of the global tensor, through two methods (`torch.distributed._checkpointable`) and
-    the planners below.  `load` reads the flat elements if they are not `held` in memory; they are valid until the
-    next call.
+    PyTorch saves the elements as boxes of the global tensor, through two methods (`torch.distributed._checkpointable`)
+    and the planners below.  `load` reads the elements if they are not `held` in memory.  The result of `load` is valid
+    until the next call.
     """
 
     place: Place
@@ -108,7 +108,7 @@ class Range:
         for box, elements in self.boxes():
             if tuple(start for start, _ in box) == tuple(offsets):
                 return elements
-        raise KeyError(f"no box begins at {tuple(offsets)}")
+        raise KeyError(f"expected the offsets of a box in this range, got {tuple(offsets)}")
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """Yield (box of the global tensor, its elements in this range)."""
@@ -154,7 +154,7 @@ class Range:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans to save ranges and tensors by name."""
+    """Plans how ranges and tensors are saved by name."""
 
     nbytes = 0
     """The bytes that this rank writes, known once the plan is final."""
@@ -176,7 +176,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans to load ranges and tensors by name."""
+    """Plans how ranges and tensors are loaded by name."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -84,7 +84,8 @@ def save_pretrained(engine: Engine, folder: Path, dtype: torch.dtype | None, fil
     ]
     if quantized:
         raise ValueError(
-            f"the weights of {quantized[0]} are quantized: save_pretrained requires weights in full precision"
+            f"save_pretrained requires weights in full precision, but the weights of {quantized[0]} are quantized; "
+            "save the adapter with save_adapter"
         )
 
     def tensors(saved: _Entries) -> list[Written]:
@@ -263,7 +264,7 @@ def read_weights(engine: Engine, source: WeightSource) -> None:
     Tensors that are missing in `source` keep their values.
 
     Raises:
-        CheckpointError: on all ranks, if one of them cannot read.
+        CheckpointError: on all ranks, if any rank cannot read a file.
     """
     with fail_on_all(engine.comm, source.folder), torch.no_grad():
         for weights, members in groupby(stored_tensors(engine), key=lambda stored: stored.weights):
@@ -305,10 +306,10 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
     missing = [name for name, names in aliases.items() if not any(each in entries for each in names)]
     unknown = [name for name in entries if name not in known]
     if missing or unknown:
-        lacks = [f"it has no {', '.join(missing[:4])}"] * bool(missing)
-        has = [f"it has {', '.join(unknown[:4])}"] * bool(unknown)
+        lacks = [f"{', '.join(missing[:4])} missing"] * bool(missing)
+        has = [f"{', '.join(unknown[:4])} unexpected"] * bool(unknown)
         raise CheckpointError(
-            f"{' and '.join(lacks + has)}: it belongs to another model{see('belongs-to-another-model')}"
+            f"the checkpoint belongs to another model: {' and '.join(lacks + has)}; load a checkpoint of this model{see('belongs-to-another-model')}"
         )
     found = {}
     for stored in stored_tensors(engine):
@@ -318,8 +319,8 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
         entry = entries[name]
         if entry.shape != stored.place.shape:
             raise CheckpointError(
-                f"{name} has shape {entry.shape} in {entry.file.name}, but {stored.place.shape} in this model"
-                f"{see('belongs-to-another-model')}"
+                f"{name} has shape {entry.shape} in {entry.file.name}, but {stored.place.shape} in this model; load a "
+                f"checkpoint of this model{see('belongs-to-another-model')}"
             )
         found[stored.name] = entry
     return _Files(found, path)
@@ -338,10 +339,14 @@ def _entries(path: Path) -> dict[str, Entry]:
     try:
         if path.is_dir():
             if not (path / INDEX).exists() and not (path / FILE).exists():
-                raise CheckpointError(f"expected {FILE} or {INDEX} in a folder, or the name of a file")
+                raise CheckpointError(
+                    f"expected a folder with {FILE} or {INDEX}, found neither; check the path"
+                )
             return open_folder(path)
         if not path.exists():
-            raise CheckpointError(f"expected {FILE} or {INDEX} in a folder, or the name of a file")
+            raise CheckpointError(
+                f"the path does not exist: expected a safetensors file, or a folder with {FILE} or {INDEX}"
+            )
         return read_header(path)
     except FolderError as error:
         raise CheckpointError(str(error).removeprefix(f"{path} is ")) from None

@@ -1,7 +1,7 @@
 """The saved state of an engine: boxes of globally named tensors, in PyTorch's distributed checkpoint format.
 
     model.NAME              a parameter in the type that the optimizer updates, frozen or not, or a buffer
-    optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); numbers are saved as they are
+    optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); numbers are saved unchanged
     random.rankN            the generator of a rank; random.cuda.rankN is the generator of its accelerator
     compression.rankN.KEY   the compression residuals of a rank
 
@@ -51,8 +51,8 @@ def state_of(engine: Engine, rank: int) -> State:
         for key, value in states.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"an optimizer keeps {key!r} of {stem.partition('.')[2]} as {type(value).__name__}: "
-                    "only tensors can be saved"
+                    f"expected tensors as optimizer states, got {type(value).__name__} for {key!r} of "
+                    f"{stem.partition('.')[2]}; use an optimizer that stores its state in tensors"
                 )
             by_element = value.dim() and value.numel() == shard.numel()
             state[f"{stem}/{key}"] = Range.of(value, start, place) if by_element else value
@@ -79,13 +79,14 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
             if values is None:
                 size = tuple(_described(saved[entry]).size)
                 raise CheckpointError(
-                    f"{entry} has shape {size} in it, but {stored.place.shape} in this model"
-                    f"{see('belongs-to-another-model')}"
+                    f"{entry} has shape {size} in the checkpoint, but {stored.place.shape} in this model; load a "
+                    f"checkpoint of this model{see('belongs-to-another-model')}"
                 )
             state[entry] = values
         elif stored.trained:  # earlier versions saved neither buffers nor frozen parameters
             raise CheckpointError(
-                f"it has no parameter {stored.name}: it belongs to another model{see('belongs-to-another-model')}"
+                f"the checkpoint has no parameter {stored.name}: it belongs to another model; load a checkpoint of "
+                f"this model{see('belongs-to-another-model')}"
             )
     keys = _keys_of(saved)
     for stem, place, shard, start, _ in _states(engine):
@@ -127,9 +128,9 @@ def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """This rank's part of a parameter or buffer: `values()` begin at element `start` of the rank's tensor.
+    """This rank's part of a parameter or buffer: `values()` returns the elements of the rank's tensor from `start` on.
 
-    Values can be changed in place.  If `weights` are offloaded, this requires them to be in memory.
+    The elements can be changed in place.  Offloaded `weights` must be in memory for this.
     """
 
     name: str
@@ -238,7 +239,10 @@ def _keys_of(entries: Iterable[str]) -> defaultdict[str, list[str]]:
 
 def _described(description: STORAGE_TYPES) -> TensorStorageMetadata:
     if not isinstance(description, TensorStorageMetadata):
-        raise CheckpointError(f"expected a tensor, found {type(description).__name__}")
+        raise CheckpointError(
+            f"the checkpoint is damaged: expected a tensor, found {type(description).__name__}; load another "
+            "checkpoint"
+        )
     return description
 
 
@@ -249,7 +253,7 @@ def _empty_as(description: STORAGE_TYPES) -> Tensor:
 
 
 def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: int) -> Range | None:
-    """Return an empty range for a tensor's elements, which earlier versions saved flat; None if the shape differs."""
+    """Return an empty range for a tensor's elements; None if the shape differs.  Earlier versions saved flat elements."""
     found = _described(description)
     size = tuple(found.size)
     if size != place.shape:

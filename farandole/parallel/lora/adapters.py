@@ -35,7 +35,7 @@ def add_lora(model: nn.Module, lora: LoRA) -> Summary:
     """Freeze `model`, add trained adapters to the layers in `lora.targets`, and train the modules in `lora.also_train`.
 
     Layers are changed in place, so call this before the optimizer or `Engine` collects parameters.  The output of the
-    model does not change, because B starts at zero; with a quantized `lora.base` it changes by the quantization error.
+    model does not change, because B starts at zero; with a quantized `lora.base`, the output changes by the quantization error.
     A is drawn from torch's global generator, and `Engine` copies the values of rank 0 to all ranks.
 
     Raises:
@@ -47,7 +47,7 @@ def add_lora(model: nn.Module, lora: LoRA) -> Summary:
     if present:
         raise ValueError(
             f"the model already has LoRA, in {counted(len(present), 'layer')} ({next(iter(present))}, ...): "
-            f"call remove(model) first, and before it merge(model) to keep the adapters"
+            f"call remove(model) first; to keep the effect of the adapters, call merge(model) before remove(model)"
         )
     targets = find_targets(model, lora)
     trained = find_trained(model, lora)
@@ -83,7 +83,7 @@ def merge(model: nn.Module, untie: bool = False) -> None:
     precision. A quantized weight becomes an ordinary tensor. Adapters are kept for `unmerge`, `save_adapter` and `remove`.
 
     Args:
-        untie: copy a weight for the adapted layer if other modules use it too.
+        untie: copy weights that other modules also use, so that merging changes only the adapted layers.
 
     Raises:
         ValueError: if other modules use a weight and `untie` is false, or an update is not finite.
@@ -91,13 +91,15 @@ def merge(model: nn.Module, untie: bool = False) -> None:
     """
     layers = _layers(model)
     if merged := [path for path, layer in layers.items() if layer.merged]:
-        raise RuntimeError(f"LoRA is already merged in {merged[0]}")
+        raise RuntimeError(f"LoRA is already merged in {merged[0]}: call unmerge(model) before merging again")
     for path, layer in layers.items():
         if not layer.update().isfinite().all():
-            raise ValueError(f"the LoRA update of {path} is not finite: the training has diverged")
+            raise ValueError(
+                f"the LoRA update of {path} is not finite, because the training has diverged; load an earlier adapter"
+            )
     if not untie:
         _check_not_tied(
-            model, layers, "merging would change them too; merge(model, untie=True) copies the weight"
+            model, layers, "merging would also change these; use merge(model, untie=True) to copy the weight"
         )
     for layer in layers.values():
         if untie and held_elsewhere(model, layer.weight, [layer]):
@@ -116,7 +118,7 @@ def unmerge(model: nn.Module) -> None:
     """
     layers = _layers(model)
     if apart := [path for path, layer in layers.items() if not layer.merged]:
-        raise RuntimeError(f"LoRA is not merged in {apart[0]}")
+        raise RuntimeError(f"LoRA is not merged in {apart[0]}: call merge(model) first")
     for layer in layers.values():
         layer.add_to_weight(-1)
         layer.merged = False

@@ -158,7 +158,9 @@ def _split(name: str) -> tuple[str, str]:
 def _rows(part: Part, ours: str) -> tuple[int, int] | None:
     span = part.index[0] if part.index else None
     if isinstance(span, int):
-        raise ValueError(f"{ours} is a stack of layers, which PEFT adapters do not support")
+        raise ValueError(
+            f"{ours} is a stack of layers, which PEFT adapters do not support; exclude it from LoRA's targets"
+        )
     return span
 
 

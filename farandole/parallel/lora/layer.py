@@ -42,14 +42,16 @@ class LoRALinear(nn.Linear):
         if not self.merged:
             result = self._updated(result, self._dropout(rows, self.lora.dropout, self.training))
         elif self.training and torch.is_grad_enabled():
-            raise RuntimeError("merged LoRA adapters cannot be trained: call unmerge(model), or model.eval()")
+            raise RuntimeError(
+                "merged LoRA adapters cannot be trained: call unmerge(model) to train, or model.eval() for inference"
+            )
         return result.view(*input.shape[:-1], self.out_features)
 
     def _dropout(self, rows: Tensor, probability: float, training: bool) -> Tensor:
         return (self.sharded_dropout or F.dropout)(rows, probability, training)
 
     def _updated(self, result: Tensor, rows: Tensor) -> Tensor:
-        """Return `result` + s `rows` A^T B^T."""
+        """Add the scaled adapter output, `scaling * rows @ A.T @ B.T`, to `result`."""
         if not torch.is_autocast_enabled(rows.device.type):  # autocast chooses the type of the products
             rows = rows.to(self.lora_A.dtype)
         low = F.linear(rows, self.lora_A)
@@ -82,7 +84,7 @@ def adapt(linear: nn.Linear, lora: LoRA, frozen_weight: Tensor | None = None) ->
     """Turn `linear` into a `LoRALinear` with the same output, and with the weight `frozen_weight` if it is given.
 
     A is initialized like the weight of a new Linear, uniform in +-1/sqrt(in), from torch's global generator, and
-    B with zeros. Both are fp32 if the weight is bf16 or fp16, in which small updates would be lost.
+    B with zeros. Both are fp32 if the weight is bf16 or fp16, because these types lose small updates.
     """
     weight = linear.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)

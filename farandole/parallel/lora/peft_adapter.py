@@ -54,8 +54,8 @@ def save_adapter(
 ) -> None:
     """Write the adapters of `model` and other trained tensors to `folder`, which is created if it is missing.
 
-    Call this on one rank only.  Adapters may be merged or not.  PEFT matches the paths in `modules_to_save` as endings,
-    so there "2" would also match "12".
+    Call this on one rank only.  Adapters may be merged or not.  PEFT compares the paths in `modules_to_save` with the ends
+    of module paths, so "2" also matches "12".
 
     Args:
         base_model: the name of the base model to write into the configuration.
@@ -68,7 +68,7 @@ def save_adapter(
     model = _unwrapped(model)
     layers = lora_layers(model)
     if not layers:
-        raise ValueError("the model has no LoRA adapters to save")
+        raise ValueError("the model has no LoRA adapters to save: call add_lora(model, LoRA(...)) first")
     lora = next(iter(layers.values())).lora
     tensors: dict[str, Tensor] = {}
     values = values or {}
@@ -189,7 +189,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the configuration of the adapter in `folder`, and its tensors by name without the prefix."""
     if not folder.is_dir():
         raise AdapterError(
-            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: expected an adapter folder"
+            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: expected a folder with "
+            f"{CONFIG} and {WEIGHTS}"
         )
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -202,20 +203,25 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         config = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise AdapterError(f"{folder / CONFIG} is damaged: {error}") from error
+        raise AdapterError(
+            f"{folder / CONFIG} is damaged: {error}; save or download the adapter again"
+        ) from error
     if not isinstance(config, dict):
         raise AdapterError(
-            f"{folder / CONFIG} is damaged: expected a JSON object, found {type(config).__name__}"
+            f"{folder / CONFIG} is damaged: expected a JSON object, found {type(config).__name__}; save or download "
+            "the adapter again"
         )
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:
             named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
     except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{folder / WEIGHTS} is damaged: {error}") from error
+        raise AdapterError(
+            f"{folder / WEIGHTS} is damaged: {error}; save or download the adapter again"
+        ) from error
     strange = [name for name in named if not name.startswith(PREFIX)]
     if strange or not named:
         found = f"{strange[0]!r} does not begin with {PREFIX!r}" if strange else "it has no tensors"
-        raise AdapterError(f"{folder / WEIGHTS} is not in PEFT format: {found}")
+        raise AdapterError(f"{folder / WEIGHTS} is not in PEFT format: {found}; save the adapter with PEFT")
     return config, {name.removeprefix(PREFIX): tensor for name, tensor in named.items()}
 
 
@@ -285,7 +291,9 @@ class Saved:
     def _check_config(self) -> None:
         kind = self.config.get("peft_type")
         if kind != "LORA":
-            raise AdapterError(f"{self.folder} has peft_type={kind!r}; only 'LORA' is supported")
+            raise AdapterError(
+                f"{self.folder} has peft_type={kind!r}: expected 'LORA', the only supported type"
+            )
         more = {
             name: value
             for name, value in self.config.items()
@@ -295,16 +303,22 @@ class Saved:
             more["init_lora_weights"] = start
         if more:
             said = ", ".join(f"{name}={value!r}" for name, value in more.items())
-            raise AdapterError(f"{self.folder} uses unsupported options: {said}")
+            raise AdapterError(
+                f"{self.folder} uses unsupported options: {said}; train the adapter without these options"
+            )
         strange = [
             name
             for name in self.tensors
             if ".lora_" in name and not name.endswith(("_A.weight", "_B.weight"))
         ]
         if strange:
-            raise AdapterError(f"{self.folder} has unsupported tensors: {_listed(strange)}")
+            raise AdapterError(
+                f"{self.folder} has unsupported tensors: {_listed(strange)}; only adapters of linear layers are supported"
+            )
         if not self.a:
-            raise AdapterError(f"{self.folder} adapts no layer: it contains no lora_A")
+            raise AdapterError(
+                f"{self.folder} adapts no layer, because it contains no lora_A; save the adapter again"
+            )
 
 
 def lora_of(saved: Saved) -> LoRA:
@@ -317,7 +331,8 @@ def lora_of(saved: Saved) -> LoRA:
     trained = dict.fromkeys(name.rpartition(".")[0] for name in names)
     if "" in trained:
         raise AdapterError(
-            f"{saved.folder} has tensors without a module: {_listed([n for n in names if '.' not in n])}"
+            f"{saved.folder} has tensors without a module: {_listed([n for n in names if '.' not in n])}; train only "
+            "parameters of submodules"
         )
     try:
         return LoRA(
@@ -330,9 +345,11 @@ def lora_of(saved: Saved) -> LoRA:
             also_train=[re.compile(re.escape(path)) for path in trained],
         )
     except KeyError as error:
-        raise AdapterError(f"{saved.folder / CONFIG} has no field {error.args[0]}") from None
+        raise AdapterError(
+            f"{saved.folder / CONFIG} has no field {error.args[0]}; save or download the adapter again"
+        ) from None
     except (TypeError, ValueError) as error:
-        raise AdapterError(f"{saved.folder}: {error}") from error
+        raise AdapterError(f"{saved.folder / CONFIG} has an invalid setting: {error}") from error
 
 
 def check_fits(model: nn.Module, lora: LoRA, saved: Saved, has_lora: bool) -> None:
@@ -343,7 +360,10 @@ def check_fits(model: nn.Module, lora: LoRA, saved: Saved, has_lora: bool) -> No
         problems += _others_that_differ(model, lora, saved)
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise AdapterError(f"the adapter {saved.folder} does not fit: {'; '.join(problems[:_SHOWN])}{more}")
+        raise AdapterError(
+            f"the adapter {saved.folder} does not match the model: {'; '.join(problems[:_SHOWN])}{more}; load the adapter "
+            "into its base model, with the LoRA options of its training"
+        )
 
 
 def put_into(model: nn.Module, lora: LoRA, saved: Saved) -> Summary:
@@ -373,23 +393,25 @@ def _layers_that_differ(model: nn.Module, saved: Saved, has_lora: bool) -> list[
         elif has_lora and not isinstance(module, LoRALinear):
             problems.append(f"{path} has no LoRA in this model")
         elif path not in saved.a or path not in saved.b:
-            problems.append(f"it has no lora_{'B' if path in saved.a else 'A'} for {path}")
+            problems.append(f"the adapter has no lora_{'B' if path in saved.a else 'A'} for {path}")
         elif isinstance(module, LoRALinear) and module.merged:
             problems.append(f"{path} is merged: call unmerge(model) first")
     covered = {modules.get(path) for path in saved.a}
     missing = [path for path, layer in lora_layers(model).items() if layer not in covered]
-    return problems + ([f"it has no tensors for {_listed(missing)}"] if missing else [])
+    return problems + ([f"the adapter has no tensors for {_listed(missing)}"] if missing else [])
 
 
 def _settings_that_differ(lora: LoRA, saved: Saved) -> list[str]:
     there = lora_of(saved)
     problems = []
     if there.rank != lora.rank:
-        problems.append(f"its rank is {there.rank}, that of the model {lora.rank}")
+        problems.append(f"the adapter has rank {there.rank}, but the model has rank {lora.rank}")
     elif not math.isclose(there.scaling, lora.scaling):
-        problems.append(f"its scaling is {there.scaling:g}, that of the model {lora.scaling:g} (alpha)")
+        problems.append(
+            f"the adapter has scaling {there.scaling:g}, but the model has {lora.scaling:g} (check alpha)"
+        )
     if there.bias != lora.bias:
-        problems.append(f"its bias is {there.bias!r}, that of the model {lora.bias!r}")
+        problems.append(f"the adapter has bias={there.bias!r}, but the model has bias={lora.bias!r}")
     return problems
 
 
@@ -413,9 +435,9 @@ def _others_that_differ(model: nn.Module, lora: LoRA, saved: Saved) -> list[str]
         return [str(error)]
     problems = []
     if missing := [name for name in wanted if name not in saved.others]:
-        problems.append(f"it has no {_listed(missing)}, which also_train names")
+        problems.append(f"the adapter has no {_listed(missing)}, which the model trains")
     if more := [name for name in saved.others if name not in wanted]:
-        problems.append(f"it has {_listed(more)}, which this model does not train")
+        problems.append(f"the adapter has {_listed(more)}, which the model does not train")
     both = [name for name in wanted if name in saved.others]
     shapes = [_shape(name, saved.others[name], tuple(wanted[name].shape)) for name in both]
     return problems + [problem for problem in shapes if problem]
@@ -425,7 +447,7 @@ def _shape(name: str, found: Tensor, wanted: tuple[int, ...]) -> str:
     """Return the difference between the shapes of a tensor, or nothing."""
     if tuple(found.shape) == wanted:
         return ""
-    return f"{name} is {_times(found.shape)}, in the model {_times(wanted)}"
+    return f"{name} is {_times(found.shape)} in the adapter, but {_times(wanted)} in the model"
 
 
 def _times(shape: Iterable[int]) -> str:

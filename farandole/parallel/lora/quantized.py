@@ -40,7 +40,10 @@ def quantized_weights(linears: Mapping[str, nn.Linear], base: str) -> dict[str, 
 
 def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
     if not weight.isfinite().all():
-        raise ValueError(f"LoRA base={base!r}: the weight of {path} contains non-finite values")
+        raise ValueError(
+            f"LoRA base={base!r}: the weight of {path} contains non-finite values: exclude it from the targets, or load "
+            "finite weights"
+        )
     if base == "nf4":
         if weight.numel() % _NF4_UNIT:
             raise ValueError(
@@ -55,7 +58,7 @@ def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
 
 
 def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
-    """Return `weight` in torchao's int4 format for its device; torchao has none for CPUs up to version 0.18."""
+    """Return `weight` in torchao's int4 format for its device; torchao has no such format for CPUs up to version 0.18."""
     group = next((size for size in (128, 64, 32) if weight.shape[1] % size == 0), None)
     if group is None:
         raise ValueError(

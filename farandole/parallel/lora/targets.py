@@ -56,7 +56,7 @@ def find_trained(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
         if not matched:
             near = _near(pattern, modules)
             raise ValueError(
-                f"LoRA also_train: {_shown(pattern)} matches no module{near}; {_listed(list(modules))}"
+                f"LoRA also_train: {_shown(pattern)} matches no module{near}; modules: {_listed(list(modules))}"
             )
         found |= {path: modules[path] for path in matched}
     return found
@@ -137,9 +137,9 @@ def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
             and torch.backends.mha.get_fastpath_enabled()
         ):
             raise ValueError(
-                f"LoRA targets: {path or 'the model'} is an nn.TransformerEncoderLayer, which in inference uses the "
-                f"weights of linear1 and linear2 without calling them, so that adapters would have no effect: "
-                f"call torch.backends.mha.set_fastpath_enabled(False) first, here and where the adapter is used"
+                f"LoRA targets: {path or 'the model'} is an nn.TransformerEncoderLayer.  In inference, this class uses "
+                f"the weights of linear1 and linear2 without calling these layers, so adapters would have no effect: "
+                f"call torch.backends.mha.set_fastpath_enabled(False) in every program that uses the adapter"
             )
 
 
@@ -150,7 +150,7 @@ def _inside(found: Iterable[str], linear: Sequence[str]) -> str:
 
 
 def _near(pattern: Pattern, paths: Iterable[str]) -> str:
-    """Return `; nearest: ...`, or an empty string."""
+    """Return the suggestion `; nearest: ...`, or an empty string."""
     text = (pattern.pattern if isinstance(pattern, re.Pattern) else pattern).lower()
     names = {path: path.lower() for path in paths}
     names |= {ending: ending.lower() for ending in (path.rpartition(".")[2] for path in names)}

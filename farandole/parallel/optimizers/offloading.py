@@ -86,14 +86,14 @@ def stores_at(
 
 
 def _require_space(folder: str, needed: int, comm: Communicator) -> None:
-    """Raise `OffloadError` on all ranks if the records do not fit on any rank, before files are created."""
+    """Raise `OffloadError` on all ranks if the records of any rank do not fit on its disk, before files are created."""
     here = host_identity()
     wanted = comm.all_gather_object((here, needed))
     _together(comm, lambda: require_space(folder, sum(size for host, size in wanted if host == here)))
 
 
 def _together(comm: Communicator, make: Callable[[], T]) -> T:
-    """Return the result of `make`; raise on all ranks if it fails on one."""
+    """Return the result of `make`; raise `OffloadError` on all ranks if `make` fails on any rank."""
     made: list[T] = []
     refusal = None
     try:
@@ -162,7 +162,7 @@ class OffloadedUpdate:
         self._after()
 
     def load(self, unit: int, states: Sequence[ShardState]) -> None:
-        """Set a unit to the states that `saved` yielded for its shards.  Raise ValueError if they do not fit."""
+        """Set a unit to the states that `saved` yielded for its shards.  Raise ValueError if the states do not fit."""
         with self._shards[unit].values_in_place(write=True):
             self.state.load(unit, states)
 

@@ -66,7 +66,7 @@ class OwnedParameters:
                 self._exchanges.append(_Exchange(each, comm, parts))
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, tensor of its shape, 0) of all parameters that this rank updates: `OptimizerShards.stored` for whole ones."""
+        """Yield (parameter, complete tensor, 0) for all parameters that this rank updates."""
         for parameter, tensor in self._within:
             yield parameter, tensor, 0
         for exchange in self._exchanges:

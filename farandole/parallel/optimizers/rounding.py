@@ -1,7 +1,7 @@
 """Stochastic rounding: train bf16 weights without fp32 master weights.
 
 bf16 has 8 bits of precision, so rounding to nearest loses every update below 1/256 of a weight.  Stochastic rounding
-rounds up with a probability equal to the distance from the number below.  Its result is exact in expectation, so
+rounds up with a probability proportional to the distance from the number below.  Its result is exact in expectation, so
 small updates add up (Gupta et al., 2015, "Deep Learning with Limited Numerical Precision"; for training in bf16:
 Zamirai et al., 2020, "Revisiting BFloat16 Training").
 
@@ -32,7 +32,7 @@ _CHUNK = 1 << 16
 def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
     """Round `source` (fp32, flat, contiguous) to `target` (bf16, same length); overwrite `source`.
 
-    A value between two bf16 numbers becomes the upper one with a probability equal to its distance from the lower.
+    A value between two bf16 numbers is rounded up with a probability proportional to its distance from the lower number.
     bf16 numbers, infinities and NaNs are unchanged.
     """
     wrong: Tensor | None = None
@@ -68,7 +68,7 @@ class StochasticRounding:
     def drive(self, optimizer: Optimizer, shards: Sequence[OptimizerShards]) -> None:
         """Make `optimizer.step()` update the buckets one by one.
 
-        Its hooks are called once for all buckets.
+        The optimizer's hooks are called once per step, not once per bucket.
         """
         cls: Any = type(optimizer)
         # torch wraps the method of every optimizer class, for hooks and the profiler
@@ -107,7 +107,7 @@ class StochasticRounding:
 
     @contextmanager
     def _masters(self, bucket: OptimizerShards, number: int) -> Iterator[None]:
-        """Return a context in which the tensors of the bucket are fp32; they are rounded at its end."""
+        """Return a context in which the tensors of the bucket are fp32; they are rounded to bf16 when the context ends."""
         assert bucket.weights is not None  # weights were cast
         own = bucket.weights.shard
         master = own.float()

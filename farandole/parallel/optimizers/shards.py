@@ -258,7 +258,7 @@ class OptimizerShards:
 
     @contextmanager
     def values_in_place(self, *, write: bool) -> Iterator[None]:
-        """Return a context in which the tensors have the values of offloaded weights; with `write`, they are written at its end."""
+        """Return a context in which the tensors hold the offloaded weights; with `write`, the weights are written back at its end."""
         if self.weights is None or self.weights.has_master_copy or not self.weights.is_offloaded:
             yield
         else:
@@ -309,8 +309,8 @@ class GradientNorms:
 
     Args:
         names: the names of all parameters of the model, in the same order on all ranks.
-        parts: a function that yields, for norms of an order, (name of a parameter, norm of this rank's part of its
-            gradient, number of ranks with the same part).
+        parts: a function that takes the order of the norms, and yields (name of a parameter, norm of this rank's part
+            of the gradient, number of ranks with the same part).
         comm: the ranks whose parts are added; None if this rank has unsharded gradients.
     """
 
@@ -369,7 +369,7 @@ class GradientNorms:
 
 
 class ShardedGradient(Tensor):
-    """A placeholder for the averaged gradient of `parameter`; `change` modifies this rank's part, if it has one."""
+    """A placeholder for the averaged gradient of `parameter`; `change` modifies this rank's part, if this rank has a part."""
 
     _change_part: Callable[[Change], None] | None
     _norms: GradientNorms
@@ -412,19 +412,17 @@ class ShardedGradient(Tensor):
                 return gradient
         found = next(each for each in _flat(args) if isinstance(each, cls))
         raise RuntimeError(
-            f"{function.__name__.split('.')[0]} of the gradient of {found._name}: this rank does not have "
-            "the whole gradient in "
-            "the type of the parameter. engine.gradients() returns what it has; engine.clip(max_norm), "
-            "engine.gradient_norm() and "
-            "engine.scale_gradients(factor) work on all of it, and so do torch.nn.utils.clip_grad_norm_ "
-            "and clip_grad_value_; an "
-            f"optimizer is given to engine.optimizer(...)"
+            f"{function.__name__.split('.')[0]} is not supported for the gradient of {found._name}, because this rank "
+            "does not have the whole gradient in the type of the parameter. Read this rank's part with "
+            "engine.gradients(). Compute with the whole gradient through engine.clip(max_norm), "
+            "engine.gradient_norm(), engine.scale_gradients(factor), torch.nn.utils.clip_grad_norm_ or "
+            "clip_grad_value_. Pass optimizers to engine.optimizer(...)."
         )
 
     def _change(self, function: Any, rest: Sequence[Any], kwargs: dict[str, Any]) -> ShardedGradient:
         if any(isinstance(each, Tensor) and each.numel() != 1 for each in rest):
             raise RuntimeError(
-                f"the gradient of {self._name} cannot be combined with a tensor of many elements, because "
+                f"the gradient of {self._name} cannot be combined with a tensor of several elements, because "
                 "this rank has only a shard of the gradient; engine.gradients() returns this shard"
             )
         self._norms.clear()

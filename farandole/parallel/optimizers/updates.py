@@ -171,7 +171,7 @@ class Updates:
         if not reason:
             return True
         if split:
-            where = f"{split[0]}, of which each rank computes with a part"
+            where = f"{split[0]}, which is split over ranks"
         elif offload != "none":
             where = "offload, which updates shards of parameters"
         elif self._rounding is not None:

@@ -22,8 +22,9 @@ PATIENCE_S = 0.5
 
 
 class Kind(IntEnum):
-    """The kind of a message.  Worker to server:"""
+    """The kind of a message."""
 
+    # Worker to server:
     HELLO = 1  # `number`: a fingerprint of the session
     PULL = 2  # requests the parameters, as soon as the mode allows
     PUSH = 3  # which pieces have a gradient, and the gradients; `version` of the parameters they are of; `weight`
@@ -73,7 +74,7 @@ class Channel:
             self._comm.send(tensor, self._other)
 
     def post(self, header: Header, tensors: Iterable[Tensor] = ()) -> None:
-        """Begin to send them.  The other end has received what was posted before when it asks again."""
+        """Start sending a header and tensors.  When the other end sends its next request, earlier posts have arrived."""
         self._posted = [(work, tensor) for work, tensor in self._posted if not work.is_completed()]
         for tensor in (_pack(header), *tensors):
             work = dist.isend(tensor, group=self._comm.group, group_dst=self._other)
@@ -88,7 +89,7 @@ class Channel:
         return Header(Kind(int(kind)), int(number), int(version), weight)
 
     def receive_into(self, tensors: Iterable[Tensor]) -> None:
-        """Return the tensors that follow a header."""
+        """Receive the tensors that follow a header into `tensors`."""
         for tensor in tensors:
             self._comm.recv(tensor, self._other)
 

@@ -20,7 +20,7 @@ Mode = Literal["sync", "async"]
 class ParameterServer:
     """Parameter servers on the first `servers` ranks of `comm`; the other ranks are workers.
 
-    All ranks create and use it.  Sessions run one after the other.
+    All ranks create this object and use it together.  Sessions run one after the other.
 
     Args:
         timeout_s: the maximum time in seconds between two calls from a worker, or without a message from a server.
@@ -32,8 +32,8 @@ class ParameterServer:
     def __init__(self, comm: Communicator, servers: int = 1, *, timeout_s: float = 600.0) -> None:
         if not 1 <= servers < comm.size:
             raise ValueError(
-                f"servers={servers} of {comm.size} ranks: there is at least one server and at least one worker"
-                + ("; start more ranks" if comm.size < 2 else f", so servers is 1 to {comm.size - 1}")
+                f"expected at least one server and at least one worker, got servers={servers} and {comm.size} ranks"
+                + ("; start more ranks" if comm.size < 2 else f"; use servers=1 to {comm.size - 1}")
             )
         if timeout_s <= 0:
             raise ValueError(f"expected timeout_s above 0, got {timeout_s:g}")

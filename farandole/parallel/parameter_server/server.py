@@ -104,14 +104,14 @@ class Server:
                 self._handle(self._events.get(timeout=max(0.0, next_beat - time.monotonic())))
                 self._answer()
             if time.monotonic() >= next_beat:
-                self._console()
+                self._send_wait()
                 next_beat = time.monotonic() + self._beat_s
         for worker, listener in listeners.items():
             if worker not in self.report.lost:  # it ends with the last message of the worker
                 listener.join()  # the interpreter aborts if a thread frees tensors while it shuts down
         if not self._finished:
             raise AllWorkersLost(
-                f"the server (rank {self._rank}) has lost all its workers: {self._obituary()}"
+                f"the server (rank {self._rank}) has lost all its workers: {self._lost_workers()}; start the job again"
             )
         self.report.updates = self._shard.version
         return self.report
@@ -153,7 +153,7 @@ class Server:
             return
         match header.kind:
             case Kind.HELLO:
-                self._welcome(worker, header.number)
+                self._accept(worker, header.number)
             case Kind.PULL:
                 self._asking[worker] = Kind.PULL
             case Kind.PUSH:
@@ -177,13 +177,11 @@ class Server:
             case _:
                 pass  # ALIVE needs no action
 
-    def _welcome(self, worker: int, fingerprint: int) -> None:
+    def _accept(self, worker: int, fingerprint: int) -> None:
         if fingerprint != self._plan.fingerprint:
-            reason = f"rank {worker} and the server (rank {self._rank}) disagree on the session or the shapes of the model"
-            self._channels[worker].send_text(
-                Kind.REFUSED, f"{reason}: on the server it is {self._plan.summary}"
-            )
-            raise ValueError(f"{reason}: here it is {self._plan.summary}")
+            reason = f"rank {worker} and the server (rank {self._rank}) have different session options or model shapes; pass the same options and the same model on all ranks"
+            self._channels[worker].send_text(Kind.REFUSED, f"{reason}: the server has {self._plan.summary}")
+            raise ValueError(f"{reason}: the server has {self._plan.summary}")
         self._post(worker, Header(Kind.WELCOME))
 
     def _lose(self, worker: int, reason: str) -> None:
@@ -223,7 +221,7 @@ class Server:
         header = Header(Kind.PARAMETERS, version=self._shard.version)
         self._post(worker, header, self._shard.snapshot(into))
 
-    def _console(self) -> None:
+    def _send_wait(self) -> None:
         """Send WAIT to the workers that are still waiting; their answers prevent a timeout of their channels."""
         for worker in list(self._asking):
             self._post(worker, Header(Kind.WAIT))
@@ -234,5 +232,5 @@ class Server:
         except RuntimeError as error:  # Gloo reports immediately that the other end is gone
             self._lose(worker, str(error))
 
-    def _obituary(self) -> str:
+    def _lost_workers(self) -> str:
         return "; ".join(f"rank {worker}: {reason}" for worker, reason in self.report.lost.items())

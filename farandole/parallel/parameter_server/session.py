@@ -54,7 +54,9 @@ class Session:
         self._mode, self._staleness = mode, staleness
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
-            raise ValueError("the model has no parameter that requires a gradient")
+            raise ValueError(
+                "the model has no parameter that requires a gradient: set requires_grad of the parameters to train"
+            )
         self._parameters = [parameter for _, parameter in named]
         shares = divide(self._parameters, len(roles.servers), split=split)
         self._packings = [Packing(pieces, self._parameters) for pieces in shares]
@@ -104,7 +106,9 @@ class Session:
         if not 0 < weight < float("inf"):
             raise ValueError(f"expected a finite weight above 0, got {weight}")
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in self._parameters):
-            raise ValueError("parameter servers do not support sparse gradients")
+            raise ValueError(
+                "parameter servers do not support sparse gradients: create embeddings with sparse=False"
+            )
         self._pulled = False
         worker.push(weight)
 
@@ -112,7 +116,7 @@ class Session:
         if self.is_worker:
             channels = [self._roles.channels[rank] for rank in self._roles.servers]
             self._remote = Worker(self._parameters, self._packings, channels)
-            self._guarded(lambda: self._worker().greet(self._plan))
+            self._guarded(lambda: self._worker().begin(self._plan))
         return self
 
     def __exit__(

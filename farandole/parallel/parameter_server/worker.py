@@ -34,14 +34,14 @@ class Worker:
             packing.views(buffers) for packing, buffers in zip(packings, self._buffers, strict=True)
         ]
 
-    def greet(self, plan: Plan) -> None:
-        """Begin the session; raise ValueError if a server has a different session or none."""
+    def begin(self, plan: Plan) -> None:
+        """Begin the session; raise ValueError if a server has different session options or cannot start."""
         for server in self._each(Header(Kind.HELLO, plan.fingerprint)):
             with self._blaming(server):
                 answer = self._channels[server].receive()
                 if answer.kind is Kind.REFUSED:
                     reason = self._channels[server].receive_text()
-                    raise ValueError(f"{reason}; here it is {plan.summary}")
+                    raise ValueError(f"{reason}; this worker has {plan.summary}")
 
     def pull(self, kind: Kind = Kind.PULL) -> None:
         """Receive the latest parameters as soon as the schedule allows it."""

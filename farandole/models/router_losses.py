@@ -1,0 +1,79 @@
+"""Add the routers' losses to a model's loss, without passing them from block to block.
+
+A router's loss keeps the load of experts balanced, or the logits small.  The loss is attached to the output of its mixture
+of experts: the output does not change, and in the backward pass the router's loss gets its gradient.  This gradient is the
+gradient of the model's summed loss, which is known when the backward pass begins at the head.  Therefore, recomputed blocks
+and pipeline stages need no additional outputs.
+
+Every sequence has the same weight per target.  The losses are therefore equal for any distribution of sequences over
+micro-batches and processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RouterLosses:
+    """The sum of all routers' losses in one forward pass.
+
+    Args:
+        targets: int64 of shape (batch, positions) for complete sequences.  Negative targets are ignored.
+        documents: (batch, positions) or None; negative documents are padding.
+    """
+
+    def __init__(self, targets: Tensor, documents: Tensor | None = None) -> None:
+        real = torch.ones_like(targets) if documents is None else (documents >= 0).to(targets.dtype)
+        self.lengths = real.sum(1).clamp(min=1)
+        """The number of positions without padding in each sequence."""
+        self.weights = (targets >= 0).sum(1) / self.lengths
+        """The number of targets per position in each sequence."""
+        self._values: list[Tensor] = []
+        self._gradient: Tensor | None = None
+        self._complete = False
+
+    def attach(self, hidden: Tensor, loss: Tensor, copies: int = 1) -> Tensor:
+        """Return `hidden` with a router's `loss`, an fp32 scalar.
+
+        Args:
+            copies: the number of processes that compute this loss and sum its gradients.
+        """
+        attached: Tensor = _Attach.apply(hidden, loss, self, copies)
+        return attached
+
+    def add(self, total: Tensor) -> Tensor:
+        """Return the model's summed loss plus the routers' losses."""
+        self._complete = True
+        if not self._values:
+            return total
+        added: Tensor = _Add.apply(total, self)
+        return added
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor, losses: RouterLosses, copies: int) -> Tensor:
+        ctx.losses, ctx.copies = losses, copies
+        if not losses._complete:  # otherwise a block is recomputed
+            losses._values.append(loss.detach())
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        gradient = ctx.losses._gradient  # None if the model's loss is not part of this backward pass
+        return grad_outputs[0], None if gradient is None else gradient / ctx.copies, None, None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, losses: RouterLosses) -> Tensor:
+        ctx.losses = losses
+        return total + torch.stack(losses._values).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (ctx.losses._gradient,) = grad_outputs
+        return grad_outputs[0], None
