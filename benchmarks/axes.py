@@ -1,4 +1,4 @@
-"""Compare tensor parallelism with `parallelize_module` of torch, and expert parallelism with a torch all-to-all over Gloo.
+"""Compare tensor parallelism with `parallelize_module` of torch.
 
     python -m benchmarks.axes [--ranks 2]
 

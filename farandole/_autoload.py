@@ -44,7 +44,7 @@ def register() -> None:
     """Register the backends with `torch.distributed`; a repeated call has no effect.
 
     Raises:
-        RuntimeError: This version of torch lacks a function that a backend needs.
+        RuntimeError: if this version of torch lacks a function that a backend needs.
     """
     global _registered
     if _registered:

@@ -19,7 +19,7 @@ def job_key() -> str | None:
     """Return the key in the environment, or None.
 
     Raises:
-        ValueError: The key is too short to be secret.
+        ValueError: if the key is too short to be secret.
     """
     key = os.environ.get(VARIABLE) or None
     if key is not None and len(key) < SHORTEST:
@@ -29,6 +29,6 @@ def job_key() -> str | None:
     return key
 
 
-def derive(key: str, purpose: str) -> bytes:
+def derive(key: str, label: str) -> bytes:
     """Derive 32 bytes from a key, which reveal neither the key nor other derived bytes."""
-    return hmac.digest(key.encode(), purpose.encode(), hashlib.sha256)
+    return hmac.digest(key.encode(), label.encode(), hashlib.sha256)

@@ -103,7 +103,8 @@ class Layout:
         for axis, shard in self.shards:
             if not -len(self.shape) <= shard.dim < len(self.shape):
                 raise LayoutError(
-                    f"{self.name}: {axis} divides dimension {shard.dim} of a tensor of shape {self.shape}"
+                    f"{self.name}: expected {axis} to divide a dimension of the shape {self.shape}, got dimension "
+                    f"{shard.dim}; choose another dimension"
                 )
 
     def cells(self, mesh: Mesh) -> list[Cell]:
@@ -129,8 +130,8 @@ class Layout:
         parts = shard.parts or (Part(end - at, shard.unit),)
         if sum(part.size for part in parts) != end - at:
             raise LayoutError(
-                f"{self.name}: expected parts of {end - at} rows together, the size of dimension {dim}, got "
-                f"{sum(part.size for part in parts)}"
+                f"{self.name}: expected parts with {end - at} rows in total, the size of dimension {dim}, got "
+                f"{sum(part.size for part in parts)}; correct the sizes of the parts"
             )
         for part in parts:
             copies = min(part.copies, width)
@@ -169,17 +170,20 @@ class Layout:
         return dict(found)
 
     def reduction(self, mesh: Mesh, piece: Box) -> Reduction:
-        """Return the ranks that sum a piece's gradient, and the weights of their gradients.
+        """Return the ranks that sum a piece's gradient, and the weights of the ranks' gradients.
 
-        Ranks communicate, not cells.  A rank with several cells of the replica set has one tensor, whose gradient is
-        the sum over these cells.  The *signature* of a rank is the number of its cells in each class.  Ranks with the
-        same signature have equal gradients.
+        Ranks communicate, not cells.  A *column* is a group of ranks that sums gradients.  A rank with several cells of
+        the replica set has one tensor, whose gradient is the sum over these cells.  The *signature* of a rank is the
+        number of its cells in each class.  Ranks with the same signature have equal gradients.
 
         - If each class occurs once in all signatures together, and all signatures have the same number of ranks, a
           column has one rank of each signature.
         - If each class occurs once, but the numbers of ranks differ, one column has all ranks.  The weight of a rank is
           1 / (number of ranks with its signature).
-        - If a class occurs several times, one column has all ranks, with weights for which each class counts once.
+        - If a class occurs several times, all ranks form one column, and the weights count each class once.
+
+        Returns:
+            The columns, and the weight of each rank.
 
         Raises:
             LayoutError: if no such weights exist.
@@ -204,22 +208,21 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
     alike: dict[frozenset[tuple[tuple[int, ...], int]], list[int]] = defaultdict(list)
     for rank in sorted(held, key=lambda rank: (first[rank], rank)):
         alike[frozenset(held[rank].items())].append(rank)
-    everyone = tuple(sorted(held))
+    holders = tuple(sorted(held))
     if sum(count for signature in alike for _, count in signature) == len(classes):  # each class occurs once
         if len({len(ranks) for ranks in alike.values()}) == 1:
             columns = tuple(tuple(sorted(column)) for column in zip(*alike.values(), strict=True))
-            return Reduction(columns, dict.fromkeys(everyone, 1.0))
+            return Reduction(columns, dict.fromkeys(holders, 1.0))
         weights = {rank: 1 / len(ranks) for ranks in alike.values() for rank in ranks}
-        return Reduction((everyone,), weights)
-    counts = np.array([[held[rank][key] for rank in everyone] for key in sorted(classes)], float)
+        return Reduction((holders,), weights)
+    counts = np.array([[held[rank][key] for rank in holders] for key in sorted(classes)], float)
     solution, *_ = np.linalg.lstsq(counts, np.ones(len(counts)), rcond=None)
     if not np.allclose(counts @ solution, 1):
         raise LayoutError(
-            f"{layout.name}: no weights sum the gradients of {piece} on ranks "
-            f"{', '.join(map(str, everyone))} so that each copy "
-            f"counts once; assign the stages of the mesh to other ranks"
+            f"{layout.name}: the gradients of {piece} on ranks {', '.join(map(str, holders))} cannot be summed so that "
+            "each copy counts once; assign the pipeline stages of the mesh to other ranks"
         )
-    return Reduction((everyone,), dict(zip(everyone, map(float, solution), strict=True)))
+    return Reduction((holders,), dict(zip(holders, map(float, solution), strict=True)))
 
 
 # ---- ranges and boxes ----
@@ -228,7 +231,7 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
 def chunk(length: int, parts: int, number: int, unit: int = 1) -> tuple[int, int]:
     """Split `length` into `parts` ranges of complete units, as evenly as possible and longer ranges first; return range `number`."""
     if length % unit:
-        raise LayoutError(f"expected a multiple of {unit} elements, got {length}")
+        raise LayoutError(f"expected a multiple of {unit} elements, got {length}; choose another unit")
     least, longer = divmod(length // unit, parts)
     start = number * least + min(number, longer)
     return start * unit, (start + least + (number < longer)) * unit

@@ -85,9 +85,15 @@ class Mesh:
         self.cells = tuple(sorted(cells))
         self.size = 1 + max((cell.rank for cell in self.cells), default=-1)
         if len({cell.at(AXES) for cell in self.cells}) < len(self.cells):
-            raise MeshError("two cells have the same coordinates")
+            raise MeshError(
+                "expected cells with distinct coordinates, got two cells with the same coordinates"
+            )
         if {cell.rank for cell in self.cells} != set(range(self.size)):
-            raise MeshError(f"expected a cell for each of the {self.size} ranks")
+            missing = sorted(set(range(self.size)) - {cell.rank for cell in self.cells})
+            raise MeshError(
+                f"expected a cell for each of the {self.size} ranks, got no cell for ranks "
+                f"{', '.join(map(str, missing))}"
+            )
         self._held: dict[int, list[Cell]] = {rank: [] for rank in range(self.size)}
         for cell in self.cells:
             self._held[cell.rank].append(cell)
@@ -309,9 +315,9 @@ class Groups:
             raise MeshError(
                 f"expected a communicator of {self.mesh.size} ranks, the size of the mesh, got {self.comm.size}"
             )
-        everyone = tuple(range(self.comm.size))
+        all_ranks = tuple(range(self.comm.size))
         for ranks in self.sets:
-            if ranks == everyone:
+            if ranks == all_ranks:
                 self._made[ranks] = self.comm
             elif self.comm.rank in ranks and len(ranks) > 1:
                 self._made[ranks] = self.comm.create_group(ranks)

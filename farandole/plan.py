@@ -144,13 +144,13 @@ class Plan:
     """A parallelization plan: how training states are sharded, and how memory is saved.
 
     Args:
-        data: the number of groups of ranks over which samples are distributed; None for as many as there are ranks for.
+        data: the number of groups of ranks over which samples are distributed; None uses all ranks.
         tensor: the number of ranks that compute each layer together (`parallel.tensor`).
         sequence: with `tensor` > 1, whether these ranks also share the tokens between the layers' matrix products, which
             saves activation memory.
         context: the number of ranks that share each sequence (`parallel.context`).
-        ring: the number of these ranks among which keys and values circulate; the others exchange heads.  By default, as
-            few as possible.
+        ring: the number of ranks in a ring, in which keys and values circulate; heads are exchanged between rings.  By
+            default, the smallest possible number.
         expert: the number of ranks that share the experts of a mixture of experts, and have different samples
             (`parallel.expert`).
         zero: the ZeRO stage (Rajbhandari et al., 2020): 1 shards optimizer states, 2 also gradients, 3 also weights.
@@ -211,7 +211,7 @@ class Plan:
                 f"ring={min(near, key=lambda n: abs(n - (self.ring or 1)))}"
             )
         if self.zero not in (0, 1, 2, 3):
-            raise PlanError(f"zero={self.zero}: the stages are 0, 1, 2 and 3")
+            raise PlanError(f"zero={self.zero}: expected stage 0, 1, 2 or 3")
         if self.hybrid and not self.zero:
             raise PlanError("hybrid=True with zero=0: there are no states to shard; nearest plan: zero=1")
         _one_of("precision", self.precision, get_args(Precision))
@@ -242,7 +242,7 @@ class Plan:
         if self.recompute != "auto" and self.activation_bytes is not None:
             raise PlanError(
                 f"activation_bytes={self.activation_bytes} with recompute={self.recompute!r}: only recompute='auto' uses "
-                f"activation_bytes"
+                f"activation_bytes; nearest plan: activation_bytes=None"
             )
         if self.lora is not None and self.precision == "fp8":
             raise PlanError(
@@ -288,7 +288,7 @@ class Plan:
         """Return the size of each axis on `ranks` ranks.
 
         Raises:
-            PlanError: if their product is not the number of ranks.
+            PlanError: if the product of the sizes is not the number of ranks.
         """
         inner = {axis: getattr(self, axis) for axis in MODEL_AXES}
         each = math.prod(inner.values())

@@ -204,8 +204,8 @@ def test_fused_projections_are_cut_at_heads() -> None:
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(1)),)), r"w: tensor divides dimension 1 of .*\(4,\)"),
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(3),))),)), "w: expected parts of 4 rows together, the size of dimension 0, got 3"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(1)),)), r"w: expected tensor to divide a dimension of the shape \(4,\), got dimension 1"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(3),))),)), "w: expected parts with 4 rows in total, the size of dimension 0, got 3"),
         (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (), 3)),)), "expected a multiple of 3 elements, got 4"),
         (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(4, 1, 2),))),)), r"expected tensor to be a multiple of 2 \(the number of copies\), got 3"),
     ],

@@ -20,7 +20,7 @@ Wait = Callable[[], Any]
 
 
 class Implementation(Protocol):
-    """An implementation under test: a library, or a way of using it."""
+    """An implementation under test: a library, and the kind of buffers that it uses."""
 
     name: str
 

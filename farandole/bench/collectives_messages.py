@@ -96,8 +96,8 @@ def measure_messages(implementations: list[Implementation], case: Case) -> list[
     for trial in trials:
         seconds = float(values_of_all_ranks(trial.seconds, case.comm)[ROOT]) / iterations
         if case.operation.is_bandwidth:
-            ways = 2 if case.operation.name == "bibw" else 1
-            row = case.row(trial.implementation, mb_per_s=ways * WINDOW * case.size / seconds / 1e6)
+            directions = 2 if case.operation.name == "bibw" else 1
+            row = case.row(trial.implementation, mb_per_s=directions * WINDOW * case.size / seconds / 1e6)
         else:
             row = case.row(trial.implementation, avg_us=seconds / 2 * 1e6)
         if case.setup.validate:

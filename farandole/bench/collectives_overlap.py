@@ -30,7 +30,7 @@ class Work:
         self._each_s = (time.perf_counter() - begun) / self.TRIES
 
     def count_for(self, seconds: float) -> int:
-        """Return the number of products that take `seconds`."""
+        """Return the number of matrix products that take `seconds` seconds."""
         return max(1, round(seconds / self._each_s))
 
     def run(self, count: int) -> None:

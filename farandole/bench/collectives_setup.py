@@ -34,7 +34,7 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 class CollectivesSetup:
     """Options of the collectives benchmark.
 
-    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, it depends on the size.  If `backends`
+    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, the number depends on the size.  If `backends`
     is empty, all available backends are measured, and `left_out` contains the reasons why other backends are
     unavailable.
     """
@@ -100,7 +100,9 @@ class CollectivesSetup:
             if number is not None and number < least:
                 raise BenchError(f"{option}: expected at least {least}, got {number}")
         if self.max < self.min:
-            raise BenchError(f"--max {in_words(self.max)} is less than --min {in_words(self.min)}")
+            raise BenchError(
+                f"--max {in_words(self.max)} is less than --min {in_words(self.min)}; change one of them"
+            )
         for name in self.operations:
             self._check_operation(OPERATIONS[name], ranks)
         if self.overlap and (self.full or self.validate):
@@ -131,7 +133,9 @@ class CollectivesSetup:
                 f"--picture {self.picture}: expected a file name that ends in {', '.join(_PICTURES)}"
             )
         if not any(OPERATIONS[name].sized for name in self.operations):
-            raise BenchError(f"--picture {self.picture} shows sizes on its axis, but a barrier has no size")
+            raise BenchError(
+                f"--picture {self.picture} shows sizes on its axis, but a barrier has no size; omit one of them"
+            )
 
     def check_memory(self, ranks: int, here: int, copies: int) -> None:
         """Raise BenchError if the `here` ranks of this host cannot allocate buffers of the largest size.

@@ -20,7 +20,7 @@ def _decimals(places: int) -> Callable[[float], str]:
     return lambda number: f"{number:.{places}f}"
 
 
-def _verdict(errors: int) -> str:
+def _validation(errors: int) -> str:
     return "Fail" if errors else "Pass"
 
 
@@ -34,7 +34,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "pure_us": ("Pure Comm.(us)", _decimals(2)),
     "overlap": ("Overlap(%)", _decimals(2)),
     "iterations": ("Iterations", str),
-    "errors": ("Validation", _verdict),
+    "errors": ("Validation", _validation),
     "algbw": ("algbw(GB/s)", _decimals(3)),
     "busbw": ("busbw(GB/s)", _decimals(3)),
 }

@@ -58,12 +58,12 @@ def expected(
 def count_errors(found: Tensor, wanted: Tensor, ranks: int) -> int:
     """Return the number of wrong elements; a rounded sum may differ by one rounding error per rank."""
     errors = 0
-    for mine, right in zip(found.view(-1).split(_SLICE), wanted.view(-1).split(_SLICE), strict=True):
-        if mine.dtype.is_floating_point:
-            allowed = ranks * torch.finfo(mine.dtype).eps * right.abs().double()
-            errors += int((~((mine.double() - right.double()).abs() <= allowed)).sum())
+    for part, right in zip(found.view(-1).split(_SLICE), wanted.view(-1).split(_SLICE), strict=True):
+        if part.dtype.is_floating_point:
+            allowed = ranks * torch.finfo(part.dtype).eps * right.abs().double()
+            errors += int((~((part.double() - right.double()).abs() <= allowed)).sum())
         else:
-            errors += int((mine != right).sum())
+            errors += int((part != right).sum())
     return errors
 
 

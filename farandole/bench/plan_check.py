@@ -116,7 +116,7 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def libraries(self) -> int:
-        """Return 0: the context is part of `process`."""
+        """Return 0, because the CUDA context is part of `process`."""
         return 0
 
     def peak(self) -> int:

@@ -66,7 +66,9 @@ class TuneSetup:
         if self.min < 4:
             raise BenchError(f"--min: expected at least 4 bytes, one element, got {self.min}")
         if self.max < self.min:
-            raise BenchError(f"--max {in_words(self.max)} is less than --min {in_words(self.min)}")
+            raise BenchError(
+                f"--max {in_words(self.max)} is less than --min {in_words(self.min)}; change one of them"
+            )
         if self.turns < 1:
             raise BenchError(f"--turns: expected at least 1, got {self.turns}")
         if self.output is not None and not (folder := Path(self.output).absolute().parent).is_dir():

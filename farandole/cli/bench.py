@@ -220,7 +220,7 @@ def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
         return None
     if ranks not in (None, placement.size):
         raise BenchError(
-            f"--ranks {ranks}: {placement.launcher} has already started {placement.size}; omit --ranks"
+            f"--ranks {ranks}: this process is a rank of a job of size {placement.size} ({placement.launcher}); omit --ranks"
         )
     return placement.size
 

@@ -59,13 +59,13 @@ def info(
       farandole info --report                   for a bug report
       mpirun -n 2 python -m farandole info      the environment of each rank
     """
-    lines = [f"{name:<14} {value}" for name, value in _facts() + (_details() if report else [])]
+    lines = [f"{name:<14} {value}" for name, value in _properties() + (_details() if report else [])]
     if report:
         lines = ["```", *(line.replace(str(Path.home()), "~") for line in lines), "```"]
     typer.echo("\n".join(lines))
 
 
-def _facts() -> list[tuple[str, str]]:
+def _properties() -> list[tuple[str, str]]:
     import torch
 
     from farandole import __version__

@@ -342,7 +342,7 @@ def _hosts(hosts: str | None, hostfile: Path | None, ranks: int | None) -> list[
     from farandole.launch.placement import LaunchError
 
     if hosts is not None and hostfile is not None:
-        raise LaunchError("--hosts and --hostfile are mutually exclusive")
+        raise LaunchError("--hosts and --hostfile are mutually exclusive; omit one of them")
     found = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile or Path())
     return assign_ranks(found, ranks)
 
@@ -392,7 +392,7 @@ def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
             )
         return ranks // nodes
     if ranks is not None:
-        raise LaunchError("--ranks and --nproc-per-node are mutually exclusive")
+        raise LaunchError("--ranks and --nproc-per-node are mutually exclusive; omit one of them")
     if per_node == "auto":
         return offered_ranks()
     if per_node == "cpu":

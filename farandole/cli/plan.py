@@ -248,4 +248,4 @@ def _write(planned: Planned, json: str | None, picture: str | None) -> None:
 
             draw(planned, picture)
     except (OSError, ValueError) as error:  # matplotlib raises ValueError for unknown suffixes
-        raise BenchError(f"cannot write {picture or json}: {error}") from error
+        raise BenchError(f"cannot write {picture or json}: {error}; choose another path") from error

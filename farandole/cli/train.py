@@ -137,7 +137,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     if placement is not ALONE:
         if ranks not in (None, placement.size):
             raise ConfigError(
-                f"--ranks {ranks}: {placement.launcher} has already started {placement.size}; omit --ranks"
+                f"--ranks {ranks}: this process is a rank of a job of size {placement.size} ({placement.launcher}); omit --ranks"
             )
         if dry_run:
             raise ConfigError(

@@ -52,16 +52,16 @@ class Communicator:
         ours: Communicator | None = getattr(group, "communicator", None)
         if ours is None:
             core = TorchCore(lambda: group, group.rank(), group.size(), group.name())
-            self._adopt(Dispatcher(core, core.name))
+            self._bind(Dispatcher(core, core.name))
         else:
-            self._adopt(ours.dispatcher)
+            self._bind(ours.dispatcher)
         self.group = group
 
     @classmethod
     def over(cls, dispatcher: Dispatcher) -> Communicator:
         """Return a communicator without a torch process group."""
         comm = cls.__new__(cls)
-        comm._adopt(dispatcher)
+        comm._bind(dispatcher)
         return comm
 
     @classmethod
@@ -76,7 +76,7 @@ class Communicator:
 
         return cls.over(Dispatcher(core_over(comm, timedelta(seconds=timeout_s)), "of MPI"))
 
-    def _adopt(self, dispatcher: Dispatcher) -> None:
+    def _bind(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.rank, self.size = dispatcher.core.rank, dispatcher.core.size
         self._direct, self._direct_async = dispatcher.direct, dispatcher.direct_async

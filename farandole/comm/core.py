@@ -229,7 +229,7 @@ class GroupCore:
         return self.host.allocate(shape, dtype, flags)
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Raise CommunicationError: the ranks do not share memory."""
+        """Raise CommunicationError, because the ranks do not share memory."""
         raise CommunicationError(
             "cannot allocate a shared tensor: the ranks of this group do not share memory; use `empty` instead"
         )

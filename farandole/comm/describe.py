@@ -157,7 +157,7 @@ def describe_stalled_message(
     """Describe a stalled message and, for a deadlock, the calls of all ranks in the cycle.
 
     `waited_message(rank)` returns the message that a rank is waiting for.  Only the lowest rank in a cycle describes
-    it; the other ranks return "".
+    the cycle; the other ranks return "".
     """
     text, ranks, call = describe_call(own, membership), [reader], own
     while (peer := call.root) >= 0 and peer not in ranks:

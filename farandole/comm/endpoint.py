@@ -257,8 +257,8 @@ class Endpoint:
         equal on all ranks.
 
         Raises:
-            RankLate: A rank did not arrive before the timeout.
-            ValueError: The ranks passed different members or signatures.
+            RankLate: if a rank did not arrive before the timeout.
+            ValueError: if the ranks passed different members or signatures.
         """
         with self._lock:
             self._users += 1
@@ -315,18 +315,18 @@ class Endpoint:
         leader, tag = members[0], zlib.crc32(name.encode()) & 0x7FFFFFFF
         deadline = time.monotonic() + timeout.total_seconds()
         record = struct.Struct("=QII")  # block, signature, number of members
-        mine = record.pack(block, signature, len(members))
+        own = record.pack(block, signature, len(members))
         # context, rank that differs, kind of difference, blocks
         answer = struct.Struct(f"=Qii{len(members)}Q")
         if self.rank != leader:
-            sent = self._post(mine, leader, tag, sends=True)
+            sent = self._post(own, leader, tag, sends=True)
             reply = bytearray(answer.size)
             received = self._post(reply, leader, tag, sends=False)
             self._wait(sent, leader, deadline, members, who, timeout)
             self._wait(received, leader, deadline, members, who, timeout)
             fields = answer.unpack(reply)
         else:
-            records = {member: bytearray(mine) for member in members}
+            records = {member: bytearray(own) for member in members}
             posted = [(m, self._post(records[m], m, tag, sends=False)) for m in members if m != leader]
             late = []
             for member, message in posted:
@@ -409,7 +409,7 @@ class Endpoint:
         process = self.processes[peer]
         raise CommunicationError(
             f"cannot create {who}: rank {list(members).index(peer)} (process {process.pid} on {process.name}) "
-            f"{'left the job' if status == Status.LEFT else 'died'}"
+            f"{'left the job' if status == Status.LEFT else 'died'}; see the output of this rank"
         )
 
     def _late(self, late: Sequence[int], members: Sequence[int], who: str, timeout: timedelta) -> RankLate:

@@ -9,28 +9,28 @@ from farandole._troubleshooting import Documented
 
 
 class CommunicationError(Documented, RuntimeError):
-    """A collective or a message failed; the error message names the rank, its process and its call."""
+    """Raised if a collective or a message fails; the error message names the rank, its process and its call."""
 
 
 class RankDied(CommunicationError):
-    """A rank's process ended without leaving its groups: it was killed, crashed or ran out of memory."""
+    """Raised if a rank's process ended without leaving its groups: it was killed, crashed or ran out of memory."""
 
     _section = "rankdied"
 
 
 class RankLeft(CommunicationError):
-    """A rank ended normally or destroyed the group while other ranks were waiting for it."""
+    """Raised if a rank ended normally or destroyed the group while other ranks were waiting for this rank."""
 
     _section = "rankleft"
 
 
 class RankLate(CommunicationError):
-    """A rank did not make the call before the timeout expired."""
+    """Raised if a rank did not make the call before the timeout expired."""
 
     _section = "ranklate"
 
 
 class CallMismatch(CommunicationError):
-    """Ranks made calls that do not match: their operations, shapes, types or roots differ."""
+    """Raised if ranks made calls with different operations, shapes, types or roots."""
 
     _section = "callmismatch"

@@ -40,9 +40,9 @@ class FailureConsensus:
 
     def publish(self, error: CommunicationError) -> CommunicationError:
         """Publish this failure unless the group has published one; return the published failure."""
-        mine = json.dumps({"kind": type(error).__name__, "text": str(error)})
-        found = self._ask(lambda: self._store.compare_set(_KEY, "", mine))
-        return error if found is None or _as_bytes(found) == mine.encode() else _to_error(_as_bytes(found))
+        own = json.dumps({"kind": type(error).__name__, "text": str(error)})
+        found = self._ask(lambda: self._store.compare_set(_KEY, "", own))
+        return error if found is None or _as_bytes(found) == own.encode() else _to_error(_as_bytes(found))
 
     def find(self, gone: int | None) -> CommunicationError | None:
         """Return the failure published by another rank, waiting briefly for it.

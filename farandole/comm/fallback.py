@@ -108,7 +108,7 @@ class TorchCore:
     """A `Core` over any torch process group, such as Gloo or NCCL; its methods return torch's work objects.
 
     Args:
-        make: Returns the group; all ranks call this function on first use of the group.
+        make: A function that returns the group; all ranks call this function on first use of the group.
         rank: This rank in the group.
         size: The number of ranks.
         name: The name of the backend in error messages.
@@ -297,7 +297,7 @@ class TorchCore:
         return torch.empty(*shape, dtype=dtype, device="cpu")
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Raise NotImplementedError: torch's groups do not share memory."""
+        """Raise NotImplementedError, because torch's groups do not share memory."""
         raise NotImplementedError(
             "cannot allocate a shared tensor: torch's process groups do not share memory; use `empty` instead"
         )

@@ -67,7 +67,7 @@ def open_segment(name: SegmentName) -> int:
     """Return a descriptor for another process's memory file.
 
     Raises:
-        OSError: The file does not exist, is not accessible, or belongs to another user (root may open any file).
+        OSError: if the file does not exist, is not accessible, or belongs to another user (root may open any file).
     """
     descriptor = os.open(f"/proc/{name.pid}/fd/{name.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     found, user = os.fstat(descriptor), os.geteuid()
@@ -131,8 +131,8 @@ class Rendezvous:
             ]
             raise RankLate(
                 f"cannot create {self._who}: rank {', '.join(missing)} of {self._size} did not arrive within the "
-                "timeout of "
-                f"{self._timeout.total_seconds():g} s"
+                f"timeout of {self._timeout.total_seconds():g} s; check that these ranks are running, or increase the "
+                "timeout"
             ) from error
         texts = json.loads(self.store.get(everything))
         return texts

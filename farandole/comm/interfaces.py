@@ -35,7 +35,7 @@ def own_address(store: Any, interface: str | None) -> str:
     interface.  A loopback address is the last choice, because other machines cannot reach it.
 
     Raises:
-        OSError: `interface` has no IPv4 address, or no interface of this host has an address.
+        OSError: if `interface` has no IPv4 address, or no interface of this host has an address.
     """
     if interface:
         try:

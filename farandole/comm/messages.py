@@ -112,7 +112,9 @@ class MessageWork(FarandoleWork):
         if self._message is not None:
             seconds, host = None if timeout is None else seconds_of(timeout), self._host
             if not (self._lock.acquire() if seconds is None else self._lock.acquire(timeout=seconds)):
-                raise RankLate(f"the message was not complete within the timeout of {seconds:g} s")
+                raise RankLate(
+                    f"the message was not complete within the timeout of {seconds:g} s; the message is still pending, so wait again"
+                )
             try:
                 if self._message is None:
                     pass  # another thread completed the message meanwhile
@@ -121,7 +123,9 @@ class MessageWork(FarandoleWork):
                 else:
                     outcome = host.wait_message(self._message, seconds, flags_here() | TRY)
                     if outcome == _PENDING:
-                        raise RankLate(f"the message was not complete within the timeout of {seconds:g} s")
+                        raise RankLate(
+                            f"the message was not complete within the timeout of {seconds:g} s; the message is still pending, so wait again"
+                        )
                     self._complete(outcome)
             finally:
                 self._lock.release()

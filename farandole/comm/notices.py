@@ -28,7 +28,7 @@ class StallWarning:
     """A warning that names the ranks that this rank is waiting for.
 
     Args:
-        describe: Returns the text, or "" if another rank logs the warning.
+        describe: A function that returns the text, or "" if another rank logs the warning.
     """
 
     def __init__(self, describe: Callable[[], str]) -> None:

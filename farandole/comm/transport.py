@@ -30,8 +30,8 @@ class Pending(Protocol):
         """Block until the message is complete.
 
         Raises:
-            RankLate: The message is not complete after `timeout_s` seconds.
-            CommunicationError: The message failed.
+            RankLate: if the message is not complete after `timeout_s` seconds.
+            CommunicationError: if the message failed.
         """
 
 
@@ -61,12 +61,12 @@ class WireMessage:
         """Return whether the message is complete."""
         if self._message is None:
             return True
-        return self._settle(self._host.test_message(self._message))
+        return self._finish(self._host.test_message(self._message))
 
     def wait(self, timeout_s: float) -> None:
         """Block until the message is complete."""
         if self._message is not None:
-            self._settle(self._wait(timeout_s, STALL_WARNING_S))
+            self._finish(self._wait(timeout_s, STALL_WARNING_S))
 
     def _wait(self, timeout_s: float, warn_after_s: float) -> int:
         assert self._message is not None
@@ -82,7 +82,7 @@ class WireMessage:
                 warn_after_s *= 2
         return status
 
-    def _settle(self, outcome: int) -> bool:
+    def _finish(self, outcome: int) -> bool:
         if outcome == Status.PENDING:
             return False
         self._message = None  # the C core has released the message

@@ -177,7 +177,7 @@ class QueuedWork(FarandoleWork):
             raise CommunicationError(self._queue.invalid)
         if not self._complete:
             self._queue.refuse_in_handler()
-        if seconds is None or self._queue.is_mine():
+        if seconds is None or self._queue.in_callback():
             while not self._complete and self._queue.help():
                 pass
             self._running.acquire()
@@ -268,7 +268,7 @@ class WorkQueue:
 
     Args:
         name: The name of the group, used as the name of the thread.
-        whereabouts: Describes the current call and the ranks that it is waiting for.
+        whereabouts: A function that describes the current call and the ranks that the call is waiting for.
     """
 
     def __init__(self, name: str, whereabouts: Callable[[], str]) -> None:
@@ -310,7 +310,7 @@ class WorkQueue:
         self.holder = None
         self.release()
 
-    def is_mine(self) -> bool:
+    def in_callback(self) -> bool:
         """Return whether this thread is running a callback for this queue."""
         return self._caller == _thread.get_ident()
 
@@ -325,7 +325,7 @@ class WorkQueue:
             self.acquire = self._running.acquire
             raise CommunicationError(words)
         work = QueuedWork(self, call, tensors)
-        if self.is_mine():
+        if self.in_callback():
             work.run(flags_here())
             return work
         self.waiting.append(work)
@@ -344,7 +344,7 @@ class WorkQueue:
 
     def refuse_in_handler(self) -> None:
         """Raise CommunicationError if this signal handler interrupted a call of this queue and would deadlock."""
-        if self.holder == _thread.get_ident() and not self.is_mine():
+        if self.holder == _thread.get_ident() and not self.in_callback():
             raise CommunicationError(
                 f"a signal handler called the group whose call it interrupted ({self.whereabouts()}), and the "
                 "interrupted call is waiting for the handler; set a flag in the handler and call the group later, "
@@ -353,7 +353,7 @@ class WorkQueue:
 
     def help(self) -> bool:
         """Run the next call on this thread if one is queued and no other thread runs a call."""
-        if self.is_mine():
+        if self.in_callback():
             return self._run_next(flags_here())
         if not self._running.acquire(False):
             return False
@@ -378,7 +378,7 @@ class WorkQueue:
         """
         if self.closed:
             return True
-        if self._tickets is not None and self._thread is not None and not self.is_mine():
+        if self._tickets is not None and self._thread is not None and not self.in_callback():
             self._tickets.close()
             self._thread.join(patience_s)
             if self._thread.is_alive():

@@ -171,7 +171,7 @@ def prepare_chat(
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise DataError(
-            f"{folder} has no tokenizer.json: save the model's tokenizer there{see('has-no-tokenizerjson')}"
+            f"{folder} has no tokenizer.json: save the model's tokenizer in this folder{see('has-no-tokenizerjson')}"
         )
     try:
         tokenizer = load_tokenizer(file)
@@ -257,7 +257,9 @@ class _Encoder:
             except DataError as error:
                 raise DataError(f"{where}: {error}") from None
             if not found:
-                raise DataError(f'{where}: expected a message with role "assistant", found none')
+                raise DataError(
+                    f'{where}: expected a message with role "assistant", found none; remove the record'
+                )
             return found
         prompt, completion = record.get("prompt"), record.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -271,13 +273,14 @@ class _Encoder:
     def _check(self, where: str, messages: Any) -> None:
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise DataError(
-                f'{where}: expected a list of messages in "{self.field}", found {type(messages).__name__}'
+                f'{where}: expected a list of messages in "{self.field}", found {type(messages).__name__}; choose a field '
+                "with data.field="
             )
         for number, message in enumerate(messages):
             if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
                 raise DataError(
                     f'{where}: expected "role" and "content" in message {number}, found '
-                    f"{', '.join(message) or 'no fields'}"
+                    f"{', '.join(message) or 'no fields'}; correct the record"
                 )
 
     def encode(self, texts: list[tuple[str, list[tuple[int, int]]]]) -> Iterator[tuple[NDArray, NDArray]]:
@@ -295,7 +298,7 @@ def _parsed(where: str, field: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DataError(f'{where}: "{field}" is not JSON: {error}') from None
+        raise DataError(f'{where}: expected JSON in "{field}": {error}; correct the record') from None
 
 
 def _build(source: Source, folder: Path, encoder: _Encoder, share: float, progress: Progress) -> None:
@@ -313,7 +316,7 @@ def _build(source: Source, folder: Path, encoder: _Encoder, share: float, progre
                 held_out.append(uniform_hash(text) < share)
             progress("encoding conversations", 0.5)
     if not ends:
-        raise DataError(f"{source.root}: expected conversations, found no records")
+        raise DataError(f"{source.root}: expected conversations, found no records; check data.path")
     if len(ends) > 1 and not 0 < sum(held_out) < len(
         ends
     ):  # too few conversations for a random split: use the last ones for validation

@@ -59,7 +59,7 @@ class Masking:
     def __post_init__(self) -> None:
         for token in (self.mask_token, *self.special):
             if not 0 <= token < self.vocabulary:
-                raise ValueError(f"expected tokens in the vocabulary of {self.vocabulary}, got {token}")
+                raise ValueError(f"expected tokens from 0 to {self.vocabulary - 1}, got {token}")
         if not 0 < self.share <= 1:
             raise ValueError(f"expected share above 0 and at most 1, got {self.share}")
         if self.seed < 0:
@@ -95,7 +95,7 @@ class Masking:
             return inputs, targets
         if not 0 <= inputs.min() <= inputs.max() < self.vocabulary:
             wrong = inputs.min() if inputs.min() < 0 else inputs.max()
-            raise ValueError(f"expected tokens in the vocabulary of {self.vocabulary}, got {wrong}")
+            raise ValueError(f"expected tokens from 0 to {self.vocabulary - 1}, got {wrong}")
         keys = self._keys(samples, np.broadcast_to(np.asarray(epochs), samples.shape))
         for start in range(0, len(windows), _BATCH_WINDOWS):
             part = slice(start, start + _BATCH_WINDOWS)

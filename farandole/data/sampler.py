@@ -22,7 +22,7 @@ class Sampler:
     `samples` is the number of samples.  `consumed` is the complete state; set it to resume.
 
         sampler = Sampler(samples=1000, seed=0)
-        mine = sampler.next(count=16, rank=0, ranks=2)     # 8 indices; rank 1 gets the other 8
+        indices = sampler.next(count=16, rank=0, ranks=2)  # 8 indices; rank 1 gets the other 8
     """
 
     def __init__(self, samples: int, seed: int, consumed: int = 0) -> None:

@@ -146,7 +146,7 @@ def _standard_library() -> Source:
 
 def _walk(root: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        raise DataError(f"data.path={root}: cannot read {error.filename}: {error.strerror}")
+        raise DataError(f"data.path={root}: cannot read {error.filename}: {error.strerror}; check the file")
 
     found = []
     for folder, folders, names in os.walk(root, onerror=refuse):
@@ -193,7 +193,8 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
         elif text is not None or text_field not in record:
             if text is not None:
                 raise DataError(
-                    f'{where}: expected text in field "{text_field}", found {type(text).__name__}'
+                    f'{where}: expected text in field "{text_field}", found {type(text).__name__}; choose a field with '
+                    "data.field="
                 )
             raise DataError(
                 f'{where}: expected text in field "{text_field}", found only {", ".join(record)}; choose a field with data.field='
@@ -256,10 +257,10 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 record: Any = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{path}, line {number}: expected JSON: {error}") from None
+                raise DataError(f"{path}, line {number}: expected JSON: {error}; correct the line") from None
             if not isinstance(record, dict):
                 raise DataError(
-                    f"{path}, line {number}: expected a JSON object, found {type(record).__name__}"
+                    f"{path}, line {number}: expected a JSON object, found {type(record).__name__}; correct the line"
                 )
             yield f"{path}, line {number}", record
 
@@ -271,7 +272,7 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict
     try:
         table = parquet.ParquetFile(path)
     except arrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a Parquet file: {error}") from None
+        raise DataError(f"{path} is not a Parquet file: {error}; restore or exclude the file") from None
     columns = _columns(path, table.schema_arrow.names, fields)
     yield from _rows(path, table.iter_batches(columns=columns))
 
@@ -288,7 +289,7 @@ def _read_arrow(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[s
                 mapped.seek(0)
                 table = arrow.ipc.open_file(mapped).read_all()
     except arrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not an Arrow file: {error}") from None
+        raise DataError(f"{path} is not an Arrow file: {error}; restore or exclude the file") from None
     columns = _columns(path, table.schema.names, fields)
     yield from _rows(path, table.select(columns).to_batches())
 

@@ -61,7 +61,10 @@ class Template:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"the chat template is invalid in line {error.lineno}: {error.message}") from None
+            raise DataError(
+                f"the chat template is invalid in line {error.lineno}: {error.message}; correct the template, or choose "
+                "another template with data.template="
+            ) from None
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **variables: Any) -> str:
         """Return a conversation as text; with `prompt`, also the start of the assistant's next message.
@@ -74,9 +77,15 @@ class Template:
                 messages=list(messages), add_generation_prompt=prompt, **self._tokens, **variables
             )
         except jinja2.TemplateError as error:
-            raise DataError(f"the chat template rejects the messages: {error}") from None
+            raise DataError(
+                f"the chat template rejects the messages: {error}; correct the messages, or choose another template with "
+                "data.template="
+            ) from None
         except (TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"the chat template cannot render the messages: {error!r}") from None
+            raise DataError(
+                f"the chat template cannot render the messages: {error!r}; correct the messages, or choose another "
+                "template with data.template="
+            ) from None
 
     def answers(
         self, messages: Sequence[Message], **variables: Any
@@ -149,7 +158,7 @@ def find_template(folder: Path, choice: str = "") -> Template:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`, or {} without this file; raise `DataError` if damaged."""
+    """Return the content of `tokenizer_config.json`, or {} without this file; raise `DataError` if the file is damaged."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}

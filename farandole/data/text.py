@@ -189,7 +189,7 @@ def _build(
                 (validation if held_out else train).write(tokens.tobytes())
                 counts["validation" if held_out else "train"] += len(tokens)
     if sum(counts.values()) == 0:
-        raise DataError(f"{source.root}: expected text, found only whitespace")
+        raise DataError(f"{source.root}: expected text, found only whitespace; check data.path")
     if counts["validation"] < share * sum(counts.values()) / 4:  # too few chunks for a random split
         _hold_out_end(folder, dtype, share)
 

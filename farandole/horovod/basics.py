@@ -68,7 +68,7 @@ class Horovod:
             process_sets: The process sets to register, or "dynamic".  In both cases, more sets can be added later.
 
         Raises:
-            ValueError: `comm` or `process_sets` is invalid, this rank is not in `comm`, or an environment variable
+            ValueError: if `comm` or `process_sets` is invalid, this rank is not in `comm`, or an environment variable
                 has an invalid value.
         """
         if self.runtime is not None:
@@ -181,7 +181,7 @@ class Horovod:
         """Return the runtime.
 
         Raises:
-            ValueError: `init` was not called.
+            ValueError: if `init` was not called.
         """
         if self.runtime is None:
             raise not_initialized()
@@ -213,13 +213,18 @@ class Horovod:
     def _set_local_ranks(self, runtime: Runtime) -> None:
         """Set the local and cross ranks and sizes."""
         hosts: list[str] = [text.rstrip("\0") for text in self._gather_text(runtime.host)]
-        mine, rank = hosts[self.rank], self.rank
-        local_rank, local_size = hosts[:rank].count(mine), hosts.count(mine)
+        own_host, rank = hosts[self.rank], self.rank
+        local_rank, local_size = hosts[:rank].count(own_host), hosts.count(own_host)
         if len(self._world) == runtime.size:
             local_rank, local_size = runtime.local_rank, runtime.local_size
         names = list(dict.fromkeys(hosts))
         peers = [name for name in names if hosts.count(name) > local_rank]
-        self._local = (local_rank, local_size, peers.index(mine) if mine in peers else 0, max(1, len(peers)))
+        self._local = (
+            local_rank,
+            local_size,
+            peers.index(own_host) if own_host in peers else 0,
+            max(1, len(peers)),
+        )
         self._homogeneous = len({hosts.count(name) for name in names}) == 1
 
     def _gather_text(self, text: str) -> list[str]:
@@ -250,7 +255,7 @@ class Horovod:
             The registered process set.
 
         Raises:
-            ValueError: The set is already registered, the set has invalid ranks, another registered set has the same
+            ValueError: if the set is already registered, the set has invalid ranks, another registered set has the same
                 ranks, or ranks add different sets.
         """
         if not isinstance(process_set, ProcessSet):
@@ -284,11 +289,11 @@ class Horovod:
             Whether the set was removed.  The global process set cannot be removed.
 
         Raises:
-            ValueError: The set is not registered.
+            ValueError: if the set is not registered.
         """
         self.joined()
         if process_set.process_set_id is None:
-            raise ValueError(f"cannot remove {process_set}, because it is not registered")
+            raise ValueError(f"cannot remove {process_set}, because the set is not registered")
         if process_set.process_set_id == 0:
             return False
         engine = process_set.engine
@@ -399,8 +404,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         mark_cycles: Whether to mark each negotiation cycle that executes operations.
 
     Raises:
-        ValueError: A timeline is already being written.
-        OSError: The file cannot be written.
+        ValueError: if a timeline is already being written.
+        OSError: if the file cannot be written.
     """
     horovod.joined()
     horovod.start_timeline(file_path, mark_cycles)

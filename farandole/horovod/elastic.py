@@ -203,15 +203,15 @@ class World:
         self.backend = dist.get_backend()
         self._store = dist.PrefixStore(f"farandole/elastic/{generation}", store)
         self._store.set(f"who/{rank}", json.dumps([os.getpid(), host_identity()]))
-        everyone = [json.loads(self._store.get(f"who/{other}")) for other in range(size)]
-        self._one_host = len({host for _, host in everyone}) == 1
-        self._processes = [os.pidfd_open(pid) for pid, _ in everyone] if self._one_host else []
+        processes = [json.loads(self._store.get(f"who/{other}")) for other in range(size)]
+        self._one_host = len({host for _, host in processes}) == 1
+        self._processes = [os.pidfd_open(pid) for pid, _ in processes] if self._one_host else []
 
     def survivors(self) -> list[int]:
         """Wait for all survivors and return their ranks.
 
         Raises:
-            HorovodInternalError: The ranks are on several hosts, the store is unreachable, a live rank did not arrive
+            HorovodInternalError: if the ranks are on several hosts, the store is unreachable, a live rank did not arrive
                 within the timeout, or this rank arrived too late.
         """
         if not self._one_host:

@@ -93,8 +93,8 @@ class Engine:
         """Enqueue a request.
 
         Raises:
-            ValueError: A request with the same name is in flight.
-            HorovodInternalError: The engine has ended.
+            ValueError: if a request with the same name is in flight.
+            HorovodInternalError: if the engine has ended.
         """
         if self._in_flight.setdefault(request.name, request) is not request:
             raise ValueError(

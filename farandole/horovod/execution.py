@@ -321,16 +321,16 @@ class Executor:
     def _gather_rows(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
         """Concatenate the tensors from all ranks, which may have different numbers of rows."""
         most, rest = max(rows), tensor.shape[1:]
-        everyone = tensor.new_empty((len(rows), most, *rest))
-        if everyone.numel() == 0:
+        gathered = tensor.new_empty((len(rows), most, *rest))
+        if gathered.numel() == 0:
             return tensor.new_empty((sum(rows), *rest))
-        mine = tensor.contiguous()
-        if len(mine) < most:
-            mine = torch.cat([mine, mine.new_zeros((most - len(mine), *rest))])
-        dist.all_gather(list(everyone.unbind()), mine, group=self._group)
+        own = tensor.contiguous()
+        if len(own) < most:
+            own = torch.cat([own, own.new_zeros((most - len(own), *rest))])
+        dist.all_gather(list(gathered.unbind()), own, group=self._group)
         if min(rows) == most:
-            return everyone.flatten(0, 1)
-        return torch.cat([part[:count] for part, count in zip(everyone, rows, strict=True)])
+            return gathered.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(gathered, rows, strict=True)])
 
     def _broadcast(self, one: Ready, request: Request) -> None:
         root = self._ranks.index(one.signature.root)

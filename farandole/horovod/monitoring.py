@@ -40,8 +40,8 @@ class Timeline:
         """Open the file.
 
         Raises:
-            ValueError: A timeline is already being written.
-            OSError: The file cannot be written.
+            ValueError: if a timeline is already being written.
+            OSError: if the file cannot be written.
         """
         with self._lock:
             if self._file is not None:

@@ -8,7 +8,7 @@ gradients become ready.  Collectives must run in the same order on all ranks, so
    submitted the request in cache slot s with the cached signature.  An extra bit is set if the rank has nothing to
    announce.
 2. If any rank has something to announce, an all-gather sends every rank's announcement to every rank.  An announcement
-   lists the names and signatures that are not in the cache and the slots whose agreements are invalid.  It also states
+   lists the names and signatures that are not in the cache and the slots whose entries are invalid.  It also states
    whether the rank has joined and whether the rank is shutting down.
 
 A cycle returns the list of requests to execute.  The list starts with the slots whose bit is set in the result, sorted
@@ -20,7 +20,7 @@ names, and the set of joined ranks.  S is initially empty on all ranks.  The res
 because it is the result of an all-reduce.  The result of step 2 is equal on all ranks, because it is the result of an
 all-gather.  The list, the new S and the packs depend only on S and these two results, and not on local state such as
 the time or this rank's pending requests.  By induction over cycles, S and the list are equal on all ranks in every
-cycle.  Only the start time of a cycle and a rank's contribution are local decisions.  (If an agreement leaves the cache
+cycle.  Only the start time of a cycle and a rank's contribution are local decisions.  (If an entry leaves the cache
 after the rank has set its bit, the rank announces the request again.)
 
 *Only submitted requests are executed.*  A bit is set in the result only if every rank that has not joined has set the
@@ -37,7 +37,7 @@ bit, and a second cycle if its slot was invalidated in the meantime.  If some ra
 reports the names and ranks, and ends the run after a time limit.  If a process dies, the control group's collective
 raises an exception on all other ranks.
 
-*The response cache* holds the requests on which all ranks have agreed.  Each agreement occupies a numbered slot.  A
+*The response cache* holds the requests on which all ranks have agreed.  Each entry occupies a numbered slot.  A
 training loop repeats the same names and signatures in every step, and a cached name costs one bit per cycle.
 """
 
@@ -68,7 +68,7 @@ from farandole.horovod.requests import (
 
 @dataclass(frozen=True)
 class Entry:
-    """An agreement among all ranks in the process set: the request name, and each rank's signature."""
+    """A cache entry: a request name on which all ranks in the process set have agreed, and each rank's signature."""
 
     slot: int
     name: str
@@ -76,7 +76,7 @@ class Entry:
 
 
 class ResponseCache:
-    """An LRU cache for at most `capacity` agreements.
+    """An LRU cache for at most `capacity` requests.
 
     The contents depend only on the calls to `add`, `use` and `remove`.  Ranks that make the same calls in the same
     order have equal caches.
@@ -92,19 +92,19 @@ class ResponseCache:
         return len(self._by_name)
 
     def find(self, name: str) -> Entry | None:
-        """Return the agreement for a name, or None."""
+        """Return the cache entry for a name, or None."""
         return self._by_name.get(name)
 
     def at(self, slot: int) -> Entry:
-        """Return the agreement in a slot."""
+        """Return the cache entry in a slot."""
         return self._by_slot[slot]
 
     def use(self, entry: Entry) -> None:
-        """Mark an agreement as the most recently used."""
+        """Mark a cache entry as the most recently used."""
         self._by_name.move_to_end(entry.name)
 
     def add(self, name: str, signatures: Sequence[Signature]) -> int | None:
-        """Store an agreement.  Return the slot of the evicted agreement, or None."""
+        """Store a cache entry.  Return the slot of the evicted entry, or None."""
         if not self.capacity:
             return None
         gone = None
@@ -120,7 +120,7 @@ class ResponseCache:
         return gone
 
     def remove(self, slot: int) -> None:
-        """Discard the agreement in a slot, if any."""
+        """Discard the cache entry in a slot, if any."""
         entry = self._by_slot.pop(slot, None)
         if entry is not None:
             del self._by_name[entry.name]
@@ -244,29 +244,29 @@ class Negotiator:
 
     def cycle(self, shutdown: str | None = None) -> Outcome:
         """Run one cycle.  All members must take part."""
-        mine = self._announcement(shutdown)
+        own = self._announcement(shutdown)
         bits = self._bits
         if self._rank in self.joined:  # a joined rank agrees to every request
             bits = self.cache.all_bits()
-        agreed, quiet = self._combine(bits, quiet=mine is None)
+        agreed, quiet = self._combine(bits, quiet=own is None)
         outcome = Outcome(self._take_hits(agreed))
         if not quiet:
-            announcements = self._exchange(mine or Announcement())
+            announcements = self._exchange(own or Announcement())
             self._read(announcements, outcome)
         return outcome
 
     def _announcement(self, shutdown: str | None) -> Announcement | None:
         if not (self._unannounced or self._invalidated or shutdown):
             return None
-        mine = Announcement(invalidated=self._invalidated, shutdown=shutdown)
+        own = Announcement(invalidated=self._invalidated, shutdown=shutdown)
         self._invalidated = []
         while self._unannounced:
             request = self._unannounced.popleft()
             if request.signature.kind == JOIN:
-                self._joins, mine.joins = request, True
-            mine.requests.append((request.name, request.signature))
+                self._joins, own.joins = request, True
+            own.requests.append((request.name, request.signature))
             self._announced[request.name] = request
-        return mine
+        return own
 
     def _combine(self, bits: int, quiet: bool) -> tuple[int, bool]:
         """Run step 1.  Return the bits that all ranks have set, and whether all ranks have nothing to announce."""
@@ -291,9 +291,9 @@ class Negotiator:
             ready.append(Ready(entry.name, entry.signatures, request, refusal))
         return ready
 
-    def _exchange(self, mine: Announcement) -> list[Announcement]:
+    def _exchange(self, own: Announcement) -> list[Announcement]:
         """Run step 2.  Return the announcements from all ranks."""
-        payload = pickle.dumps(mine, protocol=pickle.HIGHEST_PROTOCOL)
+        payload = pickle.dumps(own, protocol=pickle.HIGHEST_PROTOCOL)
         blocks = self._gather(len(payload).to_bytes(8, "little") + payload[:_INLINE_BYTES], 8 + _INLINE_BYTES)
         lengths = [int.from_bytes(block[:8], "little") for block in blocks]
         texts = [block[8 : 8 + length] for block, length in zip(blocks, lengths, strict=True)]
@@ -308,10 +308,10 @@ class Negotiator:
 
     def _gather(self, data: bytes, size: int) -> list[bytes]:
         """All-gather `size` bytes from each rank."""
-        mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-        everyone = torch.empty(self._size, size, dtype=torch.uint8)
-        dist.all_gather(list(everyone.unbind()), mine, group=self._group)
-        return [row.numpy().tobytes() for row in everyone]
+        own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        gathered = torch.empty(self._size, size, dtype=torch.uint8)
+        dist.all_gather(list(gathered.unbind()), own, group=self._group)
+        return [row.numpy().tobytes() for row in gathered]
 
     # ---- processing announcements: the results depend on replicated state only ----
 
@@ -352,10 +352,10 @@ class Negotiator:
     def _complete(self, name: str) -> Ready:
         by_member = self.table.pop(name)
         signatures = [by_member.get(member) for member in range(self._size)]
-        everyone = [found for found in signatures if found is not None]
-        error = disagreement(name, signatures, self._ranks) or self._refusal_after_join(name, everyone[0])
-        if error is None and len(everyone) == self._size and UNNAMED not in name:
-            gone = self.cache.add(name, everyone)
+        present = [found for found in signatures if found is not None]
+        error = disagreement(name, signatures, self._ranks) or self._refusal_after_join(name, present[0])
+        if error is None and len(present) == self._size and UNNAMED not in name:
+            gone = self.cache.add(name, present)
             if gone is not None:
                 self._announce_again(gone)
         return Ready(name, signatures, self._announced.pop(name, None), error)
@@ -379,7 +379,7 @@ class Negotiator:
         )
 
     def _announce_again(self, slot: int) -> None:
-        """Queue a discarded agreement's request for announcement by name."""
+        """Queue a discarded entry's request for announcement by name."""
         request = self._hits.pop(slot, None)
         self._bits &= ~(1 << slot)
         if request is not None:

@@ -22,7 +22,7 @@ class ProcessSet:
         ranks: Distinct ranks in the world, in any order.
 
     Raises:
-        ValueError: `ranks` is not a list of distinct integers.
+        ValueError: if `ranks` is not a list of distinct integers.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -50,11 +50,13 @@ class ProcessSet:
         """Return this process's rank in the set.
 
         Raises:
-            ValueError: The set is not registered, or this process is not in the set.
+            ValueError: if the set is not registered, or this process is not in the set.
         """
         ranks = self._registered()
         if self._world_rank not in ranks:
-            raise ValueError(f"rank {self._world_rank} is not in process set {self}")
+            raise ValueError(
+                f"rank {self._world_rank} is not in process set {self}; check process_set.included() first"
+            )
         return ranks.index(self._world_rank)
 
     def size(self) -> int:
@@ -73,7 +75,7 @@ class ProcessSet:
         """Return this process's engine for the set.
 
         Raises:
-            ValueError: The set is not registered, or this process is not in the set.
+            ValueError: if the set is not registered, or this process is not in the set.
         """
         if self.engine is not None:
             return self.engine

@@ -35,7 +35,7 @@ class Settings:
         """Read the settings from environment variables.
 
         Raises:
-            ValueError: A variable is not a number, is negative or is infinite.
+            ValueError: if a variable is not a number, is negative or is infinite.
         """
         disabled = _flag(environ, "HOROVOD_STALL_CHECK_DISABLE")
         return Settings(

@@ -47,7 +47,7 @@ class HorovodFinder(MetaPathFinder):
         """Return the spec of a Horovod module, or None for other modules.
 
         Raises:
-            ModuleNotFoundError: The Horovod module has no counterpart in `farandole.horovod`.
+            ModuleNotFoundError: if the Horovod module has no counterpart in `farandole.horovod`.
         """
         if fullname != "horovod" and not fullname.startswith("horovod."):
             return None

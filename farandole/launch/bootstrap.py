@@ -32,7 +32,7 @@ def open_store(placement: Placement, timeout_s: float) -> dist.Store:
     old keys are not visible.
 
     Raises:
-        LaunchError: If the ranks cannot rendezvous within `timeout_s` seconds.
+        LaunchError: if the ranks cannot rendezvous within `timeout_s` seconds.
     """
     if placement.size == 1:
         return dist.HashStore()
@@ -42,7 +42,7 @@ def open_store(placement: Placement, timeout_s: float) -> dist.Store:
 
 
 def wait_for_readers(store: dist.Store, placement: Placement) -> None:
-    """On rank 0, wait until the other ranks have finished reading the store, which may end with rank 0.
+    """On rank 0, wait until the other ranks have finished reading the store, because the store may end with rank 0.
 
     All ranks call this function.
     """

@@ -106,7 +106,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _pmi(environ: Mapping[str, str]) -> Placement | None:
-    """Read the rank and the size that every PMI provides; PMI does not describe hosts."""
+    """Read the rank and size, which every PMI implementation provides; PMI does not describe hosts."""
     if "PMI_RANK" in environ:
         advice = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
         rendezvous = master_address(environ, "PMI") or NoRendezvous(advice)

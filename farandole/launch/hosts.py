@@ -46,7 +46,7 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise LaunchError(f"--hostfile {path}: {error.strerror}") from error
+        raise LaunchError(f"cannot read --hostfile {path}: {error.strerror}; correct the path") from error
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].replace(" slots=", ":").replace(" ", "")
@@ -111,7 +111,7 @@ def _distinct(hosts: list[Host], source: str) -> list[Host]:
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """Launcher `node_rank` of `nodes`, one per host, and the address of the shared store.
+    """The number `node_rank` of this launcher among `nodes` launchers, one per host, and the address of the shared store.
 
     A job on one host has no address: its store is at a free port of the loopback interface.
     """
@@ -163,7 +163,7 @@ def find_interfaces(names: str | None) -> dict[str, str]:
     """Return the addresses of the named interfaces ("eth0,eth1"), or of all interfaces except the loopback.
 
     Raises:
-        LaunchError: If this host does not have one of the named interfaces.
+        LaunchError: if this host does not have one of the named interfaces.
     """
     with uncollected():  # loads torch
         from farandole.comm.interfaces import interface_addresses, is_loopback

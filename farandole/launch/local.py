@@ -59,7 +59,7 @@ def launch(
         cause is printed once on stderr.  Ctrl-C and SIGTERM are forwarded to the ranks; see `monitor`.
 
     Raises:
-        LaunchError: If the ranks cannot be started.
+        LaunchError: if the ranks cannot be started.
     """
     program = Program(target, arguments, "module" if module else "script", pin)
     return run_on_this_host(program, ranks, RendezvousConfig())
@@ -86,7 +86,9 @@ def run_on_this_host(
         try:
             os.makedirs(program.output, exist_ok=True)
         except OSError as error:
-            raise LaunchError(f"--output-filename {program.output}: {error.strerror}") from error
+            raise LaunchError(
+                f"cannot create --output-filename {program.output}: {error.strerror}; choose another folder"
+            ) from error
     if rendezvous.interfaces is not None:
         use_interfaces(find_interfaces(rendezvous.interfaces))
     prefix = "" if rendezvous.nodes == 1 else f"{name or socket.gethostname()}: "

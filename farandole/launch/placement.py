@@ -75,7 +75,7 @@ def read_placement(
     """Build a placement from the variables with the given names.
 
     Raises:
-        LaunchError: If `rank` or `size` is missing, a variable is not a number, or the numbers contradict each other.
+        LaunchError: if `rank` or `size` is missing, a variable is not a number, or the numbers contradict each other.
     """
     found = Placement(
         launcher,

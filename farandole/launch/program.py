@@ -59,7 +59,7 @@ def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
     """Return the kind and the words of a program, without `python` and its options `-u` and `-m`.
 
     Raises:
-        LaunchError: If `python` is not followed by a script or a module.
+        LaunchError: if `python` is not followed by a script or a module.
     """
     name = Path(words[0]).name
     if not PYTHON.fullmatch(name) or Path(words[0]).suffix == ".py":
@@ -91,7 +91,7 @@ def _check_script(path: Path, target: str) -> None:
         raise LaunchError(f"{target!r} is a folder, not a script{hint}")
     if not path.parent.is_dir():
         raise LaunchError(
-            f"there is no script {target!r}: folder {str(path.parent)!r} does not exist{see('there-is-no-script')}"
+            f"there is no script {target!r}: folder {str(path.parent)!r} does not exist; check the path{see('there-is-no-script')}"
         )
     siblings = {p.name: p for p in path.parent.glob("*.py")}
     nearest = difflib.get_close_matches(path.name, siblings, 1)

@@ -57,7 +57,7 @@ class RemoteShell:
             words += ["-i", str(self.identity)] if self.identity is not None else []
         elif self.port is not None or self.identity is not None:
             raise LaunchError(
-                f"--ssh-port and --ssh-identity-file require ssh, but the remote shell is {self.command!r}"
+                f"--ssh-port and --ssh-identity-file require ssh, but the remote shell is {self.command!r}; omit these options"
             )
         return [*words, host, *(shlex.quote(word) for word in command)]
 
@@ -82,7 +82,7 @@ def launch_on_hosts(
         The exit status of the host that failed first, or 0.
 
     Raises:
-        LaunchError: If the job cannot be started.
+        LaunchError: if the job cannot be started.
     """
     here = [is_this_host(host.name) for host in hosts]
     if here == [True]:

@@ -91,7 +91,7 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
         timeout_s: How long to wait for the other ranks, in seconds, in this call and in every collective.
 
     Raises:
-        LaunchError: If the launcher's variables contradict each other, or the ranks do not rendezvous in time.
+        LaunchError: if the launcher's variables contradict each other, or the ranks do not rendezvous in time.
     """
     placement = find_placement(os.environ)
     if dist.is_initialized():

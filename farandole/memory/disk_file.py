@@ -168,7 +168,9 @@ class DiskFile:
             os.preadv(self._descriptor, [aligned_buffer(ALIGNMENT).numpy().data], 0)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                raise OffloadError(f"cannot read {self.name} back: {self.why(error)}") from error
+                raise OffloadError(
+                    f"cannot read {self.name} back: {self.why(error)}; choose a folder on another disk"
+                ) from error
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
             return False
         return True

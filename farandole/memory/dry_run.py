@@ -341,11 +341,11 @@ class _AttentionFinder(TorchDispatchMode):
         try:
             return call(*args, **kwargs)
         finally:
-            mine = self.calls.pop()
-            if "fused" in mine or {"products", "softmax"} <= mine:
+            kinds = self.calls.pop()
+            if "fused" in kinds or {"products", "softmax"} <= kinds:
                 self.found.append(module)
             else:
-                self.calls[-1] |= mine & {"softmax"}  # the softmax may be a separate module
+                self.calls[-1] |= kinds & {"softmax"}  # the softmax may be a separate module
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -58,12 +58,12 @@ class Transfer:
         """Return whether the transfer has finished or failed."""
         return True
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Wait until the transfer has finished or failed."""
 
     def synchronize(self) -> None:
-        """Wait until the transfer is done.  Raise `OffloadError`, which names the record, if it failed."""
-        self.settle()
+        """Wait until the transfer is done.  If the transfer failed, raise `OffloadError`, which names the record."""
+        self.wait_until_done()
         if self.error is not None:
             raise self.error
 
@@ -111,7 +111,7 @@ class OffloadStore(ABC):
         """Start to fill the first bytes of `into` (1-D, uint8) from `record` when all transfers in `after` are done."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Block until all transfers have finished or failed."""
 
     @abstractmethod
@@ -163,14 +163,14 @@ class HostStore(OffloadStore):
         """Copy `record` to `into`, after the queued kernels of the current stream, which may still use this memory."""
         return self._copy(into, record.memory, into)
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Wait for the copies on all streams."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def close(self) -> None:
         """Wait for copies.  The memory is freed with the records."""
-        self.settle()
+        self.wait_until_done()
 
     def _copy(self, to: Tensor | None, source: Tensor | None, outside: Tensor) -> Transfer:
         assert to is not None and source is not None  # records of this store have memory
@@ -202,7 +202,7 @@ class _StreamTransfer(Transfer):
     def done(self) -> bool:
         return self._event.query()
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         self._event.synchronize()
 
     def wait(self) -> None:
@@ -238,7 +238,7 @@ class _DiskTransfer(Transfer):
     def done(self) -> bool:
         return self._finished.is_set()
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         self._finished.wait()
 
     def work(self) -> None:
@@ -246,7 +246,7 @@ class _DiskTransfer(Transfer):
         for before in self._after:
             if isinstance(before, _DiskTransfer):
                 before.work()  # in case no other thread runs this transfer
-            before.settle()
+            before.wait_until_done()
         move = self._move
         while True:
             try:
@@ -364,12 +364,12 @@ class DiskStore(OffloadStore):
         """Start reading `record` into `into`."""
         return self._start("reading", record, into, after)
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Block until all transfers have finished or failed."""
         with self._lock:
             moving = list(self._moving)
         for transfer in moving:
-            transfer.settle()
+            transfer.wait_until_done()
         with self._lock:
             self._moving = [transfer for transfer in self._moving if not transfer.done]
 
@@ -377,7 +377,7 @@ class DiskStore(OffloadStore):
         """Finish transfers and free the space.  Further calls have no effect."""
         self._closed = True
         if self._process == os.getpid():  # a forked process has no I/O threads
-            self.settle()
+            self.wait_until_done()
             self._threads.shutdown()
         self._file.close()
 

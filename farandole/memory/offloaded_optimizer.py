@@ -427,12 +427,14 @@ def _check_fits(what: str, places: _ShardLayout, shard: nn.Parameter, given: Sha
         if not isinstance(value, Tensor) or value.shape != shard.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"{what}: {name} has shape {found}, but the shard has shape {tuple(shard.shape)}"
+                f"{what}: expected {name} with the shard's shape {tuple(shard.shape)}, got {found}; load the state of "
+                "the same model"
             )
     for name, value in per_element.items():
         if value.dtype != places.state[name].dtype:
             raise ValueError(
-                f"{what}: {name} has dtype {value.dtype}, but the record stores {places.state[name].dtype}"
+                f"{what}: expected {name} in the record's dtype {places.state[name].dtype}, got {value.dtype}; load the "
+                "state of the same optimizer"
             )
 
 

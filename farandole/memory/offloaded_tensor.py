@@ -103,7 +103,7 @@ class OffloadedTensor:
     def drop(self) -> None:
         """Discard prefetched values."""
         if self._ahead is not None:
-            self._reading.settle()
+            self._reading.wait_until_done()
             self._ahead = None
 
     def shares_memory(self, device: torch.device) -> bool:

@@ -95,22 +95,22 @@ def apply_recompute(
     _wrap(model, {})
     if budget_bytes is not None:
         return _within_budget(model, saved, repeated, budget_bytes)
-    ways: dict[str, str] = {}
+    modes: dict[str, str] = {}
     if mode == "attention":
-        ways = {name: mode for name, _ in attention_modules(model, example, dtype)}
-        if not ways:
+        modes = {name: mode for name, _ in attention_modules(model, example, dtype)}
+        if not modes:
             raise ValueError(
                 "recompute='attention': no module of this model computes attention; use 'selective' or 'block'"
             )
     elif mode != "none":
-        ways = {name: mode for name, _ in blocks_of(model)}
+        modes = {name: mode for name, _ in blocks_of(model)}
     if example is None:
-        _wrap(model, ways)
-        return Recomputed(mode, ways)
+        _wrap(model, modes)
+        return Recomputed(mode, modes)
     before = saved().total
-    _wrap(model, ways)
+    _wrap(model, modes)
     flops = sum(repeated().values())
-    return Recomputed(mode, ways, before, saved().total, flops)
+    return Recomputed(mode, modes, before, saved().total, flops)
 
 
 def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None:
@@ -137,15 +137,15 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
         raise ValueError(f"expected budget_bytes of at least 0, got {budget_bytes}")
 
 
-def _wrap(model: nn.Module, ways: dict[str, str]) -> None:
+def _wrap(model: nn.Module, modes: dict[str, str]) -> None:
     for module in model.modules():
         unwrap_calls(module, RecomputeWrapper)
-    for name, way in ways.items():
-        wrap_calls(model.get_submodule(name), RecomputeWrapper(name, way))
+    for name, mode in modes.items():
+        wrap_calls(model.get_submodule(name), RecomputeWrapper(name, mode))
 
 
 class Option(NamedTuple):
-    """A way of recomputing a block, with the saved bytes and the repeated floating-point operations."""
+    """The effect of recomputing a block in one mode: the saved bytes and the repeated floating-point operations."""
 
     saved: int
     flops: int
@@ -165,18 +165,18 @@ def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple
         best: tuple[tuple[float, int], str, str] | None = None
         for name, options in blocks.items():
             now = options[chosen[name]] if name in chosen else Option(0, 0)
-            for way, option in options.items():
+            for mode, option in options.items():
                 saved, flops = option.saved - now.saved, option.flops - now.flops
                 if saved <= 0:
                     continue
                 worth = (saved / flops if flops > 0 else math.inf, saved)
                 if best is None or worth > best[0]:
-                    best = (worth, name, way)
+                    best = (worth, name, mode)
         if best is None:
             return
-        (_, more), name, way = best
+        (_, more), name, mode = best
         total += more
-        chosen = {**chosen, name: way}
+        chosen = {**chosen, name: mode}
         yield total, dict(chosen)
 
 
@@ -185,23 +185,23 @@ def _within_budget(
 ) -> Recomputed:
     before = saved()
     options: dict[str, dict[str, Option]] = {name: {} for name in before.blocks}
-    for way in ("selective", "block"):
-        _wrap(model, dict.fromkeys(before.blocks, way))
+    for mode in ("selective", "block"):
+        _wrap(model, dict.fromkeys(before.blocks, mode))
         flops = repeated()
         for name, kept in saved().blocks.items():
-            options[name][way] = Option(before.blocks[name] - kept, flops[name])
+            options[name][mode] = Option(before.blocks[name] - kept, flops[name])
 
     choices = [(0, {}), *cheapest_first(options)]
     # Memory shared by two blocks counts for one of them only, so the sum of the savings is an estimate.  The first
     # choice that could meet the budget and the following choices are therefore measured until one meets it.
-    promising = [ways for spared, ways in choices if before.total - spared <= budget_bytes]
+    promising = [modes for spared, modes in choices if before.total - spared <= budget_bytes]
     least = before.total
-    for ways in promising or [choices[-1][1]]:
-        _wrap(model, ways)
+    for modes in promising or [choices[-1][1]]:
+        _wrap(model, modes)
         again = sum(repeated().values())  # before `saved`, so that recomputations record where they can stop
         after = saved().total
         if after <= budget_bytes:
-            return Recomputed("auto", ways, before.total, after, again)
+            return Recomputed("auto", modes, before.total, after, again)
         least = min(least, after)
     _wrap(model, {})
     raise ValueError(

@@ -80,16 +80,16 @@ def measuring() -> bool:
 
 
 class RecomputeWrapper:
-    """Recomputes calls to a module in the backward pass, except for the products that `KEPT_PRODUCTS[way]` keeps.
+    """Recomputes calls to a module in the backward pass, except for the products that `KEPT_PRODUCTS[mode]` keeps.
 
     This class extends PyTorch's checkpointing.  Tensors in nested arguments are treated as saved tensors.  A
     recomputation starts from the buffers of the forward pass and does not change them again.  Products can be kept.  If
     a module changes its input, an error names the module.
     """
 
-    def __init__(self, name: str, way: str) -> None:
-        self.name, self.way = name, way
-        self._products = KEPT_PRODUCTS[way]
+    def __init__(self, name: str, mode: str) -> None:
+        self.name, self.mode = name, mode
+        self._products = KEPT_PRODUCTS[mode]
         self._needed: int | None = None
 
     def __call__(

@@ -131,7 +131,7 @@ class RecordStream:
         self._hand_out(slot, blank=True)
         slot.record = None  # until the buffer's transfers have ended
         try:
-            self._settle_one(slot.moving)
+            self._wait_for(slot.moving)
         except BaseException:
             slot.held = False
             raise
@@ -178,12 +178,12 @@ class RecordStream:
     def flush(self) -> None:
         """Wait until all records are written; raise the error of a failed write."""
         for transfer in self._writing.values():
-            self._settle_one(transfer)
+            self._wait_for(transfer)
         self._raise_failed()
 
     def close(self) -> None:
         """Wait for all transfers, and free the buffers and the store.  Further calls have no effect."""
-        self._settle()
+        self._wait_for_all()
         self._closed = True
         self._slots, self.records = [], []
         self.store.close()
@@ -199,7 +199,7 @@ class RecordStream:
                 work(record, content)
                 self.write(record)
         except BaseException:
-            self._settle()
+            self._wait_for_all()
             raise
 
     def _prefetch(self, order: list[int], position: int) -> None:
@@ -277,14 +277,14 @@ class RecordStream:
 
     def _wait(self, slot: _Slot) -> None:
         """Wait for the transfer of `slot`; raise its error or the error of an earlier write."""
-        self._settle_one(slot.moving)
+        self._wait_for(slot.moving)
         self._raise_failed()
         slot.moving.synchronize()
 
-    def _settle_one(self, transfer: Transfer) -> None:
+    def _wait_for(self, transfer: Transfer) -> None:
         if not transfer.done:
             started = time.perf_counter()
-            transfer.settle()
+            transfer.wait_until_done()
             self.waited_s += time.perf_counter() - started
 
     def _raise_failed(self) -> None:
@@ -293,10 +293,10 @@ class RecordStream:
             if transfer.error is not None:
                 raise transfer.error
 
-    def _settle(self) -> None:
+    def _wait_for_all(self) -> None:
         """Release all buffers, and wait for all transfers."""
         try:
-            self.store.settle()
+            self.store.wait_until_done()
         finally:  # after a second Ctrl-C, the next use of a slot waits for its last transfer
             for slot in self._slots:
                 slot.record, slot.held, slot.prefetched = None, False, False

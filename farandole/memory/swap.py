@@ -59,7 +59,7 @@ def swap_activations(
             and is deleted when the process ends.  While a model swaps to a disk, glibc maps large memory blocks one by
             one.
         threshold_bytes: the minimum size of swapped tensors.  Parameters and buffers are never swapped.
-        behind_bytes: the maximum number of bytes that wait to be written; while it is exceeded, the forward pass is
+        behind_bytes: the maximum number of bytes that wait to be written; above this number, the forward pass is
             blocked.
         ahead_bytes: the maximum number of prefetched bytes.
 
@@ -163,7 +163,7 @@ class _View:
 class Swap:
     """Swaps the activations of one model; as a context manager, calls `close` on exit.
 
-    Create it with `swap_activations`.  `written_bytes` and `read_bytes` count the bytes that were swapped out and in.
+    Create a swap with `swap_activations`.  `written_bytes` and `read_bytes` count the bytes that were swapped out and in.
     """
 
     def __init__(

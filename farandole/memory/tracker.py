@@ -75,7 +75,7 @@ def by_kind(count: Mapping[Kind, int]) -> str:
 class OutOfDeviceMemory(Documented, RuntimeError):
     """Raised when an allocation exceeds the memory of the device.
 
-    `requested` is the size in bytes if it is known, and `purpose` the intended use.  `in_use` contains the bytes of
+    `requested` is the size in bytes, if known, and `tag` describes the requested memory.  `in_use` contains the bytes of
     each kind before the allocation.  `place` names the block and the phase of the step.  `step` is the step number
     (None before the first step).
     """
@@ -87,22 +87,22 @@ class OutOfDeviceMemory(Documented, RuntimeError):
         limit: int,
         requested: int | None,
         in_use: dict[Kind, int],
-        purpose: str,
+        tag: str,
         place: str,
         step: int | None,
     ) -> None:
         self.limit, self.requested, self.in_use = limit, requested, in_use
-        self.purpose, self.place, self.step = purpose, place, step
+        self.tag, self.place, self.step = tag, place, step
         when = "before the first step" if step is None else f"in step {step}"
         more = "more" if requested is None else size(requested)
         held = by_kind(in_use) or "nothing"
         super().__init__(
-            f"out of device memory {when}{place}: {more} requested for {purpose}, but only "
+            f"out of device memory {when}{place}: {more} requested for {tag}, but only "
             f"{size(max(0, limit - sum(in_use.values())))} of {size(limit)} free; in use: {held}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.limit, self.requested, self.in_use, self.purpose, self.place, self.step)
+        return type(self), (self.limit, self.requested, self.in_use, self.tag, self.place, self.step)
 
 
 class DeviceMemory:
@@ -187,7 +187,7 @@ class DeviceMemory:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def _see(self, tensor: Tensor) -> None:
-        """Count the memory of `tensor` if it is new or its size has changed."""
+        """Count the memory of `tensor` if the memory is new or has a new size."""
         storage = tensor.untyped_storage()
         if storage.device.type != self.device.type:
             return

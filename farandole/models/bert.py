@@ -29,7 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farandole.models.layers import ACTIVATIONS, FeedForward, SelfAttention, position_embeddings
+from farandole.models.layers import (
+    ACTIVATIONS,
+    FeedForward,
+    SelfAttention,
+    check_context,
+    position_embeddings,
+)
 from farandole.models.loss import token_loss
 from farandole.models.meta import meta_device
 from farandole.models.sequence import SequenceInfo, Transformer
@@ -80,7 +86,9 @@ class BERTConfig:
         if min(*numbers, self.feed_forward) < 1:
             raise ValueError(f"expected sizes of at least 1, got {self}")
         if self.width % self.heads:
-            raise ValueError(f"width={self.width} is not a multiple of heads={self.heads}")
+            raise ValueError(
+                f"width={self.width} is not a multiple of heads={self.heads}; change one of them"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"expected dropout at least 0 and below 1, got {self.dropout}")
         if self.padding is not None and not 0 <= self.padding < self.vocabulary:
@@ -138,13 +146,7 @@ class BERTEmbedding(nn.Module):
     def forward(self, tokens: Tensor | tuple[Tensor, Tensor], info: SequenceInfo | None = None) -> Tensor:
         """Embed int64 tokens (batch, positions), or a pair of tokens and segments.  The default segment is 0."""
         tokens, segments = tokens if isinstance(tokens, tuple) else (tokens, None)
-        if info is not None and info.documents is not None and info.positions is None:
-            positions = self.positions.weight[: tokens.shape[1]]  # padding does not shift positions
-        else:
-            positions = position_embeddings(self.positions, tokens, info)
-        if tokens.shape[1] > self.positions.num_embeddings:
-            most = self.positions.num_embeddings
-            raise ValueError(f"expected at most {most} positions, the model's context, got {tokens.shape[1]}")
+        positions = position_embeddings(self.positions, tokens, info)
         segment = self.segments.weight[0] if segments is None else self.segments(segments)
         embedded: Tensor = self.dropout(self.norm(self.tokens(tokens) + positions + segment))
         return embedded
@@ -210,13 +212,24 @@ class BERT(Transformer):
     """A bidirectional transformer that masks padding tokens."""
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Mark padding as a separate document in `info`, if the configuration has a padding token."""
+        """Mark padding as a separate document in `info`, if the configuration has a padding token.
+
+        Such padding does not shift the positions of the other tokens.
+        """
         info = super().prepare(inputs, info)
-        padding = getattr(self[0], "padding", None)
-        if padding is None or info.documents is not None:
+        embedding = self[0]
+        if (
+            not isinstance(embedding, BERTEmbedding)
+            or embedding.padding is None
+            or info.documents is not None
+        ):
             return info
         tokens = inputs[0] if isinstance(inputs, tuple) else inputs
-        return replace(info, documents=(tokens == padding).int())
+        positions = info.positions
+        if positions is None:
+            check_context(tokens.shape[1], embedding.positions)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return replace(info, documents=(tokens == embedding.padding).int(), positions=positions)
 
 
 def bert(config: BERTConfig) -> BERT:

@@ -65,7 +65,9 @@ class GPTConfig:
         multiple = self.heads * (2 if self.positions == "rotary" else 1)
         if self.width % multiple:
             twice = "twice " if self.positions == "rotary" else ""
-            raise ValueError(f"width={self.width} is not a multiple of {twice}heads={self.heads}")
+            raise ValueError(
+                f"width={self.width} is not a multiple of {twice}heads={self.heads}; change one of them"
+            )
 
     @property
     def inner_width(self) -> int:

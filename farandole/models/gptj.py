@@ -38,7 +38,9 @@ class GPTJConfig:
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
-            raise ValueError(f"width={self.width} is not a multiple of heads={self.heads}")
+            raise ValueError(
+                f"width={self.width} is not a multiple of heads={self.heads}; change one of them"
+            )
 
     @property
     def inner_width(self) -> int:

@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         kv_heads = kv_heads or heads
         if heads % kv_heads:
-            raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}")
+            raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}; change one of them")
         self.head_width = head_width or width // heads
         self.group = heads // kv_heads
         self.causal, self.rotary, self.window = causal, rotary, window
@@ -280,14 +280,21 @@ def position_embeddings(table: nn.Embedding, tokens: Tensor, info: SequenceInfo 
     Raises:
         ValueError: if there are more positions than embeddings.
     """
-    count, most = tokens.shape[1], table.num_embeddings
+    count = tokens.shape[1]
     start = info.cache.length if info is not None and info.cache is not None else 0
-    if start + count > most and (info is None or (info.positions is None and info.documents is None)):
-        raise ValueError(f"expected at most {most} positions, the model's context, got {start + count}")
-    if info is None or (info.positions is None and info.documents is None and start == 0):
-        return table.weight[:count]
+    if info is None or (info.positions is None and info.documents is None):
+        check_context(start + count, table)
+        if info is None or start == 0:
+            return table.weight[:count]
     embedded: Tensor = table(info.positions_of(count, tokens.device))
     return embedded
+
+
+def check_context(count: int, table: nn.Embedding) -> None:
+    """Raise ValueError if there are more positions than position embeddings."""
+    most = table.num_embeddings
+    if count > most:
+        raise ValueError(f"expected at most {most} positions, the model's context, got {count}")
 
 
 class Head(nn.Module):

@@ -73,10 +73,14 @@ class LlamaConfig:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.head_width == 0:
             if self.width % self.heads:
-                raise ValueError(f"width={self.width} is not a multiple of heads={self.heads}")
+                raise ValueError(
+                    f"width={self.width} is not a multiple of heads={self.heads}; change one of them, or set head_width"
+                )
             object.__setattr__(self, "head_width", self.width // self.heads)
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+            raise ValueError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one of them"
+            )
         if self.rotary is None:
             object.__setattr__(self, "rotary", Rotary(self.head_width))
         if self.windows and len(self.windows) != self.layers:

@@ -10,6 +10,8 @@ Scalings extend a model to sequences that are longer than its training sequences
     dynamic   the base grows with the sequence length (NTK-aware scaling)
     yarn      low frequencies are divided by `factor`, high frequencies are kept (Peng et al., 2023, "YaRN")
     llama3    like yarn, with Llama 3.1's ramp
+    longrope  each frequency is divided by its own factor, with other factors for sequences that are longer than the
+              training sequences (Ding et al., 2024, "LongRoPE")
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.models.sequence import SequenceInfo
+
+SCALINGS = ("linear", "dynamic", "yarn", "llama3", "longrope")
 
 BASE = 10_000.0
 """The default base.  The slowest pair completes a rotation in about 2 pi times this number of positions."""
@@ -33,16 +38,18 @@ class Rotary:
 
     Args:
         width: the number of rotated values per head, even.
-        scaling: `linear`, `dynamic`, `yarn`, `llama3` or None.
+        scaling: one of `SCALINGS`, or None.
         factor: the factor by which the scaling extends the context.
         original: the maximum number of training positions before the extension.
         slow, fast: for `yarn`, the numbers of rotations over `original` positions (`beta_slow`, `beta_fast`).  For
             `llama3`, the factors for the lowest and highest frequencies.
         magnitude: the factor applied to sines and cosines.
         truncate: whether `yarn` rounds the ends of its ramp to whole pairs.
+        short_factors, long_factors: for `longrope`, a factor for each pair in sequences with at most `original`
+            positions, and in longer sequences.
 
     Raises:
-        ValueError: if the width is odd or the scaling is unknown.
+        ValueError: if the width is odd, the scaling is unknown, or the number of factors is wrong.
     """
 
     width: int
@@ -55,14 +62,27 @@ class Rotary:
     fast: float = 32.0
     magnitude: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.width % 2:
             raise ValueError(f"expected an even number of rotated values, got {self.width}")
-        if self.scaling not in (None, "linear", "dynamic", "yarn", "llama3"):
+        if self.scaling is not None and self.scaling not in SCALINGS:
             raise ValueError(
-                f"unknown scaling={self.scaling!r} for rotary positions; expected linear, dynamic, yarn or llama3"
+                f"unknown scaling={self.scaling!r} for rotary positions; expected one of {', '.join(SCALINGS)}"
             )
+        counts = (len(self.short_factors), len(self.long_factors))
+        if self.scaling == "longrope" and set(counts) != {self.width // 2}:
+            raise ValueError(
+                f"expected {self.width // 2} short factors and long factors for {self.width} rotated values, "
+                f"got {counts[0]} and {counts[1]}"
+            )
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Return whether the frequencies depend on the length of the sequences."""
+        return self.scaling in ("dynamic", "longrope")
 
     def __call__(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
         """Rotate `x`, of shape (batch, heads, positions, values).  The default positions are 0, 1, ..."""
@@ -87,7 +107,7 @@ class Rotary:
         """Return the frequencies, of shape (width / 2), in radians per position."""
         base, exponents = self.base, torch.arange(0, self.width, 2).float() / self.width
         if self.scaling == "dynamic":
-            length = max(int(positions.max()) + 1, self.original)
+            length = max(_length(positions), self.original)
             stretch = self.factor * length / self.original - (self.factor - 1)
             base *= stretch ** (self.width / (self.width - 2))
         frequencies = 1.0 / base**exponents
@@ -101,6 +121,9 @@ class Rotary:
             last = last + 0.001 if first == last else last
             ramp = ((torch.arange(self.width // 2).float() - first) / (last - first)).clamp(0, 1)
             return frequencies / self.factor * ramp + frequencies * (1 - ramp)
+        if self.scaling == "longrope":
+            is_long = _length(positions) > self.original
+            return frequencies / torch.tensor(self.long_factors if is_long else self.short_factors)
         if self.scaling == "llama3":
             rotations = self.original * frequencies / (2 * math.pi)
             kept = ((rotations - self.slow) / (self.fast - self.slow)).clamp(0, 1)
@@ -110,6 +133,11 @@ class Rotary:
     def _pair_with(self, rotations: float) -> float:
         """Return the (fractional) pair that completes `rotations` rotations over the original context."""
         return self.width * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
+
+
+def _length(positions: Tensor) -> int:
+    """Return the last position plus 1.  In a dry run, which has no values, positions count from 0."""
+    return positions.shape[-1] if isinstance(positions, FakeTensor) else int(positions.max()) + 1
 
 
 class _Rotate(torch.autograd.Function):

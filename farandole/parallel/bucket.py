@@ -195,9 +195,9 @@ class Bucket:
     def reduced(self) -> Tensor:
         """This rank's part of the result, flat, in memory; undefined before the first reduction of a step.
 
-        The memory is allocated at the first use and released by `clear`.  Until then other data can use the memory: at
-        the start, master weights that are being offloaded; in each step, activations, most of which are released
-        before gradients exist.
+        The memory is allocated at the first use and released by `clear`, so that other data can use the memory in
+        between: at the start, master weights that are being offloaded; in each step, activations, most of which are
+        released before gradients exist.
         """
         if self._reduced is None:
             with memory_tag("gradients", self.parameters):

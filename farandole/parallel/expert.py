@@ -77,22 +77,22 @@ class ExpertExchange:
         comm, (first, end) = self._comm, self._ranges[self._comm.rank]
         if isinstance(rows, FakeTensor):  # a dry run, in which all experts have the same load
             sizes = as_sizes(rows.new_empty(comm.size), len(rows))
-            arrived, other = _exchange(rows, sizes, sizes, comm, meanwhile)
-            return _exchange(products(arrived, counts[first:end]), sizes, sizes, comm)[0], other
+            arrived, other = exchange_rows(rows, sizes, sizes, comm, meanwhile)
+            return exchange_rows(products(arrived, counts[first:end]), sizes, sizes, comm)[0], other
         every = counts.new_empty((comm.size, self._experts))
         comm.all_gather(every, counts.contiguous())
         every = every.cpu()
         sent = [int(every[comm.rank, start:stop].sum()) for start, stop in self._ranges]
         own = every[:, first:end]  # (ranks, experts of this rank)
         received = own.sum(1).tolist()
-        arrived, other = _exchange(rows, sent, received, comm, meanwhile)
+        arrived, other = exchange_rows(rows, sent, received, comm, meanwhile)
         # from the order (rank, expert) to (expert, rank)
         numbers = torch.arange(end - first).repeat(comm.size).repeat_interleave(own.flatten())
         order = numbers.argsort(stable=True).to(rows.device)
         outputs = products(arrived.index_select(0, order), own.sum(0).to(rows.device))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        return _exchange(outputs.index_select(0, back), received, sent, comm)[0], other
+        return exchange_rows(outputs.index_select(0, back), received, sent, comm)[0], other
 
 
 class _Transfer:
@@ -123,7 +123,7 @@ class _Transfer:
         return arrived
 
 
-def _exchange(
+def exchange_rows(
     rows: Tensor, sent: list[int], received: list[int], comm: Communicator, meanwhile: Meanwhile | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the rows that this rank receives, and the result of `meanwhile`, which runs during the transfer.

@@ -59,12 +59,12 @@ class GlobalMean:
 
     def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> StepLoss:
         """Run forward and backward passes over micro-batches; see `Engine.forward_backward`."""
-        engine, mine = self._engine, list(batches)
-        passes = self._most(len(mine))
+        engine, own_batches = self._engine, list(batches)
+        passes = self._most(len(own_batches))
         sums, counts = [], []
         for number in range(passes):
             last = number == passes - 1
-            total, count = self._run(mine, number, loss, inputs)
+            total, count = self._run(own_batches, number, loss, inputs)
             if self.expected is None:
                 self.expected = self._estimate(count, passes)
             if total is None:
@@ -83,14 +83,14 @@ class GlobalMean:
 
     def evaluate(self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any]) -> float:
         """Evaluate over micro-batches; see `Engine.evaluate`."""
-        engine, mine = self._engine, list(batches)
+        engine, own_batches = self._engine, list(batches)
         modes = [(module, module.training) for module in engine.model.modules()]
         engine.model.eval()
         sums, counts = [], []
         try:
             with torch.no_grad():
-                for number in range(self._most(len(mine))):
-                    total, count = self._run(mine, number, metric, inputs)
+                for number in range(self._most(len(own_batches))):
+                    total, count = self._run(own_batches, number, metric, inputs)
                     if total is not None:
                         sums.append(total.double())
                         counts.append(count)

@@ -102,9 +102,9 @@ class GradientWatch:
     def locate(self, comm: Communicator, outputs: OutputWatch | None = None) -> OverflowReport:
         """Return the report of this step on all ranks.  This is a collective call."""
         block, output = (-2, 0) if outputs is None else outputs.found()
-        mine = torch.tensor([*self._kinds_here(), *self._kinds_averaged(), block, output], dtype=torch.int32)
-        seen = torch.empty(comm.size * len(mine), dtype=torch.int32)
-        comm.all_gather(seen, mine)
+        kinds = torch.tensor([*self._kinds_here(), *self._kinds_averaged(), block, output], dtype=torch.int32)
+        seen = torch.empty(comm.size * len(kinds), dtype=torch.int32)
+        comm.all_gather(seen, kinds)
         table = seen.view(comm.size, -1)
         count = len(self.names)
         by_rank = bool(table[:, :count].any())

@@ -87,7 +87,7 @@ class Workload:
         checkpoints: whether copies of weights and states are kept in host memory (`farandole train`).
         block_by_block: whether the model is created block by block, never in full (`parallelize` of a model on the meta
             device).
-        sent: the bytes that the rank sends in collectives of the model, which `trace` fills.
+        sent: the bytes that the rank sends in collectives of the model, filled by `trace`.
         mesh, layouts, rank: if ranks have different parts of a model, the mesh, the layouts, and the rank that has
             `model`.  By default, ranks differ only in their samples.
     """
@@ -161,7 +161,7 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 
 def _shortened(tensor: Tensor, ranks: int) -> Tensor:
-    """Return the positions of (batch, positions) that one of several ranks has."""
+    """Return one rank's share of the positions in a tensor (batch, positions)."""
     return tensor[:, : -(-tensor.shape[1] // ranks)] if ranks > 1 and tensor.dim() == 2 else tensor
 
 

@@ -155,7 +155,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """If the save fails, remove the partial checkpoint, and report its size and the last good checkpoint."""
+        """Return a context that removes the partial checkpoint if the save fails, and reports the last good checkpoint."""
         try:
             yield
         except CheckpointError as error:

@@ -50,6 +50,7 @@ class _Texts:
 
     def __init__(self, tokens: list[NDArray[np.int64]], labels: NDArray[np.int64], padding: int) -> None:
         self._tokens, self.labels, self._padding = tokens, labels, padding
+        self.lengths = np.array([len(row) for row in tokens], np.int64)
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -70,6 +71,8 @@ class TextClassification(Task):
     """Text classification with a BERT model.  The metric "accuracy" is the fraction of correctly classified texts."""
 
     unit = "texts"
+    train: _Texts
+    validation: _Texts
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         self._config, folder = config, folder_of(config)
@@ -87,12 +90,13 @@ class TextClassification(Task):
         self.classes = sorted(set(names), key=lambda name: (isinstance(name, str), name))
         if len(self.classes) < 2:
             raise DataError(
-                f"data.path={config.data.path}: expected two or more classes, found {len(self.classes)}"
+                f"data.path={config.data.path}: expected two or more classes, found {len(self.classes)}; select the "
+                "field of the class with data.label="
             )
         try:
             tokenizer = load_tokenizer(folder / "tokenizer.json")
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from None
+            raise DataError(f"{folder / 'tokenizer.json'} is damaged: {error}; restore the file") from None
         context = min(config.model.context, origin.config.context)
         tokenizer.enable_truncation(context)
         tokenizer.no_padding()
@@ -105,7 +109,7 @@ class TextClassification(Task):
         if largest >= origin.config.vocabulary:
             raise DataError(
                 f"{folder / 'tokenizer.json'} contains token {largest}, but the model's vocabulary has "
-                f"only {origin.config.vocabulary} tokens"
+                f"only {origin.config.vocabulary} tokens; use the model's tokenizer"
             )
         numbers = {name: number for number, name in enumerate(self.classes)}
         labels = np.array([numbers[name] for name in names], np.int64)
@@ -117,6 +121,11 @@ class TextClassification(Task):
             for part in (order[:held_out], order[held_out:])
         )
         self.build(config)  # rejects a damaged folder
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the numbers of tokens in the texts."""
+        return self.train.lengths
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model of the folder with a classifier."""
@@ -154,19 +163,25 @@ class ImageClassification(ImagesTask):
         sizes = describe_folder(config, ("vit",)).config
         if sizes.height != sizes.image_width or sizes.channels != 3:
             raise ConfigError(
-                f"model={config.model.folder} needs images with {sizes.height} x {sizes.image_width} "
-                f"pixels and {sizes.channels} "
-                f"channels, but task='classify' supports only square images with 3 channels"
+                f"model={config.model.folder} needs images with {sizes.height} x {sizes.image_width} pixels and "
+                f"{sizes.channels} channels, but task='classify' supports only square images with 3 channels; use "
+                "another model"
             )
         super().__init__(
             config.model_copy(update={"images": config.images.model_copy(update={"size": sizes.height})})
         )
+        self._positions: int = sizes.positions
         file = folder_of(config) / "preprocessor_config.json"
         if file.is_file():
             found = json.loads(file.read_text())
             self.mean = tuple(found.get("image_mean") or self.mean)
             self.deviation = tuple(found.get("image_std") or self.deviation)
         self.build(config)  # rejects a damaged folder
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the number of positions of all images."""
+        return np.array([self._positions])
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model of the folder with a classifier."""

@@ -346,7 +346,7 @@ def _overridden(values: dict[str, Any], overrides: list[str]) -> TrainConfig:
     named = [key for key in (o.partition("=")[0].strip() for o in overrides) if key in sizes]
     if config.model.folder and named:
         raise ConfigError(
-            f"{named[0]} cannot be set with model={config.model.folder}: the folder determines the model's sizes"
+            f"{named[0]} cannot be set with model={config.model.folder}, because the folder determines the model's sizes; omit this key"
         )
     return config
 
@@ -408,7 +408,7 @@ def _read(source: str) -> dict[str, Any]:
         hint = "" if path.suffix == ".toml" else f"; to train on this text use data.path={source}"
         raise ConfigError(f"{source} is not valid TOML: {error}{hint}") from None
     except OSError as error:
-        raise ConfigError(f"cannot read {source}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {source}: {error.strerror}; check the file") from None
 
 
 def _with_preset(values: dict[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretraine
         raise ConfigError(f"model={config.model.folder}: {error}") from None
     if origin.architecture.name not in families:
         raise ConfigError(
-            f"model={config.model.folder} is a {origin.architecture.name}, but task={config.task!r} "
-            f"supports only {', '.join(families)}"
+            f"model={config.model.folder} is a {origin.architecture.name} model, but task={config.task!r} supports only "
+            f"{', '.join(families)}; choose another model or task"
         )
     return origin
 

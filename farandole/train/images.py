@@ -63,7 +63,9 @@ class _Folder:
             with Image.open(self._files[number]) as image:
                 return _square(image.convert("RGB"), size)
         except (OSError, UnidentifiedImageError) as error:
-            raise DataError(f"cannot read image {self._files[number]}: {error}") from error
+            raise DataError(
+                f"cannot read image {self._files[number]}: {error}; restore or remove the file"
+            ) from error
 
 
 class _Arrays:

@@ -38,7 +38,7 @@ _REFUSED_FRACTION = 0.9
 def workload_of(config: TrainConfig, ranks: int) -> Workload:
     """Return one rank's share of a step.  Raises `ConfigError` for tasks that cannot be estimated."""
     if config.task not in ("text", "sft"):
-        raise ConfigError(f"task={config.task!r}: the planner estimates task='text' and 'sft' only")
+        raise ConfigError(f"task={config.task!r}: the planner supports only task='text' and task='sft'")
     count, samples = config.micro_batches(ranks)
     if config.model.folder:
         describe_folder(config, decoders())

@@ -17,7 +17,7 @@ from farandole.train.config import TrainConfig
 from farandole.train.metrics import MetricsWriter
 from farandole.train.precision import PrecisionChoice
 from farandole.train.progress import Progress, ProgressLine, minutes
-from farandole.train.speed import flops_per_token, peak_memory
+from farandole.train.speed import peak_memory
 from farandole.train.trainer import StepResult, Trainer
 
 _RECENT = 20
@@ -48,11 +48,11 @@ class Observer:
         self._runtime = runtime
         self._choice = choice
         self._limit = limit
-        self._flops = flops_per_token(trainer.model, trainer.task.units_per_sample) if limit else 0
+        self._flops = trainer.flops if limit else None
         self._resumed = trainer.step_number or None
         self._earlier_s = self._saved_s = earlier_s
         self._started = time.monotonic()
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._recent: deque[tuple[float, StepResult]] = deque(maxlen=_RECENT)
         self._active = runtime.rank == 0
         self._ranks = counted(runtime.size, "rank")
         self._line = ProgressLine()
@@ -86,10 +86,10 @@ class Observer:
         """Print and record a step that took `seconds`."""
         if self._metrics is None:
             return
-        self._recent.append((seconds, result.waited_s))
+        self._recent.append((seconds, result))
         step, total = self._trainer.step_number, sum(s for s, _ in self._recent)
         speed = len(self._recent) * self._config.batch * self._task.units_per_sample / total
-        waiting = sum(w for _, w in self._recent) / total
+        waiting = sum(recent.waited_s for _, recent in self._recent) / total
         self._metrics.write(
             step,
             {
@@ -101,8 +101,8 @@ class Observer:
                 "memory_bytes": peak_memory(self._trainer.device),
                 "elapsed_s": self.elapsed_s,
             }
-            | ({"model_flops_utilization": speed * self._flops / self._limit} if self._flops else {})
             | _router_metrics(result)
+            | self._utilization(total)
             | ({"loss_scale": self._trainer.scaler.scale} if self._trainer.scaler.enabled else {}),
             {"overflow": str(result.overflow)} if result.skipped else None,
         )
@@ -115,6 +115,17 @@ class Observer:
             self._line.show(
                 Progress(step, self._config.steps, result.loss, speed, left_s, waiting, self._task.unit)
             )
+
+    def _utilization(self, seconds: float) -> dict[str, float]:
+        """Return the model FLOP/s utilization in the recent steps, which took `seconds`."""
+        if self._flops is None:
+            return {}
+        samples = len(self._recent) * self._config.batch
+        targets = sum(recent.count for _, recent in self._recent)
+        return {
+            "model_flops_utilization": self._flops.of(self._task.lengths, samples, targets)
+            / (seconds * self._limit)
+        }
 
     def evaluated(self, found: Mapping[str, float]) -> None:
         """Print and record the current step's validation loss and other metrics."""
@@ -196,7 +207,7 @@ def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
         yield f"activations of {size(THRESHOLD_BYTES)} or more are swapped to {where}"
     kind, _, folder = plan.offload.partition(":")
     for update in trainer.engine.offloaded:
-        mine = update.state.budget()
+        budget = update.state.budget()
         if kind != "disk":
             yield f"optimizer states in {update.state.stream.access}"
             continue
@@ -205,4 +216,4 @@ def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
         except OffloadError as error:  # the states may fill the disk
             yield f"optimizer states on the disk of {folder}; cannot measure its speed: {error}"
             continue
-        yield f"optimizer states on the disk: {Budget(mine.read_bytes * ranks, mine.written_bytes * ranks, bandwidth)}"
+        yield f"optimizer states on the disk: {Budget(budget.read_bytes * ranks, budget.written_bytes * ranks, bandwidth)}"

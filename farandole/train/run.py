@@ -20,7 +20,7 @@ from farandole.train.folders import save_model
 from farandole.train.observer import Observer
 from farandole.train.precision import PrecisionChoice, choose_precision
 from farandole.train.run_folder import RunLock, read_metadata
-from farandole.train.speed import flops_per_token, measured_flops
+from farandole.train.speed import measured_flops
 from farandole.train.start import task_config
 from farandole.train.tasks import make_task
 from farandole.train.trainer import Trainer
@@ -48,7 +48,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
         # Create the writer after loading, so that a damaged checkpoint does not cause later ones to be moved.
         writer = CheckpointWriter(run, task.files(), config.checkpoint.keep, runtime.comm, resumed_step)
         limit = 0.0
-        if flops_per_token(trainer.model, 1):
+        if trainer.flops is not None:
             limit = measured_flops(choice.name, runtime.device, runtime.comm)
         with Observer(config, run, trainer, choice, runtime, earlier_s, limit) as observer:
             runtime.comm.barrier()  # exclude the wait for rank 0's first output from the timing

@@ -196,9 +196,13 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         return Metadata(**json.loads((folder / METADATA).read_text()))
     except OSError as error:
-        raise CheckpointError(f"{folder} is not a checkpoint: {METADATA}: {error.strerror}") from None
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: cannot read {METADATA} ({error.strerror}); choose a folder RUN/checkpoints/step-N"
+        ) from None
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder}: {METADATA} is damaged: {error}{see('is-damaged')}") from None
+        raise CheckpointError(
+            f"checkpoint {folder}: {METADATA} is damaged: {error}; use another checkpoint{see('is-damaged')}"
+        ) from None
 
 
 def checkpoints(run: Path) -> list[Path]:

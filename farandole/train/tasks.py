@@ -70,6 +70,11 @@ class Task:
     def __init__(self, config: TrainConfig) -> None:
         """Create the task for this configuration."""
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the numbers of positions of a transformer's samples, for the model FLOP/s utilization."""
+        return np.array([self.units_per_sample])
+
     def build(self, config: TrainConfig) -> nn.Module:
         """Create the model.  The caller has seeded torch's random generator."""
         raise NotImplementedError
@@ -125,7 +130,9 @@ def make_task(config: TrainConfig, progress: Progress = lambda what, share: None
         )
     for part in ("train", "validation"):
         if not len(getattr(task, part)):
-            raise ConfigError(f"task={name!r}: {part} has no samples")
+            raise ConfigError(
+                f"task={name!r}: expected at least one sample in {part}, found none; provide more data"
+            )
     return task
 
 
@@ -151,7 +158,8 @@ def _find_task(name: str) -> Callable[..., Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the error occurred inside the module
         raise ConfigError(
-            f"task={name!r}: there is no module {error.name} in {Path.cwd()} or on PYTHONPATH"
+            f"task={name!r}: there is no module {error.name} in {Path.cwd()} or on PYTHONPATH; add its folder to "
+            "PYTHONPATH, or correct the name"
         ) from None
     found = getattr(module, attribute, None)
     if not callable(found):

@@ -48,7 +48,8 @@ def open_text(
         found = token_text(read_tokenizer_config(folder), "eos_token")
         if found is None:
             raise ConfigError(
-                f"model={config.model.folder}: tokenizer_config.json has no eos_token, which must mark the end of documents"
+                f"model={config.model.folder}: tokenizer_config.json has no eos_token; add this token, which marks the end "
+                "of documents"
             )
         end = found
     return prepare_text(
@@ -148,12 +149,15 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
     try:
         tokenizer = load_tokenizer(checkpoint / TOKENIZER)
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}{see('is-damaged')}") from None
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is damaged: {error}; use another checkpoint{see('is-damaged')}"
+        ) from None
     expected = dict(model.named_parameters())
     if weights.keys() != expected.keys():
         odd = sorted(weights.keys() ^ expected.keys())
         raise CheckpointError(
-            f"checkpoint {checkpoint} does not match its configuration: missing or unexpected {', '.join(odd[:5])}"
+            f"checkpoint {checkpoint} does not match its configuration: missing or unexpected tensors "
+            f"{', '.join(odd[:5])}; use another checkpoint"
         )
     for name, parameter in expected.items():
         parameter.data.copy_(weights[name])

@@ -28,6 +28,7 @@ from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
 from farandole.plan import PlanError, Precision
 from farandole.train.config import ConfigError, TrainConfig, plan_config_error
+from farandole.train.flops import count_flops
 from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from farandole.train.tasks import Mean, Samples, Task, checked_mean
 from farandole.train.weights import load_initial_weights
@@ -39,14 +40,16 @@ class StepResult:
 
     Args:
         loss: the mean loss over the whole batch.
+        count: the batch's total count, such as the number of targets.
         gradient_norm: the global gradient norm before clipping.
         waited_s: the time spent waiting for other ranks, in seconds, averaged over ranks.
         stop: whether any rank was asked to stop.
-        overflow: the fp16 overflow because of which the step was skipped, if any.
+        overflow: the fp16 overflow that caused the step to be skipped, or None.
         loads: the loads of the routers of mixtures of experts, by name.
     """
 
     loss: float
+    count: float
     gradient_norm: float
     learning_rate: float
     waited_s: float
@@ -95,6 +98,7 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         try:
             plan = config.plan.plan(precision)
+            self.flops = count_flops(self.model, plan.lora)  # while the model is complete
             with _captured_logs() as records, torch.device(device):  # read the weights to this device
                 self.engine = parallelize(
                     self.model,
@@ -143,8 +147,8 @@ class Trainer:
 
         result = self.engine.forward_backward(batches, loss, self.task.inputs)
         norm = self.engine.gradient_norm()
-        mine = float(sum(float(count) for count in counts)) * mesh.has_own_loss(self._comm.rank)
-        count, waited, stops = self._sums(mine, self.engine.waited_s, float(stop))
+        own = float(sum(float(count) for count in counts)) * mesh.has_own_loss(self._comm.rank)
+        count, waited, stops = self._sums(own, self.engine.waited_s, float(stop))
         self.engine.waited_s = 0.0
         if not count > 0:
             raise ConfigError(
@@ -167,7 +171,9 @@ class Trainer:
         self.optimizer.step()  # does nothing if fp16 gradients overflowed
         loads = take_loads(self.model, self._comm.all_reduce)
         self.step_number += 1
-        return StepResult(mean, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow, loads)
+        return StepResult(
+            mean, count, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow, loads
+        )
 
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss and the task's metrics, the same on all ranks."""
@@ -175,7 +181,7 @@ class Trainer:
         wanted = min(self.config.evaluate.samples, available)
         chosen = np.arange(wanted) * available // wanted
         mesh = self.engine.mesh
-        mine = chosen[mesh.replica_of(self._comm.rank) :: mesh.replicas]
+        own = chosen[mesh.replica_of(self._comm.rank) :: mesh.replicas]
         sums: dict[str, list[float]] = {}
 
         def loss(output: Any, batch: Any) -> Mean:
@@ -185,7 +191,7 @@ class Trainer:
                     both[index] += float(value)
             return checked_mean(self.config, self.task.loss(output, batch))
 
-        batches = self._batches(self.task.validation, mine, np.zeros_like(mine))
+        batches = self._batches(self.task.validation, own, np.zeros_like(own))
         found = {"loss": self.engine.evaluate(batches, loss, self.task.inputs)}
         names: set[str] = set().union(*self._comm.all_gather_object(list(sums)))
         for name in sorted(names):  # a rank without samples has no metrics

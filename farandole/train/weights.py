@@ -23,12 +23,15 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {file.parent} is damaged: {error}{see('is-damaged')}") from None
+        raise CheckpointError(
+            f"checkpoint {file.parent} is damaged: {error}; use another checkpoint{see('is-damaged')}"
+        ) from None
     paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
     if paths:
         if not (file.parent / METADATA).is_file():
             raise CheckpointError(
-                f"{file} contains LoRA adapters, but {METADATA}, which contains their scaling, is missing"
+                f"{file} contains LoRA adapters, but {METADATA}, which contains their scaling, is missing; restore "
+                "this file"
             )
         lora = saved_config(read_metadata(file.parent).config).plan.lora()
         assert lora is not None
@@ -63,7 +66,8 @@ def load_initial_weights(model: nn.Module, config: TrainConfig) -> None:
     parameters = {name for name, _ in model.named_parameters()}
     if odd := sorted((saved.keys() - expected.keys()) | (parameters - saved.keys())):
         raise ConfigError(
-            f"weights={config.weights}: {file} belongs to another model: missing or unexpected tensors {', '.join(odd[:5])}{see('belongs-to-another-model')}"
+            f"weights={config.weights}: {file} belongs to another model: missing or unexpected tensors "
+            f"{', '.join(odd[:5])}; use the [model] section of the run that saved the weights{see('belongs-to-another-model')}"
         )
     for name, tensor in saved.items():
         expected[name].copy_(tensor)

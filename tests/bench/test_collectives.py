@@ -44,7 +44,7 @@ def _run(rank: int, size: int, setup: CollectivesSetup) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_operation_is_right_and_its_figures_add_up(ranks, tmp_path, size):
+def test_every_operation_is_correct_and_its_figures_are_consistent(ranks, tmp_path, size):
     path, picture = tmp_path / "figures.json", tmp_path / "figures.png"
     ranks(size).run(_run, _changed(json=str(path), picture=str(picture)))
     result = json.loads(path.read_text())
@@ -90,7 +90,7 @@ def test_overlap(ranks, tmp_path):
         assert row["overlap"] == pytest.approx(max(0.0, shown))
 
 
-def test_what_is_hidden():
+def test_percentage_of_hidden_communication():
     assert hidden(overall=100, compute=100, pure=100) == 100
     assert hidden(overall=150, compute=100, pure=100) == 50
     assert hidden(overall=250, compute=100, pure=100) == 0
@@ -160,7 +160,7 @@ def test_errors_are_counted():
     assert count_errors(wanted, wanted, 2) == 0
 
 
-def test_columns_are_those_of_osu():
+def test_columns_match_osu():
     setup = _changed(full=True)
     head = Table(OPERATIONS["all_reduce"], setup).head(setup, 2).splitlines()[1]
     names = [name.strip() for name in head.split("  ") if name.strip()]
@@ -170,7 +170,7 @@ def test_columns_are_those_of_osu():
     ]
 
 
-def test_iterations_are_those_of_osu():
+def test_iterations_match_osu():
     setup = CollectivesSetup()
     assert setup.counts(OPERATIONS["all_reduce"], 8 << 10) == (1000, 100)
     assert setup.counts(OPERATIONS["all_reduce"], 16 << 10) == (100, 10)
@@ -221,7 +221,7 @@ def test_sizes():
         ({"max": 1 << 50}, r"--max 1.0 PiB: all_reduce needs .* this host has only .*; use --max \w+"),
     ],
 )
-def test_what_cannot_be_done_is_refused(change, message):
+def test_unsupported_options_are_refused(change, message):
     setup = _changed(**{"operations": ("all_reduce",), "backends": (), **change})
     with pytest.raises(BenchError, match=message):
         setup.check(2), choose(setup, 2, "torchrun"), setup.check_memory(2, 2, 1)
@@ -232,7 +232,7 @@ def test_messages_need_two_ranks():
         _changed(operations=("latency",)).check(1)
 
 
-def test_a_size_that_fits_is_one_that_is_accepted():
+def test_the_suggested_size_is_accepted():
     setup = _changed(operations=("all_gather",), max=1 << 50)
     with pytest.raises(BenchError) as refused:
         setup.check_memory(4, 4, 3)
@@ -256,7 +256,7 @@ def test_the_command_starts_ranks(tmp_path):
     assert all(line[2] == "Pass" and line[-1] == "farandole" for line in lines)
 
 
-def test_under_torchrun_one_rank_speaks(tmp_path):
+def test_under_torchrun_one_rank_prints(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port()), "-m", "--", *COMMAND[2:], "--backend", "gloo"]
     assert _command(torchrun, tmp_path).count("among 2 ranks") == 1
@@ -266,7 +266,7 @@ def test_under_torchrun_one_rank_speaks(tmp_path):
     shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") is None,
     reason="needs mpi4py and mpiexec",
 )
-def test_mpi_takes_part_where_it_is_installed(tmp_path):
+def test_mpi_is_measured_if_installed(tmp_path):
     pytest.importorskip("mpi4py")
     operations = [word for name in OPERATIONS for word in ("--op", name)]
     out = _command([*COMMAND, *operations, "--ranks", "2", "-c", "--backend", OVER_MPI[0]], tmp_path)

@@ -36,14 +36,14 @@ np.testing.assert_allclose(theirs(images, training=False), logits, rtol=1e-4)
 
 
 @needs_tensorflow
-def test_the_networks_are_those_of_pytorch(tmp_path):
+def test_the_networks_match_pytorch(tmp_path):
     status, _, err = finish(start(["env", sys.executable, write(tmp_path, SAME)]), LIMIT_S)
     assert status == 0, err
 
 
 @needs_tensorflow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_it_measures(tmp_path, implementation):
+def test_the_report_contains_throughput(tmp_path, implementation):
     path = tmp_path / "figures.json"
     command = (
         f"bench training --framework tensorflow --model tiny --image-size 32 --micro-batch 4 --implementation {implementation} "

@@ -30,7 +30,7 @@ def _report(rank: int, size: int, setup: TrainingSetup) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_report_adds_up(ranks, tmp_path, size):
+def test_the_report_is_consistent(ranks, tmp_path, size):
     path = tmp_path / "figures.json"
     ranks(size).run(_report, TrainingSetup(**{**vars(TINY), "efficiency": True, "json": str(path)}))
     result = json.loads(path.read_text())
@@ -117,13 +117,13 @@ def test_half_precision_is_for_fp32_only(ranks):
         ({"json": "/no/such/folder/x.json"}, "folder /no/such/folder does not exist"),
     ],
 )
-def test_what_cannot_be_done_is_refused(change, message):
+def test_unsupported_options_are_refused(change, message):
     setup = TrainingSetup(**{**vars(TINY), **change})
     with pytest.raises(BenchError, match=message):
         setup.check(), PyTorch().check(setup)
 
 
-def test_horovod_is_refused_where_it_is_missing(monkeypatch):
+def test_missing_horovod_is_refused(monkeypatch):
     monkeypatch.setattr("farandole.bench.torch_training.HOROVOD", "farandole.nowhere.torch")
     with pytest.raises(BenchError, match="needs farandole.nowhere.torch, .*; use farandole, ddp, ddp-gloo"):
         PyTorch().check(TrainingSetup(**{**vars(TINY), "implementation": "horovod"}))
@@ -135,7 +135,7 @@ COMMAND = [
 ]
 
 
-def test_the_command_launches_ranks_and_says_the_familiar_lines(tmp_path):
+def test_the_command_launches_ranks_and_prints_horovods_lines(tmp_path):
     status, out, err = run_command([*COMMAND, "--ranks", "2"], tmp_path)
     assert status == 0, err
     kinds = [line.split(":")[0] for line in out.splitlines()]
@@ -145,7 +145,7 @@ def test_the_command_launches_ranks_and_says_the_familiar_lines(tmp_path):
     ]
 
 
-def test_under_another_launcher_one_rank_speaks(tmp_path: Path):
+def test_under_another_launcher_one_rank_prints(tmp_path: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port()), *COMMAND[1:]]
     status, out, err = run_command(torchrun, tmp_path)

@@ -23,7 +23,7 @@ def _tune(rank: int, size: int, setup: TuneSetup) -> None:
     run(setup)
 
 
-def test_a_table_is_made_and_can_be_used(ranks, tmp_path):
+def test_a_table_is_written_and_can_be_used(ranks, tmp_path):
     path = str(tmp_path / "tuned.json")
     ranks(3).run(_tune, TuneSetup(**QUICK, output=path, link="a host"))
     (link,) = Table.read(path).links
@@ -64,7 +64,7 @@ def test_the_report_predicts_from_other_numbers_of_hosts():
         ({"output": "/no/such/t.json"}, "--output /no/such/t.json: folder /no/such does not exist"),
     ],
 )
-def test_what_cannot_be_done_is_refused(change, message):
+def test_invalid_options_are_refused(change, message):
     with pytest.raises(BenchError, match=message):
         TuneSetup(**{**QUICK, **change}).check()
 

@@ -12,7 +12,7 @@ def invoke(*arguments: str):
     return CliRunner().invoke(app, ["bench", *arguments], prog_name="farandole")
 
 
-def test_help_teaches():
+def test_help_shows_examples():
     assert "training" in invoke("--help").output
     result = invoke("training", "--help")
     assert result.exit_code == 0
@@ -46,4 +46,4 @@ def test_under_another_launcher_one_rank_refuses_for_all(monkeypatch, rank):
         monkeypatch.setenv(name, str(value))
     result = invoke("training", "--ranks", "3")
     assert result.exit_code == 2
-    assert ("started 2; omit --ranks" in result.output) == (rank == 0)
+    assert ("a rank of a job of size 2 (" in result.output) == (rank == 0)

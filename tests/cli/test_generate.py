@@ -48,7 +48,7 @@ def test_a_checkpoint_a_run_or_a_folder_of_runs(checkpoint: Path, up: int) -> No
     assert result.stderr == (f"from {checkpoint}\n" if up else "")
 
 
-def test_what_is_not_there_is_named(checkpoint: Path, tmp_path: Path) -> None:
+def test_missing_checkpoints_are_named(checkpoint: Path, tmp_path: Path) -> None:
     assert "nowhere does not exist: expected a checkpoint" in _generate(str(tmp_path / "nowhere")).output
     assert f"did you mean {tmp_path / 'run'}?" in _generate(str(tmp_path / "rum")).output
     assert "tokenizer.json is not a folder" in _generate(str(checkpoint / "tokenizer.json")).output

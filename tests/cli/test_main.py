@@ -20,7 +20,7 @@ def invoke(*arguments: str):
     return CliRunner().invoke(app, list(arguments), prog_name="farandole")
 
 
-def test_help_teaches():
+def test_help_shows_examples():
     result = invoke("--help")
     assert result.exit_code == 0
     assert "farandole launch --ranks 4 script.py" in result.output
@@ -92,13 +92,13 @@ def test_every_command_shows_an_example(command):
         (["launch", "--nics", "eth99", "-m", "json.tool"], "--network-interface eth99: this host"),
     ],
 )
-def test_mistakes_get_the_nearest_thing(arguments, message):
+def test_mistakes_are_reported_with_the_nearest_name(arguments, message):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert message in result.output
 
 
-def test_without_a_command_it_helps():
+def test_help_is_shown_without_a_command():
     assert "Usage: farandole" in invoke().output
 
 
@@ -138,7 +138,7 @@ def test_as_a_module():
     assert run.stdout == f"farandole {farandole.__version__}\n"
 
 
-def test_info_finds_launchers_beside_the_interpreter(tmp_path):
+def test_info_finds_launchers_next_to_the_interpreter(tmp_path):
     """In an environment that is not activated, nothing of it is on the path."""
     bare = {**os.environ, "PATH": str(tmp_path)}
     told = subprocess.run(

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from farandole.bench import planning
 from farandole.bench.machine import Speeds
 from farandole.cli.main import app
+from tests.models.hf.folders import SCALED, config_folder
 
 MIB = 1 << 20
 
@@ -28,7 +29,7 @@ def _plan(*words: str) -> Result:
     return CliRunner().invoke(app, ["plan", *words], prog_name="farandole")
 
 
-def test_help_teaches() -> None:
+def test_help_shows_examples() -> None:
     result = _plan("--help")
     assert result.exit_code == 0
     assert "farandole plan gpt2-small -n 8 --memory 16GiB --picture plans.png" in result.output
@@ -49,7 +50,7 @@ def test_help_teaches() -> None:
         (("tiny", "--picure", "x.png"), "unknown option --picure; did you mean --picture?"),
     ],
 )
-def test_mistakes_are_answered(words: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported(words: tuple[str, ...], message: str) -> None:
     result = _plan(*words)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
@@ -66,13 +67,13 @@ def test_every_plan_has_an_outcome_and_a_bar(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_does_not_fit_says_how_much_more_it_needs() -> None:
+def test_plans_that_do_not_fit_state_the_missing_memory() -> None:
     result = _plan("tiny", "--memory", "100MiB", "--zero", "0", "--recompute", "none", "--offload", "none")
     assert result.exit_code == 1
     assert "does not fit (needs" in result.output
 
 
-def test_accelerators_need_not_be_here() -> None:
+def test_plans_for_accelerators_on_another_machine() -> None:
     given = ("--memory", "80GiB", "--flops", "300T", "--bandwidth", "12G", "--offload", "host")
     result = _plan("tiny", "-n", "4", "--accelerators", *given, "--zero", "3", "--recompute", "block")
     assert result.exit_code == 0, result.output
@@ -86,7 +87,7 @@ def test_overrides_choose_plans() -> None:
     assert result.exit_code == 0 and len(lines) == 2
 
 
-def test_a_disk_is_offered_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_disk_is_suggested_if_no_other_plan_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     result = _plan("tiny", "--memory", "100MiB", "--zero", "0", "--recompute", "none")
     assert "disk:." in result.output
@@ -134,13 +135,13 @@ def test_every_choice_is_a_plan(tmp_path: Path) -> None:
     assert "the largest peak, with up to 256.0 MiB of activations" in result.output
 
 
-def test_what_excludes_each_other_is_no_plan() -> None:
+def test_conflicting_options_are_no_plan() -> None:
     result = _plan("tiny", "--zero", "1", "--offload", "disk:/tmp", "--offloaded", "parameters")
     assert result.exit_code == 2
     assert "nearest plan: zero=3" in " ".join(result.output.replace("│", " ").split())
 
 
-def test_everything_is_tried_where_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_plans_are_tried_if_none_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "plans.json"
     result = _plan("tiny", "--memory", "100MiB", "--precision", "bf16", "--json", str(file))
@@ -156,7 +157,7 @@ def test_everything_is_tried_where_nothing_fits(monkeypatch: pytest.MonkeyPatch,
     assert f"{len(found)} plans were considered, and 0 of them fit" in result.output
 
 
-def test_what_is_predicted_is_measured(tmp_path: Path) -> None:
+def test_predictions_match_measurements(tmp_path: Path) -> None:
     """On real ranks.  What a process has without a model depends on the machine, and is left out of the comparison."""
     words = (
         "tiny",
@@ -173,3 +174,22 @@ def test_what_is_predicted_is_measured(tmp_path: Path) -> None:
         assert measured == pytest.approx([predicted] * 2, abs=1), part
     predicted, *measured = (peak - own for peak, own in zip(rows["peak"], rows["process"], strict=True))
     assert measured == pytest.approx([predicted] * 2, abs=30)
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_folders_whose_positions_depend_on_the_length(scaling: str, tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "base", scaling)
+    words = (
+        "-n",
+        "2",
+        "--memory",
+        "1GiB",
+        "--zero",
+        "2",
+        "model.context=32",
+        "--json",
+        str(tmp_path / "plans"),
+    )
+    result = _plan(f"hf:{folder}", *words)
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "plans").read_text())["plans"]

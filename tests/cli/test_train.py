@@ -77,7 +77,7 @@ def test_runs_never_share_a_folder(launched: list[Any]) -> None:
         ((".", "--resume"), "no checkpoint in . or in runs there; found: text.txt"),
     ],
 )
-def test_refusals_start_nothing_and_leave_nothing(
+def test_refused_commands_start_no_ranks_and_write_no_files(
     launched: list[Any], words: tuple[str, ...], says: str
 ) -> None:
     result = _train(*words)
@@ -172,7 +172,9 @@ def test_the_default_number_of_ranks_divides_the_batch(
         (("steps=10",), "at step 10 of 10: the run is complete; to train longer, use steps=20"),
     ],
 )
-def test_another_job_is_not_a_continuation(launched: list[Any], words: tuple[str, ...], says: str) -> None:
+def test_a_changed_configuration_cannot_resume(
+    launched: list[Any], words: tuple[str, ...], says: str
+) -> None:
     _checkpoint(Path("runs/tiny-1"), 10)
     result = _train("--resume", *words)
     assert result.exit_code == 2
@@ -188,7 +190,7 @@ def test_a_damaged_checkpoint_is_named(launched: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("part", ["state/.metadata", "model.safetensors", "tokenizer.json"])
-def test_a_checkpoint_without_a_part_is_not_gone_on_with(launched: list[Any], part: str) -> None:
+def test_an_incomplete_checkpoint_is_not_resumed(launched: list[Any], part: str) -> None:
     before = _checkpoint(Path("runs/tiny-1"), 10)
     (_checkpoint(Path("runs/tiny-1"), 15) / part).unlink()
     result = _train("--resume")
@@ -208,7 +210,7 @@ def _started_later(run: Path) -> Path:
     return run
 
 
-def test_the_last_run_is_not_passed_over_for_an_older_one(launched: list[Any]) -> None:
+def test_resume_does_not_skip_the_last_run(launched: list[Any]) -> None:
     _checkpoint(Path("runs/tiny-2"), 5)
     last = _started_later(Path("runs/tiny-1"))
     result = _train("--resume")
@@ -222,7 +224,7 @@ def test_the_last_run_is_not_passed_over_for_an_older_one(launched: list[Any]) -
     assert "no other run has a checkpoint" in _train("--resume").output
 
 
-def test_a_run_may_be_named_as_a_value(launched: list[Any]) -> None:
+def test_resume_accepts_the_run_as_a_value(launched: list[Any]) -> None:
     other = typer.Typer()
     other.command(cls=module.TrainCommand)(module.train)
     checkpoint = _checkpoint(Path("runs/tiny-1"), 5)
@@ -233,7 +235,7 @@ def test_a_run_may_be_named_as_a_value(launched: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("words", [["stps=3"], ["tinny"], ["tiny", "data.path=nowhere.txt"]])
-def test_a_typing_mistake_is_answered_without_loading_torch(tmp_path: Path, words: list[str]) -> None:
+def test_a_typing_mistake_is_reported_without_loading_torch(tmp_path: Path, words: list[str]) -> None:
     code = (
         "import sys\nfrom farandole.cli.main import main\n"
         "try: main()\nfinally: assert 'torch' not in sys.modules, 'torch was loaded'"
@@ -243,18 +245,16 @@ def test_a_typing_mistake_is_answered_without_loading_torch(tmp_path: Path, word
     assert run.stderr.startswith("farandole train: ")
 
 
-def test_another_launcher_has_the_word_about_ranks(
-    launched: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_must_match_another_launcher(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     placed = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     for name, value in (placed | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
     result = _train("tiny", "--ranks", "2")
     assert result.exit_code == 2
-    assert "started 4; omit --ranks" in result.output
+    assert "a rank of a job of size 4 (environment variables); omit --ranks" in result.output
 
 
-def test_variables_that_contradict_each_other_are_said_in_a_line(
+def test_contradictory_variables_are_reported_in_one_line(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "7")
@@ -273,7 +273,7 @@ def test_under_another_launcher_rank_0_refuses_for_all(tmp_path: Path) -> None:
     assert err.count("try model.width=") == 1, err
 
 
-def test_help_teaches_by_example() -> None:
+def test_help_shows_examples() -> None:
     result = _train("--help")
     assert result.exit_code == 0
     for example in ("farandole train tiny", "data.path=notes/", "farandole train --resume", "torchrun"):

@@ -193,7 +193,7 @@ def ports_of_this_process() -> list[int]:
     return ports
 
 
-def meet_intruders(rank: int, size: int, tell: Callable) -> float:
+def connect_without_a_key(rank: int, size: int, tell: Callable) -> float:
     address = own_address(None, None)
     response = RESPONSE.pack(MAGIC, 1 - rank, size, bytes(32), bytes(32))
     for port in ports_of_this_process():
@@ -210,7 +210,7 @@ def meet_intruders(rank: int, size: int, tell: Callable) -> float:
 
 
 def test_unauthenticated_connections_are_closed():
-    with Job(2, meet_intruders, hosts=[0, 1]) as job:
+    with Job(2, connect_without_a_key, hosts=[0, 1]) as job:
         ends = [job.end(rank) for rank in (0, 1)]
     assert [end.text for end in ends] == ["3.0", "3.0"], [end.trace for end in ends]
 

@@ -149,7 +149,7 @@ def test_masks_do_not_depend_on_copies_or_token_types() -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected tokens in the vocabulary of 1000, got 1000"):
+    with pytest.raises(ValueError, match="expected tokens from 0 to 999, got 1000"):
         _masking(special=(1000,))
     with pytest.raises(ValueError, match="share above 0 and at most 1, got 15"):
         _masking(share=15)
@@ -159,9 +159,9 @@ def test_invalid_arguments_are_refused() -> None:
         _masking(vocabulary=3)
     with pytest.raises(ValueError, match="expected a non-negative seed, got -1"):
         _masking(-1)
-    with pytest.raises(ValueError, match="expected tokens in the vocabulary of 1000, got 1000"):
+    with pytest.raises(ValueError, match="expected tokens from 0 to 999, got 1000"):
         _masking().mask(np.array([[5, 1000]]), np.array([0]))
-    with pytest.raises(ValueError, match="expected tokens in the vocabulary of 1000, got -1"):
+    with pytest.raises(ValueError, match="expected tokens from 0 to 999, got -1"):
         _masking().mask(np.array([[5, -1]]), np.array([0]))
     with pytest.raises(ValueError, match=r"got shapes \(2, 3\) and \(3,\)"):
         _masking().mask(_windows(2, 3), np.arange(3))

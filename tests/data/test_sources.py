@@ -56,7 +56,7 @@ def test_a_few_invalid_bytes_are_replaced_with_a_warning(
         ("текст в кодировке".encode("koi8-r"), "is not UTF-8 text: 8.% of its characters are invalid"),
     ],
 )
-def test_binary_files_are_refused_whatever_their_suffix(tmp_path: Path, content: bytes, says: str) -> None:
+def test_binary_files_are_refused_with_any_suffix(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "notes.txt").write_bytes(content)
     with pytest.raises(DataError, match=f"notes.txt .*{says}; expected UTF-8 text, JSON lines"):
         _documents(tmp_path)

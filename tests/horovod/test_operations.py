@@ -230,7 +230,7 @@ def wrong_arguments(rank, size):
         close(hvd.allreduce(ones), ones)  # valid operations work after errors
 
 
-def test_wrong_arguments_raise_at_once(ranks):
+def test_invalid_arguments_raise_immediately(ranks):
     ranks(2).run(wrong_arguments)
 
 

@@ -36,7 +36,7 @@ def run(program: str, replace: str, folder: Path) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize("program", ["accelerate_loop.py", "trainer.py", "lightning_fit.py"])
-def test_the_losses_are_those_over_gloo(program: str, tmp_path: Path) -> None:
+def test_losses_equal_those_over_gloo(program: str, tmp_path: Path) -> None:
     reference, over_gloo = run(program, "0", tmp_path)
     backend, over_ours = run(program, "1", tmp_path)
     assert (reference, backend) == ("gloo", "farandole")

@@ -44,7 +44,7 @@ def test_members_of_the_outermost_lists() -> None:
     assert names(Holder(a=nn.ModuleList([linear()]), b=nn.Sequential(linear()))) == ["a.0", "b.0"]
 
 
-def test_what_cannot_be_called_stands_for_its_members() -> None:
+def test_members_of_containers_that_cannot_be_called() -> None:
     inner = nn.ModuleList([linear(), nn.ModuleDict({"x": linear()})])
     assert names(Holder(h=nn.ModuleList([inner, linear()]))) == ["h.0.0", "h.0.1.x", "h.1"]
     assert names(nn.ModuleDict({"t": nn.ModuleList([linear()])})) == ["t.0"]
@@ -79,7 +79,7 @@ class Tied(nn.Module):
         self.blocks[2].weight = self.blocks[0].weight
 
 
-def test_parameters_are_grouped_by_the_block_that_has_them_for_itself() -> None:
+def test_parameters_are_grouped_by_their_only_block() -> None:
     model = Tied()
     first, activation, third, last = model.blocks
     groups, needs = group_by_block(model)

@@ -22,7 +22,7 @@ from farandole.memory.disk import (
 from tests.memory.disks import in_memory
 
 
-def test_kind_and_device_are_those_of_df(tmp_path: Path) -> None:
+def test_type_and_device_match_df(tmp_path: Path) -> None:
     df = subprocess.run(["df", "--output=fstype,source,target", tmp_path], capture_output=True, text=True)
     if df.returncode != 0 or sys.platform != "linux":
         pytest.skip("no df --output here")
@@ -32,7 +32,7 @@ def test_kind_and_device_are_those_of_df(tmp_path: Path) -> None:
     assert found.device == device or kind == "overlay"
 
 
-def test_a_folder_below_a_mount_belongs_to_it_and_its_name_may_have_spaces(tmp_path: Path) -> None:
+def test_folders_below_a_mount_point_whose_name_may_have_spaces(tmp_path: Path) -> None:
     with in_memory(tmp_path / "a disk", "1m") as disk:
         (disk / "below").mkdir()
         found = file_system(disk / "below")
@@ -43,7 +43,7 @@ def test_a_folder_below_a_mount_belongs_to_it_and_its_name_may_have_spaces(tmp_p
         assert file_system(beside).mounted != str(disk)
 
 
-def test_too_little_room_is_said_with_what_is_needed_and_free(tmp_path: Path) -> None:
+def test_too_little_space_is_reported_with_the_needed_and_free_bytes(tmp_path: Path) -> None:
     with in_memory(tmp_path / "disk", "1m") as disk:
         require_space(disk, 512 << 10, ranks=2)
         with pytest.raises(NoSpace) as caught:

@@ -52,7 +52,7 @@ def alive_after_forward(model: nn.Module, example: Any) -> int:
 
 @pytest.mark.parametrize("way", ["none", "block", "selective"])
 @pytest.mark.parametrize("name", CASES)
-def test_fake_and_real_tensors_agree_and_are_what_stays_alive(name: str, way: Any) -> None:
+def test_fake_and_real_tensors_agree_with_live_memory(name: str, way: Any) -> None:
     torch.manual_seed(0)
     model, example = CASES[name]()
     apply_recompute(model, way)
@@ -128,7 +128,7 @@ def test_billions_of_parameters_on_the_meta_device() -> None:
     assert chosen.after is not None and chosen.after <= 8 << 30 < chosen.before
 
 
-def test_the_meta_model_is_measured_like_the_real_one() -> None:
+def test_a_meta_model_has_the_same_bytes_as_a_real_model() -> None:
     config = GPTConfig(vocabulary=50, context=32, layers=2, heads=2, width=32, dropout=0.1)
     with torch.device("meta"):
         meta, tokens = build_gpt(config), torch.empty(2, 32, dtype=torch.int64)
@@ -137,7 +137,7 @@ def test_the_meta_model_is_measured_like_the_real_one() -> None:
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_measuring_leaves_no_trace(real: bool) -> None:
+def test_measuring_does_not_change_the_model(real: bool) -> None:
     for case in (small_gpt, small_resnet):
         model, example = case()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -151,7 +151,7 @@ def test_measuring_leaves_no_trace(real: bool) -> None:
         assert all(parameter.grad is None for parameter in parameters)
 
 
-def test_a_failing_model_is_put_together_again() -> None:
+def test_a_failing_model_is_restored() -> None:
     model, _ = small_gpt()
     weight = model[0].tokens.weight
     with pytest.raises(Exception, match="Long, Int|indices"):
@@ -170,7 +170,7 @@ def test_ways_to_give_an_example() -> None:
     assert list(kept.blocks) == [""]
 
 
-def test_devices_that_cannot_be_imitated_are_refused() -> None:
+def test_devices_that_cannot_be_simulated_are_refused() -> None:
     model, tokens = small_gpt()
     with pytest.raises(ValueError, match="use device='cpu'"):
         saved_bytes(model, tokens, device="meta")

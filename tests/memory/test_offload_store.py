@@ -46,7 +46,7 @@ def check_round_trip(store: OffloadStore, sizes: Sequence[int] = SIZES) -> None:
             assert torch.equal(again[: record.nbytes], wanted[: record.nbytes])
 
 
-def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+def test_records_are_read_as_written(tmp_path: Path) -> None:
     for store in (DiskStore(tmp_path, "things"), HostStore("things")):
         check_round_trip(store)
         assert not list(tmp_path.iterdir())
@@ -71,7 +71,7 @@ def test_ext4_is_read_and_written_directly(tmp_path: Path) -> None:
         file.close()
 
 
-def test_a_file_system_without_direct_access_is_used_through_the_cache(tmp_path: Path) -> None:
+def test_a_file_system_without_direct_access_uses_the_page_cache(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "ramfs", "farandole-test") as disk:
         file = DiskStore(disk)
         check_round_trip(file)
@@ -79,7 +79,7 @@ def test_a_file_system_without_direct_access_is_used_through_the_cache(tmp_path:
         file.close()
 
 
-def test_a_system_without_nameless_files_leaves_no_name_either(
+def test_no_file_name_remains_on_systems_without_unnamed_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for word in ("O_TMPFILE", "O_DIRECT", "posix_fallocate", "posix_fadvise"):
@@ -92,7 +92,7 @@ def test_a_system_without_nameless_files_leaves_no_name_either(
     file.close()
 
 
-def test_memory_that_poses_as_a_disk_is_called_so(tmp_path: Path) -> None:
+def test_a_file_system_in_memory_is_described_as_memory(tmp_path: Path) -> None:
     with in_memory(tmp_path / "disk", "32m") as disk:
         file = DiskStore(disk)
         assert "is in memory, so offloading to it saves no memory" in file.access
@@ -100,7 +100,7 @@ def test_memory_that_poses_as_a_disk_is_called_so(tmp_path: Path) -> None:
         file.close()
 
 
-def test_space_is_reserved_at_once_and_given_back(tmp_path: Path) -> None:
+def test_space_is_reserved_immediately_and_freed(tmp_path: Path) -> None:
     with in_memory(tmp_path / "disk", "4m") as disk:
         file = DiskStore(disk)
         kept = file.allocate([3 << 20])
@@ -122,9 +122,7 @@ def test_space_is_reserved_at_once_and_given_back(tmp_path: Path) -> None:
         assert free_bytes(disk) == 4 << 20
 
 
-def test_a_disk_that_fills_after_the_check_gives_back_what_it_gave(
-    tmp_path: Path, monkeypatch: object
-) -> None:
+def test_space_is_freed_if_the_disk_fills_after_the_check(tmp_path: Path, monkeypatch: object) -> None:
     import farandole.memory.disk_file as disk_file
 
     with in_memory(tmp_path / "disk", "2m") as disk:
@@ -136,7 +134,7 @@ def test_a_disk_that_fills_after_the_check_gives_back_what_it_gave(
         assert free_bytes(disk) == 2 << 20
 
 
-def test_a_limit_of_the_user_is_said(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
@@ -148,7 +146,7 @@ def test_a_limit_of_the_user_is_said(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_read_only_disk_is_said(tmp_path: Path) -> None:
+def test_a_read_only_disk_is_reported(tmp_path: Path) -> None:
     with (
         mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "ro,size=8m", "farandole-test") as disk,
         pytest.raises(
@@ -158,7 +156,7 @@ def test_a_read_only_disk_is_said(tmp_path: Path) -> None:
         DiskStore(disk, "things").allocate([1])
 
 
-def test_a_folder_without_permission_is_said() -> None:
+def test_a_folder_without_permission_is_reported() -> None:
     with tempfile.TemporaryDirectory() as folder:
         closed = Path(folder, "closed")
         (closed / "inside").mkdir(parents=True)
@@ -184,7 +182,7 @@ def test_a_folder_without_permission_is_said() -> None:
             os.seteuid(user)
 
 
-def test_an_error_of_the_disk_is_raised_where_the_record_is_waited_for(tmp_path: Path) -> None:
+def test_a_disk_error_is_raised_by_the_wait_for_the_record(tmp_path: Path) -> None:
     with (
         in_memory(tmp_path / "below", "4m") as below,
         ext4(below / "image", tmp_path / "disk", "64m") as disk,
@@ -201,7 +199,7 @@ def test_an_error_of_the_disk_is_raised_where_the_record_is_waited_for(tmp_path:
         assert large.done and large.error is not None
 
 
-def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     file = DiskStore(tmp_path, "things")
     first, second = file.allocate([PART_BYTES, PART_BYTES])
     os.ftruncate(file._file._descriptor, PART_BYTES + ALIGNMENT)
@@ -214,7 +212,7 @@ def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
     file.close()
 
 
-def test_work_waits_for_what_comes_before(tmp_path: Path) -> None:
+def test_transfers_wait_for_earlier_transfers(tmp_path: Path) -> None:
     file = DiskStore(tmp_path, "things")
     one, other = file.allocate([8 * PART_BYTES] * 2)
     buffer = aligned_buffer(8 * PART_BYTES).random_()
@@ -228,7 +226,7 @@ def test_work_waits_for_what_comes_before(tmp_path: Path) -> None:
     file.close()
 
 
-def test_closing_waits_for_what_is_in_motion(tmp_path: Path) -> None:
+def test_closing_waits_for_running_transfers(tmp_path: Path) -> None:
     file = DiskStore(tmp_path, "things")
     (record,) = file.allocate([8 * PART_BYTES])
     buffer = aligned_buffer(8 * PART_BYTES)
@@ -242,7 +240,7 @@ def test_closing_waits_for_what_is_in_motion(tmp_path: Path) -> None:
     assert not [thread for thread in file._threads._threads if thread.is_alive()]
 
 
-def test_wrong_sizes_and_memory_are_refused(tmp_path: Path) -> None:
+def test_invalid_sizes_and_memory_are_refused(tmp_path: Path) -> None:
     file = DiskStore(tmp_path, "things")
     (record,) = file.allocate([2 * ALIGNMENT])
     whole = aligned_buffer(4 * ALIGNMENT)
@@ -258,7 +256,7 @@ def test_wrong_sizes_and_memory_are_refused(tmp_path: Path) -> None:
     file.close()
 
 
-def test_the_space_of_dropped_records_is_used_again(tmp_path: Path) -> None:
+def test_the_space_of_dropped_records_is_reused(tmp_path: Path) -> None:
     file = DiskStore(tmp_path, "things")
     records = file.allocate([5000, 9000])
     length = file.nbytes
@@ -276,7 +274,7 @@ def test_the_space_of_dropped_records_is_used_again(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(tmp_path: Path) -> None:
+def test_a_forked_process_does_not_wait_for_missing_threads(tmp_path: Path) -> None:
     file = DiskStore(tmp_path, "things")
     (record,) = file.allocate([5000])
     buffer = aligned_buffer(5000)
@@ -295,7 +293,7 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(tmp_path: Pa
     file.close()
 
 
-def test_another_error_of_reserving_is_said(tmp_path: Path) -> None:
+def test_other_errors_of_reservation_are_reported(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             os, "posix_fallocate", lambda *words: (_ for _ in ()).throw(OSError(errno.EIO, "broken"))
@@ -305,7 +303,7 @@ def test_another_error_of_reserving_is_said(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_memory_is_pinned_only_where_there_is_a_device() -> None:
+def test_memory_is_pinned_only_with_a_device() -> None:
     if torch.cuda.is_available():
         store = HostStore(pinned=True)
         (record,) = store.allocate([10])
@@ -321,7 +319,7 @@ def test_memory_is_pinned_only_where_there_is_a_device() -> None:
             HostStore(pinned=True)
 
 
-def test_the_probe_is_short_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_bandwidth_measurement_is_short_and_leaves_no_file(tmp_path: Path) -> None:
     with ext4(tmp_path / "image", tmp_path / "disk", "64m") as disk:
         before, start = free_bytes(disk), time.monotonic()
         found = measure_bandwidth(disk, limit_bytes=24 << 20)
@@ -331,7 +329,7 @@ def test_the_probe_is_short_and_leaves_nothing(tmp_path: Path) -> None:
         assert free_bytes(disk) == before
 
 
-def test_a_disk_without_room_for_the_probe_says_so(tmp_path: Path) -> None:
+def test_too_little_space_for_the_bandwidth_measurement_is_reported(tmp_path: Path) -> None:
     with (
         in_memory(tmp_path / "disk", "2m") as disk,
         pytest.raises(NoSpace, match=r"needs 4\.0 MiB, but the limit or the free space is 2\.0 MiB"),
@@ -339,13 +337,13 @@ def test_a_disk_without_room_for_the_probe_says_so(tmp_path: Path) -> None:
         measure_bandwidth(disk)
 
 
-def test_measuring_draws_none_of_the_random_numbers_of_others(tmp_path):
+def test_measuring_does_not_change_random_states(tmp_path):
     before = torch.get_rng_state()
     measure_bandwidth(tmp_path, 16 << 20)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_benchmark_measures_itself(tmp_path: Path) -> None:
+def test_the_offload_benchmark_reports_its_bandwidth(tmp_path: Path) -> None:
     result = offload.compare(str(tmp_path), 48 << 20, 8 << 20, turns=1)
     assert result["records"] == 6
     assert result["moved_bytes"] == pytest.approx(2 * 48 << 20, rel=1e-4)

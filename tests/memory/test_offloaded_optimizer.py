@@ -89,7 +89,7 @@ def records(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_bit_for_bit_what_torch_does(make: Make, records: Any) -> None:
+def test_results_are_bitwise_equal_to_torch(make: Make, records: Any) -> None:
     pair = Pair(make, records)
     pair.check()
     for _ in range(2):
@@ -149,7 +149,7 @@ def test_values_may_stay_in_memory(records: Any) -> None:
     in_records.offloaded.close()
 
 
-def test_values_in_records_use_no_memory_and_show_when_they_are_used(records: Any) -> None:
+def test_offloaded_values_use_no_memory_and_read_as_nan(records: Any) -> None:
     pair = Pair(OPTIMIZERS["AdamW"], records)
     assert [shard.shape for shard in pair.away] == [shard.shape for shard in pair.own]
     assert all(shard.untyped_storage().nbytes() <= 4 for shard in pair.away)
@@ -183,7 +183,7 @@ def test_before_and_after_a_unit(records: Any) -> None:
     pair.offloaded.close()
 
 
-def test_what_the_optimizer_has_already_is_taken_over(records: Any) -> None:
+def test_existing_state_is_preserved(records: Any) -> None:
     pair = Pair(OPTIMIZERS["AdamW"], host_records)
     for _ in range(2):
         pair.step()
@@ -252,12 +252,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(records: Any) -> None:
     with pytest.raises(ValueError, match="expected 2 shards for unit 0, got 1"):
         pair.offloaded.load(0, saved[2])
     with pytest.raises(
-        ValueError, match=r"unit 2, shard 0: weights has shape \(3,\), but the shard has shape \(70000,\)"
+        ValueError, match=r"unit 2, shard 0: expected weights with the shard's shape \(70000,\), got \(3,\)"
     ):
         pair.offloaded.load(2, [ShardState(torch.zeros(3), {})])
     wrong = saved[2][0].state | {"exp_avg": torch.zeros(70_000, dtype=torch.float64)}
     with pytest.raises(
-        ValueError, match="exp_avg has dtype torch.float64, but the record stores torch.float32"
+        ValueError, match="expected exp_avg in the record's dtype torch.float32, got torch.float64"
     ):
         pair.offloaded.load(2, [ShardState(saved[2][0].weights, wrong)])
     with pytest.raises(IndexError, match="unit 4 does not exist: there are 4 units"):
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(records: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_a_step_broken_off_must_be_mended(records: Any, error: type[BaseException]) -> None:
+def test_an_interrupted_step_requires_a_checkpoint(records: Any, error: type[BaseException]) -> None:
     pair = Pair(OPTIMIZERS["AdamW"], records)
     pair.step()
     saved = saved_copy(pair.offloaded)
@@ -291,7 +291,7 @@ def test_a_step_broken_off_must_be_mended(records: Any, error: type[BaseExceptio
     pair.offloaded.close()
 
 
-def test_a_failure_before_anything_is_changed_breaks_nothing(records: Any) -> None:
+def test_a_failure_before_the_first_change_has_no_effect(records: Any) -> None:
     pair = Pair(OPTIMIZERS["AdamW"], records)
     with pytest.raises(ZeroDivisionError):
         pair.offloaded.step(before=lambda unit: 1 // 0)  # type: ignore[arg-type, return-value]
@@ -300,7 +300,7 @@ def test_a_failure_before_anything_is_changed_breaks_nothing(records: Any) -> No
     pair.offloaded.close()
 
 
-def test_what_cannot_be_stepped_in_shards_is_refused() -> None:
+def test_optimizers_that_cannot_step_shards_are_refused() -> None:
     shard, matrix = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(
         OffloadError, match=r"LBFGS cannot step one 1-D shard .*; use an elementwise optimizer"
@@ -327,7 +327,7 @@ def test_units_divide_the_parameters() -> None:
         OffloadedOptimizer(AdamW([first]), [[first, second]], host_records)
 
 
-def test_no_room_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+def test_too_little_space_does_not_change_the_optimizer(tmp_path: Path) -> None:
     shards = [nn.Parameter(torch.ones(1 << 18)) for _ in range(2)]
     optimizer = AdamW(shards)
     with (

@@ -31,9 +31,7 @@ def _write(tensor: OffloadedTensor, value: float) -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, 3_000_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_read_is_what_was_written_last(
-    tensors: OffloadedTensors, numel: int, dtype: torch.dtype
-) -> None:
+def test_the_last_written_values_are_read(tensors: OffloadedTensors, numel: int, dtype: torch.dtype) -> None:
     tensor = tensors.make(numel, dtype, CPU)
     for value in (1.0, 2.0):
         _write(tensor, value)
@@ -60,13 +58,13 @@ def test_many_at_a_time(tensors: OffloadedTensors) -> None:
         assert (tensor.read() == many.index(tensor)).all()
 
 
-def test_what_was_not_written_is_an_error(tmp_path: Path) -> None:
+def test_reading_an_unwritten_tensor_is_an_error(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, "gradients")
     tensors = OffloadedTensors(store)
     one, *others = [tensors.make(1000, torch.float32, CPU) for _ in range(3)]
     with mock.patch.object(store._file, "write", side_effect=OSError(28, "No space left on device")):
         _write(one, 1.0)
-        store.settle()
+        store.wait_until_done()
     with pytest.raises(OffloadError, match="writing record 0 of gradients: No space left on device"):
         one.read()
     _write(others[0], 1.0)

@@ -41,7 +41,7 @@ def steps(case: tuple[nn.Module, Any], way: str, **more: Any) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_same_to_the_bit(name: str, way: str) -> None:
+def test_results_are_bitwise_equal(name: str, way: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]()
     if way == "attention" and name in ("resnet", "keywords"):
@@ -121,7 +121,7 @@ def calls_counted(module: nn.Module) -> list[bool]:
     return calls
 
 
-def test_nothing_is_done_without_gradients() -> None:
+def test_nothing_is_recomputed_without_gradients() -> None:
     model, tokens = small_gpt()
     apply_recompute(model, "block")
     state = torch.get_rng_state()
@@ -165,7 +165,7 @@ def test_pre_hooks_run_in_the_recomputation_before_parameters_are_used() -> None
         assert_same(found, wanted)
 
 
-def test_hooks_inside_know_of_the_recomputation() -> None:
+def test_hooks_detect_the_recomputation() -> None:
     model, tokens = small_gpt()
     inside = calls_counted(model[1].attention.qkv)
     apply_recompute(model, "block")
@@ -183,7 +183,7 @@ def test_a_batch_norm_counts_a_batch_once() -> None:
     } == {1}
 
 
-def test_what_overwrites_its_input_is_named() -> None:
+def test_a_block_that_changes_its_input_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     apply_recompute(model, "block")
     with pytest.raises(RuntimeError, match=r"block '1' \(ReLU\) changes its input in place.*inplace=False"):
@@ -203,7 +203,7 @@ class Overwritten(nn.Module):
         return self.c(hidden.sin())
 
 
-def test_products_that_are_overwritten_are_computed_again() -> None:
+def test_overwritten_products_are_recomputed() -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([Overwritten(), Overwritten()])
     x = torch.randn(3, 4)
@@ -220,7 +220,7 @@ def test_products_that_are_overwritten_are_computed_again() -> None:
         assert all(torch.equal(*pair) for pair in zip(gradients(), wanted, strict=True))
 
 
-def test_a_block_that_does_something_else_the_second_time_is_found_out() -> None:
+def test_a_block_with_other_operations_in_the_recomputation_is_an_error() -> None:
     class Fickle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -235,7 +235,7 @@ def test_a_block_that_does_something_else_the_second_time_is_found_out() -> None
         model(torch.randn(1, 4)).sum().backward()
 
 
-def test_copies_and_pickles_are_plain() -> None:
+def test_copies_and_pickles_are_not_wrapped() -> None:
     model, tokens = small_gpt(dropout=0.0)
     wanted = model(tokens)
     apply_recompute(model, "block")
@@ -278,7 +278,7 @@ def test_the_choice_is_reported() -> None:
         ("auto", {"example": True, "budget_bytes": -1}, "expected budget_bytes of at least 0"),
     ],
 )
-def test_wrong_arguments_are_refused(mode: Any, more: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_are_refused(mode: Any, more: dict[str, Any], words: str) -> None:
     model, tokens = small_gpt()
     if "example" in more:
         more = {**more, "example": tokens}
@@ -311,7 +311,7 @@ def test_budgets_are_kept(name: str) -> None:
     assert flops == sorted(flops) and flops[0] == 0
 
 
-def test_a_budget_that_cannot_be_kept_is_refused_with_the_least() -> None:
+def test_an_impossible_budget_is_refused_with_the_minimum() -> None:
     model, tokens = small_gpt()
     least = apply_recompute(model, "block", example=tokens).after
     assert least is not None
@@ -328,7 +328,7 @@ OPTIONS = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(OPTIONS, max_size=4))
-def test_choices_grow_up_to_all_that_can_be_spared(options: list[dict[str, Option]]) -> None:
+def test_choices_save_increasing_amounts_up_to_the_maximum(options: list[dict[str, Option]]) -> None:
     blocks = {str(index): ways for index, ways in enumerate(options)}
     before = 0
     for saved, ways in cheapest_first(blocks):
@@ -338,7 +338,7 @@ def test_choices_grow_up_to_all_that_can_be_spared(options: list[dict[str, Optio
     assert before == max(sum(option.saved for option in some) for some in everything)
 
 
-def test_the_first_choice_spares_most_for_each_operation() -> None:
+def test_the_first_choice_saves_most_per_operation() -> None:
     blocks = {
         "dear": {"block": Option(100, 100)},
         "cheap": {"selective": Option(50, 10), "block": Option(60, 1000)},

@@ -89,7 +89,7 @@ def test_passes_follow_each_other(records: RecordStream) -> None:
         max_size=15,
     ),
 )
-def test_any_order_of_calls_gives_what_memory_gives(buffers: int, calls: list[tuple[str, int]]) -> None:
+def test_any_order_of_calls_matches_memory(buffers: int, calls: list[tuple[str, int]]) -> None:
     file = DiskStore("/tmp")
     stream = RecordStream(file, [9000] * 5, buffers)
     stream.fill(range(5), set_to_number)
@@ -132,7 +132,7 @@ def held_by(stream: RecordStream) -> set[int | None]:
     return {slot.record for slot in stream._slots if slot.moving is None or slot.moving.done}
 
 
-def test_the_next_is_read_while_one_is_worked_on(file: DiskStore) -> None:
+def test_the_next_record_is_read_during_the_update(file: DiskStore) -> None:
     stream = RecordStream(file, SIZES)
     stream.fill(range(6), set_to_number)
     stream.flush()
@@ -187,7 +187,7 @@ def test_misuse_is_refused(file: DiskStore) -> None:
         stream.read(0)
 
 
-def test_an_exception_leaves_the_record_in_hand_as_it_was(file: DiskStore) -> None:
+def test_an_exception_leaves_the_current_record_unchanged(file: DiskStore) -> None:
     stream = RecordStream(file, SIZES)
     stream.fill(range(6), set_to_number)
     with pytest.raises(ZeroDivisionError):
@@ -221,7 +221,7 @@ def without_collector() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("delay_s", [0.001, 0.004, 0.01, 0.03])
-def test_ctrl_c_anywhere_leaves_threads_at_rest(tmp_path: Path, delay_s: float) -> None:
+def test_ctrl_c_at_any_time_leaves_no_running_transfer(tmp_path: Path, delay_s: float) -> None:
     file = DiskStore(tmp_path, "things")
     stream = RecordStream(file, [2 * PART_BYTES] * 8)
     stream.fill(range(8), set_to_number)

@@ -26,7 +26,7 @@ def disk(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_results_are_bitwise_equal(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, example = CASES[name]()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -45,7 +45,7 @@ def test_same_to_the_bit(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 5000, 1 << 30])
-def test_what_is_swapped_is_what_autograd_saves_once_each(ahead: int, tmp_path: Path) -> None:
+def test_each_saved_tensor_is_swapped_once(ahead: int, tmp_path: Path) -> None:
     model, tokens = small_gpt()
     kept = saved_bytes(model, tokens)
     with swap_activations(
@@ -70,7 +70,7 @@ def test_small_tensors_and_parameters_stay(tmp_path: Path) -> None:
         assert swap.written_bytes == 8 * 512 * 4
 
 
-def test_places_in_the_file_are_used_again(tmp_path: Path) -> None:
+def test_places_in_the_file_are_reused(tmp_path: Path) -> None:
     model, x = small_encoder()
     with swap_activations(model, disk(tmp_path), threshold_bytes=0, behind_bytes=1) as swap:
 
@@ -129,7 +129,7 @@ class WritesInPlace(nn.Module):
 
 
 @pytest.mark.parametrize("behind", [1, 1 << 20])
-def test_what_is_overwritten_is_refused_as_torch_does(behind: int, tmp_path: Path) -> None:
+def test_overwritten_tensors_are_refused_as_in_torch(behind: int, tmp_path: Path) -> None:
     x = torch.randn(100, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         WritesInPlace()(x).sum().backward()
@@ -195,7 +195,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_said(small_disk: Path) -> None:
+def test_a_full_disk_is_reported(small_disk: Path) -> None:
     model, tokens = small_gpt()
     wanted = step(model, tokens)
     with swap_activations(model, disk(small_disk), threshold_bytes=0, behind_bytes=1):
@@ -236,7 +236,7 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     assert done.stdout.startswith(said) and "which user 65534 can write" in done.stdout, done.stderr
 
 
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     model, tokens = small_gpt()
     for to, words in (
         ("host", "this model is on cpu; use swap='disk:FOLDER'"),
@@ -259,7 +259,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         late.backward()
 
 
-def test_a_slice_of_a_swapped_model_is_a_plain_one(tmp_path: Path) -> None:
+def test_a_slice_of_a_swapped_model_is_not_wrapped(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     x = torch.randn(3, 4)
     expected = model[:-1](x)

@@ -29,7 +29,7 @@ def test_every_storage_is_counted_once_until_it_is_freed() -> None:
         assert memory.peak == 5000
 
 
-def test_memory_that_no_operation_made_is_counted_when_it_is_used() -> None:
+def test_existing_memory_is_counted_at_its_first_use() -> None:
     data = torch.frombuffer(bytearray(400), dtype=torch.float32)
     with DeviceMemory(None, CPU) as memory:
         assert memory.total == 0
@@ -41,7 +41,7 @@ def test_memory_that_no_operation_made_is_counted_when_it_is_used() -> None:
         assert memory.total == 400
 
 
-def test_kinds_and_what_ranks_have_in_common() -> None:
+def test_kinds_and_memory_shared_by_ranks() -> None:
     with DeviceMemory(None, CPU) as memory:
         with memory_tag("weights", ranks=4):
             common = torch.empty(1000)
@@ -59,7 +59,7 @@ def test_kinds_and_what_ranks_have_in_common() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
-def test_activations_are_what_autograd_keeps(recompute: str) -> None:
+def test_activations_match_the_tensors_saved_by_autograd(recompute: str) -> None:
     """Of a chain of n blocks x -> tanh(x): n outputs, or with recomputation n inputs and one more at a time."""
     model = nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh()) for _ in range(4)))
     apply_recompute(model, recompute)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_the_limit_names_the_block_and_the_step() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_device_keeps_the_limit_itself() -> None:
+def test_a_cuda_device_enforces_the_limit_itself() -> None:
     device = torch.device("cuda", 0)
     with DeviceMemory(64 << 20, device) as memory:
         kept = torch.empty(32 << 20, dtype=torch.uint8, device=device)
@@ -107,7 +107,7 @@ def test_a_cuda_device_keeps_the_limit_itself() -> None:
     torch.empty(64 << 20, dtype=torch.uint8, device=device)
 
 
-def test_tensors_that_other_threads_free_are_taken_off() -> None:
+def test_tensors_freed_by_other_threads_are_subtracted() -> None:
     with DeviceMemory(None, CPU) as memory, ThreadPoolExecutor(4) as threads:
         for _ in range(50):
             held = [[torch.empty(10)] for _ in range(20)]

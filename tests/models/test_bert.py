@@ -154,8 +154,9 @@ def test_segments_differ_and_default_to_0() -> None:
     tokens, segments = _tokens(2, 5), torch.zeros(2, 5, dtype=torch.int64)
     torch.testing.assert_close(model((tokens, segments)), model(tokens))
     assert not torch.allclose(model((tokens, segments + 1)), model(tokens))
-    with pytest.raises(ValueError, match="expected at most 16 positions, the model's context, got 17"):
-        model(_tokens(1, 17))
+    for longer in (model, build_bert(PADDED, seed=0)):
+        with pytest.raises(ValueError, match="expected at most 16 positions, the model's context, got 17"):
+            longer(_tokens(1, 17))
 
 
 def test_initial_loss_is_that_of_a_uniform_guess() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farandole.models.rotary import Rotary
+from farandole.models.sequence import SequenceInfo
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -30,3 +35,28 @@ def test_products_depend_only_on_distance() -> None:
 def test_gradient_of_the_rotation() -> None:
     x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rotate, (x,))
+
+
+LONGROPE: dict[str, Any] = {"scaling": "longrope", "short_factors": (1.0,) * 4, "long_factors": (2.0,) * 4}
+
+
+@pytest.mark.parametrize("options", [{"scaling": "dynamic", "factor": 2.0}, LONGROPE])
+def test_positions_without_values_count_from_0(options: dict[str, Any]) -> None:
+    """In a dry run, the scaling depends on the number of positions."""
+    rotary = Rotary(8, original=16, **options)
+    assert rotary.depends_on_length
+    x = torch.randn(1, 2, 20, 8)
+    with FakeTensorMode() as mode:
+        fake = rotary(mode.from_tensor(x))
+        assert fake.shape == x.shape
+        info = SequenceInfo(positions=mode.from_tensor(torch.arange(20)))
+        assert rotary(mode.from_tensor(x), info).shape == x.shape
+
+
+def test_invalid_rotary_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected an even number of rotated values, got 7"):
+        Rotary(7)
+    with pytest.raises(ValueError, match="unknown scaling='longrop' .* expected one of linear, .*, longrope"):
+        Rotary(8, scaling="longrop")
+    with pytest.raises(ValueError, match="expected 4 short factors and long factors for 8 .*, got 3 and 4"):
+        Rotary(8, **LONGROPE | {"short_factors": (1.0,) * 3})

@@ -13,7 +13,7 @@ from farandole.parallel.bucket import buffer_lengths
 from farandole.parallel.engine import Engine
 
 
-def test_a_slot_is_as_long_as_its_longest_bucket() -> None:
+def test_a_buffer_is_as_long_as_its_longest_bucket() -> None:
     assert buffer_lengths([]) == []
     assert buffer_lengths([5]) == [5]
     assert buffer_lengths([5, 7]) == [5, 7]
@@ -43,7 +43,7 @@ def _gradients(rank: int, size: int, zero: int) -> list[Tensor]:
     return found
 
 
-def test_what_is_learned_is_that_of_one_process(ranks: Any) -> None:
+def test_training_matches_one_process(ranks: Any) -> None:
     (alone,) = ranks(1).run(_gradients, 0)
     for size in (2, 4):
         for zero in (2, 3):

@@ -172,7 +172,7 @@ WAYS: list[Way] = [
 
 
 @pytest.mark.parametrize("before", WAYS, ids=str)
-def test_from_any_plan_to_any_other(ranks: Any, tmp_path: Path, before: Way) -> None:
+def test_a_checkpoint_of_any_plan_loads_under_any_other_plan(ranks: Any, tmp_path: Path, before: Way) -> None:
     saved = ranks(before[0], _backend(before)).run(_save, before, tmp_path)
     expected, losses = saved[0]
     for after in WAYS:
@@ -293,5 +293,5 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["file", "state"]
 
 
-def test_what_cannot_be_saved_or_loaded(ranks: Any, tmp_path: Path) -> None:
+def test_invalid_saves_and_loads_are_refused(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(_refusals, tmp_path)

@@ -85,7 +85,7 @@ def added_threads(rank: int, size: int) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_reductions_keep_to_the_number_of_threads(ranks):
+def test_reductions_use_the_given_number_of_threads(ranks):
     """The ranks of these tests have set it to 1."""
     assert ranks(2).run(added_threads) == [0, 0]
 
@@ -101,7 +101,7 @@ class Sometimes(nn.Module):
         return self.always(x * 1e4) + (self.at_first(x) * 1e-6 if first else 0)
 
 
-def who_has_a_gradient(rank: int, size: int) -> None:
+def detect_gradients(rank: int, size: int) -> None:
     group = hierarchical_group([0, 0, 1, 1], rank)
     for compression in (Int8(), TopK(0.001), PowerSGD(1)):
         torch.manual_seed(rank)
@@ -128,5 +128,5 @@ def who_has_a_gradient(rank: int, size: int) -> None:
     dist.destroy_process_group(group)
 
 
-def test_a_gradient_is_known_to_be_there_whatever_its_size(ranks):
-    ranks(4).run(who_has_a_gradient)
+def test_gradients_of_any_size_are_detected(ranks):
+    ranks(4).run(detect_gradients)

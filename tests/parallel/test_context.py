@@ -92,7 +92,7 @@ def _refused(rank: int, size: int, name: str, plan: Plan, dropout: float) -> str
         ("uneven", Plan(context=2, ring=1), 0.0, "2 ranks cannot divide 3 heads; nearest plan: ring=2"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(
+def test_unsupported_models_are_refused(
     ranks: Any, name: str, plan: Plan, dropout: float, expected: str
 ) -> None:
     for message in ranks(2).run(_refused, name, plan, dropout):

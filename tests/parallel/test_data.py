@@ -101,7 +101,7 @@ def _train_parallel(
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("user", [None, 0])
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
-def test_the_answer_is_that_of_one_process(
+def test_training_matches_one_process(
     ranks: Any, size: int, accumulate: int, user: int | None, bucket_bytes: int
 ) -> None:
     generator = torch.Generator().manual_seed(size)
@@ -177,7 +177,7 @@ def _several_passes(rank: int, size: int, zero: int) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
-def test_passes_add_up(ranks: Any, zero: int, backend: str) -> None:
+def test_passes_accumulate(ranks: Any, zero: int, backend: str) -> None:
     ranks(2, backend).run(_several_passes, zero)
 
 
@@ -226,7 +226,7 @@ def test_a_bucket_has_one_type_and_device() -> None:
     assert [[(p.dtype, p.device) for p in members] for members in filled] == [[kind] * 2 for kind in kinds]
 
 
-def test_a_long_parameter_has_a_bucket_for_itself() -> None:
+def test_a_long_parameter_has_a_separate_bucket() -> None:
     kind = {"dtype": torch.float32, "device": torch.device("cpu")}
 
     def filled(*sizes: int) -> list[list[int]]:
@@ -298,7 +298,7 @@ def _reentrant(rank: int, size: int, zero: int, twice: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_pass_within_a_pass_is_right_or_refused(ranks: Any, zero: int) -> None:
+def test_a_nested_backward_pass_is_correct_or_refused(ranks: Any, zero: int) -> None:
     with pytest.raises(Exception, match="inner.*after its gradients had been reduced.*use_reentrant=False"):
         ranks(2).run(_reentrant, zero, True)
     ranks(2).run(_reentrant, zero, False)

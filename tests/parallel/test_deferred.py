@@ -41,7 +41,7 @@ def _losses(rank: int, size: int, plan: Plan, whole: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
-def test_the_same_losses(ranks: Any, backend: str, tmp_path: Path) -> None:
+def test_losses_match_a_model_in_memory(ranks: Any, backend: str, tmp_path: Path) -> None:
     for zero, precision in ((0, "fp32"), (0, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")):
         for offload in ("none", f"disk:{tmp_path}"):
             plan = Plan(zero=zero, precision=precision, offload=offload)
@@ -50,7 +50,7 @@ def test_the_same_losses(ranks: Any, backend: str, tmp_path: Path) -> None:
             ), plan
 
 
-def test_a_split_model_made_block_by_block(ranks: Any) -> None:
+def test_a_split_model_built_block_by_block(ranks: Any) -> None:
     for zero in (0, 3):
         plan = Plan(tensor=2, zero=zero)
         made = ranks(2).run(_losses, plan, False)
@@ -89,6 +89,6 @@ def _mixed(rank: int, size: int, zero: int) -> None:
         farandole.parallelize(Mixed())
 
 
-def test_what_belongs_to_no_block(ranks: Any) -> None:
+def test_parameters_outside_of_blocks(ranks: Any) -> None:
     for zero in (0, 2):
         ranks(2).run(_mixed, zero)

@@ -49,7 +49,7 @@ def _import(rank: int, size: int, way: Way, path: Path) -> tuple[dict[str, Tenso
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
 @pytest.mark.parametrize("file_bytes", [1 << 30, 300])
-def test_other_tools_read_what_is_exported(ranks: Any, tmp_path: Path, way: Way, file_bytes: int) -> None:
+def test_other_tools_read_exported_files(ranks: Any, tmp_path: Path, way: Way, file_bytes: int) -> None:
     folder = tmp_path / "exported"
     (state, output), *_ = ranks(way[0], way[1]).run(_export, way, folder, file_bytes)
     files = sorted(folder.glob("*.safetensors"))
@@ -111,7 +111,7 @@ def _refused(rank: int, size: int, folder: Path) -> None:
     engine.close()
 
 
-def test_files_of_another_model_change_nothing(ranks: Any, tmp_path: Path) -> None:
+def test_files_of_another_model_are_refused_without_changes(ranks: Any, tmp_path: Path) -> None:
     ranks(2, "gloo").run(_refused, tmp_path)
 
 
@@ -151,7 +151,7 @@ def _failure(engine: Engine, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("way", [WAYS[2], WAYS[3], (2, "farandole", 2, "fp32", "disk:")], ids=str)
-def test_a_checkpoint_is_written_while_training_goes_on(ranks: Any, tmp_path: Path, way: Way) -> None:
+def test_a_checkpoint_is_written_while_training_continues(ranks: Any, tmp_path: Path, way: Way) -> None:
     if way[4] == "disk:":
         way = (*way[:4], f"disk:{tmp_path}")
     ranks(way[0], way[1]).run(_asynchronous, way, tmp_path)

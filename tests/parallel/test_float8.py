@@ -28,14 +28,14 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 32, generator=generator), torch.randn(8, 5, generator=generator)
 
 
-def test_layers_that_can_are_changed_and_keep_their_parameters() -> None:
+def test_suitable_layers_are_converted_and_keep_their_parameters() -> None:
     model = _model()
     before = list(model.parameters())
     assert use_float8(model, emulate=True) == ["0", "2"]  # 5 outputs are no multiple of 16
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
 
 
-def test_products_are_those_of_rounded_operands() -> None:
+def test_products_equal_those_of_rounded_operands() -> None:
     """Against torch's own 8-bit floats: scaled by the largest value, cast, multiplied."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16, bias=False))
@@ -70,7 +70,7 @@ def _learn(rank: int, size: int, zero: int, recompute: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_any_plan_learns_the_same(ranks: Any, zero: int) -> None:
+def test_losses_are_the_same_under_any_plan(ranks: Any, zero: int) -> None:
     (alone,) = ranks(1).run(_learn, 0, "none")
     changed = [p.bfloat16() for p in _model().parameters()]
     assert any(not one.equal(other) for one, other in zip(alone, changed, strict=True))
@@ -88,13 +88,13 @@ def _refused(rank: int, size: int, model: nn.Module) -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
-def test_what_a_processor_cannot_is_refused(ranks: Any) -> None:
+def test_unsupported_processors_are_refused(ranks: Any) -> None:
     for text in ranks(2).run(_refused, _model()):
         assert "the CPU here does not multiply 8-bit floats" in text
         assert "nearest plan: precision='bf16'" in text
 
 
-def test_a_model_without_such_layers_is_refused() -> None:
+def test_a_model_without_suitable_layers_is_refused() -> None:
     with pytest.raises(PlanError, match=r"nn\.Linear inside the model whose sizes are multiples of 16"):
         use_float8(nn.Sequential(nn.Linear(5, 5)), emulate=True)
     with pytest.raises(PlanError, match=r"requires an nn\.Linear inside the model"):

@@ -45,7 +45,7 @@ def _train(
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 1, 0], [0, 1]])
-def test_the_answer_is_that_of_one_process(ranks: Any, hosts: list[int]) -> None:
+def test_training_matches_one_process(ranks: Any, hosts: list[int]) -> None:
     size = len(hosts)
     for dtype in (None, torch.bfloat16):
         for accumulate in (1, 2):

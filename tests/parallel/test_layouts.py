@@ -194,7 +194,7 @@ def _adafactor(rank: int, size: int) -> str:
     return adafactor_refused(Engine(Perceptron(hidden, comm), comm, mesh=mesh, layouts=layouts))
 
 
-def test_an_optimizer_of_matrices_needs_whole_ones(ranks: Any) -> None:
+def test_an_optimizer_of_matrices_requires_whole_matrices(ranks: Any) -> None:
     for message in ranks(2).run(_adafactor):
         assert "which is split over ranks" in message
 

@@ -74,7 +74,7 @@ class Dense(nn.Module):
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_training_is_that_of_the_dense_formula(use_rslora: bool) -> None:
+def test_training_matches_the_dense_formula(use_rslora: bool) -> None:
     lora = LoRA(rank=4, alpha=6, targets=TARGETS, use_rslora=use_rslora)
     model = adapted(lora)
     scaling = 6 / 2 if use_rslora else 6 / 4
@@ -105,7 +105,7 @@ def test_training_is_that_of_the_dense_formula(use_rslora: bool) -> None:
             assert torch.equal(parameter, frozen[name])
 
 
-def test_it_starts_as_the_model_was_and_says_what_is_trained() -> None:
+def test_the_output_is_unchanged_and_the_summary_lists_trained_layers() -> None:
     model = gpt()
     expected = model(tokens())
     before = dict(model.named_parameters())
@@ -125,7 +125,7 @@ def test_it_starts_as_the_model_was_and_says_what_is_trained() -> None:
     assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == summary.trained
 
 
-def test_merging_computes_the_same_and_unmerging_goes_back() -> None:
+def test_merging_keeps_the_output_and_unmerging_restores_the_weights() -> None:
     model = adapted()
     model.eval()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -149,7 +149,7 @@ def test_merging_computes_the_same_and_unmerging_goes_back() -> None:
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_removing_leaves_plain_layers(merged: bool) -> None:
+def test_removing_restores_plain_layers(merged: bool) -> None:
     model = adapted()
     base = gpt()(tokens())
     expected = model(tokens()) if merged else base
@@ -202,7 +202,7 @@ def test_under_autocast_products_are_in_bf16_and_gradients_in_fp32() -> None:
         torch.testing.assert_close(got, parameter.grad, rtol=0.1, atol=0.1)
 
 
-def test_dropout_is_of_the_adapter_alone() -> None:
+def test_dropout_applies_to_the_adapter_only() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 4))
     add_lora(model, LoRA(rank=2, alpha=2, dropout=0.5))
@@ -233,7 +233,7 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-def test_copies_and_pickles_are_models_of_their_own() -> None:
+def test_copies_and_pickles_are_independent_models() -> None:
     model = adapted(LoRA(rank=4, targets=re.compile(r".*\.(qkv|out)")))
     expected = model(tokens())
     saved = io.BytesIO()
@@ -312,7 +312,7 @@ def test_a_tied_weight_is_not_merged_into_both(by_memory: bool) -> None:
     assert torch.equal(model.embedding.weight, before)
 
 
-def test_what_is_trained_beside_adapters() -> None:
+def test_parameters_trained_in_addition_to_adapters() -> None:
     model = gpt()
     add_lora(
         model, LoRA(rank=2, targets=TARGETS, also_train=("norm_attention", "1.attention"), bias="lora_only")
@@ -387,7 +387,7 @@ def test_targets_are_names_globs_and_regular_expressions(targets: Any, count: in
     ],
 )
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_targets_that_cannot_be_leave_the_model_as_it_was(make: Any, targets: Any, message: str) -> None:
+def test_invalid_targets_do_not_change_the_model(make: Any, targets: Any, message: str) -> None:
     model = make()
     trained = [p.requires_grad for p in model.parameters()]
     with pytest.raises(ValueError, match=message):
@@ -399,7 +399,7 @@ def test_targets_that_cannot_be_leave_the_model_as_it_was(make: Any, targets: An
         add_lora(model, LoRA(also_train="nothing"))
 
 
-def test_weight_norm_is_refused_and_a_shared_layer_adapted_once() -> None:
+def test_weight_norm_is_refused_and_a_shared_layer_is_adapted_once() -> None:
     normed = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
     with pytest.raises(ValueError, match="ParametrizedLinear"):
         add_lora(normed, LoRA(targets="0"))
@@ -413,7 +413,7 @@ def test_weight_norm_is_refused_and_a_shared_layer_adapted_once() -> None:
     torch.testing.assert_close(model(torch.ones(1, 4)), expected)
 
 
-def test_the_encoder_of_torch_is_adapted_where_it_calls_its_layers() -> None:
+def test_torchs_encoder_is_adapted_if_it_calls_its_layers() -> None:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -446,7 +446,7 @@ def test_the_encoder_of_torch_is_adapted_where_it_calls_its_layers() -> None:
         ({"base": "int2"}, ValueError, "base='int2'.*int8"),
     ],
 )
-def test_settings_that_cannot_be(options: Any, error: type[Exception], message: str) -> None:
+def test_invalid_settings_are_refused(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         LoRA(**options)
 
@@ -530,7 +530,7 @@ def _train_parallel(rank: int, size: int, batches: list[Tensor]) -> tuple[dict[s
     return {name: p.detach() for name, p in model.named_parameters()}, reduced
 
 
-def test_data_parallel_trains_the_adapters_as_one_process_does(ranks: Any) -> None:
+def test_data_parallel_adapters_match_one_process(ranks: Any) -> None:
     batches = [tokens(4, seed) for seed in range(3)]
     model = gpt(0)
     add_lora(model, LoRA(rank=4, alpha=8, targets=TARGETS))

@@ -72,7 +72,7 @@ LORA = LoRA(rank=2, alpha=5, targets=("qkv", "1.out"), dropout=0.1)
 ALL = LoRA(2, 5, ("qkv", "1.out"), 0.1, use_rslora=True, bias="lora_only", also_train=("norm", "2"))
 
 
-def test_the_files_are_as_described(tmp_path: Path) -> None:
+def test_file_contents(tmp_path: Path) -> None:
     net = trained(ALL)
     save_adapter(net, tmp_path / "new" / "adapter", base_model="some/model")
     folder = tmp_path / "new" / "adapter"
@@ -118,7 +118,7 @@ def test_the_files_are_as_described(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", [LORA, ALL, LoRA(3, 1.5, "all-linear", bias="all")], ids=str)
 @pytest.mark.parametrize("ready", [False, True])
-def test_what_is_saved_is_loaded(tmp_path: Path, lora: LoRA, ready: bool) -> None:
+def test_a_saved_adapter_is_loaded(tmp_path: Path, lora: LoRA, ready: bool) -> None:
     net = trained(lora).eval()
     expected = net(X)
     merge(net)  # makes no difference
@@ -163,7 +163,7 @@ def test_views_of_one_tensor_are_saved_one_by_one(tmp_path: Path) -> None:
     assert torch.equal(other.eval()(X), net.eval()(X))
 
 
-def test_a_path_that_ends_another_is_saved_as_an_expression(tmp_path: Path) -> None:
+def test_a_path_that_is_a_suffix_is_saved_as_a_regular_expression(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     add_lora(net, LoRA(rank=1, targets=re.compile("0")))
     save_adapter(net, tmp_path)
@@ -229,7 +229,7 @@ def _set(name: str, value: Any) -> Change:
     ],
 )
 @pytest.mark.parametrize("ready", [False, True])
-def test_what_does_not_fit_is_said_and_changes_nothing(
+def test_a_mismatch_is_reported_and_changes_nothing(
     tmp_path: Path, change: Change, message: str, ready: bool
 ) -> None:
     save_adapter(trained(LORA), tmp_path)
@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_said_and_changes_nothing(
         ),
     ],
 )
-def test_an_adapter_of_other_settings_is_not_put_on_lora(tmp_path: Path, lora: LoRA, message: str) -> None:
+def test_an_adapter_with_other_settings_is_refused(tmp_path: Path, lora: LoRA, message: str) -> None:
     save_adapter(trained(LORA), tmp_path)
     net = model()
     add_lora(net, lora)
@@ -282,7 +282,7 @@ def test_an_adapter_of_other_settings_is_not_put_on_lora(tmp_path: Path, lora: L
         load_adapter(net, tmp_path)
 
 
-def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
+def test_folders_without_an_adapter_are_refused(tmp_path: Path) -> None:
     def refused(message: str) -> None:
         with pytest.raises(AdapterError, match=message):
             load_adapter(model(), tmp_path / "adapter")
@@ -315,7 +315,7 @@ def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_a_save_that_fails_leaves_the_adapter_that_was_there(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_previous_adapter(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AdapterError, match=r"cannot save the adapter to .*file/adapter: .*Not a directory"):
         save_adapter(trained(LORA), tmp_path / "file" / "adapter")
@@ -361,7 +361,7 @@ class Shears:
         return change(path, option)
 
 
-def test_a_save_cut_off_never_leaves_a_description_beside_other_weights(
+def test_an_interrupted_save_never_mixes_weights_and_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ended between any two changes of names, it leaves one adapter whole, or a folder that is refused."""

@@ -23,7 +23,7 @@ def same(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6)
 
 
-def test_what_is_saved_here_is_loaded_by_peft(tmp_path: Path) -> None:
+def test_peft_loads_saved_adapters(tmp_path: Path) -> None:
     for lora in (LORA, ALL, LoRA(3, 1.5, "all-linear", bias="all")):
         net, x = trained(lora).double().eval(), X.double()  # in fp32 the rounding depends on the processor
         save_adapter(net, tmp_path)
@@ -42,7 +42,7 @@ def test_what_is_saved_here_is_loaded_by_peft(tmp_path: Path) -> None:
     [(["qkv", "1.out"], False), (r".*\.qkv|1\.out", True), ("all-linear", False)],
 )
 @pytest.mark.parametrize("ready", [False, True])
-def test_what_peft_saves_is_loaded_here(
+def test_adapters_saved_by_peft_are_loaded(
     tmp_path: Path, bias: Any, target: Any, use_rslora: bool, ready: bool
 ) -> None:
     save = ["norm"] if bias != "all" else None

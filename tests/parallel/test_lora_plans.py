@@ -59,7 +59,7 @@ def _train_one(rank: int, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
-def test_the_same_adapters(ranks: Any, backend: str, tmp_path: Path) -> None:
+def test_adapters_are_the_same_under_any_plan(ranks: Any, backend: str, tmp_path: Path) -> None:
     plans = [
         Plan(zero=zero, recompute=recompute, offload=offload, lora=ADAPTERS)
         for zero in (0, 1, 2, 3)
@@ -99,9 +99,7 @@ def _refused(rank: int, size: int, lora: LoRA, adapted: bool, meta: bool) -> str
         (ADAPTERS, False, True, "not supported for a model on the meta device"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(
-    ranks: Any, lora: LoRA, adapted: bool, meta: bool, says: str
-) -> None:
+def test_invalid_adapters_are_refused(ranks: Any, lora: LoRA, adapted: bool, meta: bool, says: str) -> None:
     assert says in ranks(1).run(_refused, lora, adapted, meta)[0]
 
 

@@ -62,7 +62,9 @@ def as_dense(net: nn.Sequential) -> nn.Sequential:
 @torchao
 @pytest.mark.parametrize(("base", "error", "bytes_each"), BASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_small_and_near(base: str, error: float, bytes_each: float, dtype: torch.dtype) -> None:
+def test_weights_are_small_and_close_to_the_original(
+    base: str, error: float, bytes_each: float, dtype: torch.dtype
+) -> None:
     net, original = adapted(base, dtype), model(dtype)
     for layer, before in ((net[0], original[0]), (net[2], original[2])):
         weight: Any = layer.weight
@@ -75,9 +77,7 @@ def test_weights_are_small_and_near(base: str, error: float, bytes_each: float, 
 
 @torchao
 @pytest.mark.parametrize(("base", "error", "bytes_each"), BASES)
-def test_gradients_are_those_of_the_weights_that_it_stands_for(
-    base: str, error: float, bytes_each: float
-) -> None:
+def test_gradients_match_the_dequantized_weights(base: str, error: float, bytes_each: float) -> None:
     net = adapted(base, bias="lora_only")
     same = as_dense(net)
     results = []
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_the_weights_that_it_stands_for(
 
 @torchao
 @pytest.mark.parametrize(("base", "error", "bytes_each"), BASES)
-def test_it_learns_what_quantizing_lost(base: str, error: float, bytes_each: float) -> None:
+def test_training_compensates_the_quantization_error(base: str, error: float, bytes_each: float) -> None:
     original, net = model(), adapted(base)
     optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], 3e-2)
     losses = []
@@ -162,7 +162,7 @@ def test_a_removed_layer_keeps_its_quantized_weight() -> None:
 
 
 @torchao
-def test_int4_is_refused_on_a_cpu_with_what_to_use_instead() -> None:
+def test_int4_is_refused_on_a_cpu_with_an_alternative() -> None:
     net = model()
     before = net(X)
     with pytest.raises(
@@ -175,7 +175,7 @@ def test_int4_is_refused_on_a_cpu_with_what_to_use_instead() -> None:
 
 
 @torchao
-def test_weights_that_cannot_be_quantized_are_named_and_nothing_changed() -> None:
+def test_weights_that_cannot_be_quantized_are_named_without_changes() -> None:
     net = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 3, bias=False))
     with pytest.raises(ValueError, match="weight of 1 has 384 values, not a multiple of 16,384"):
         add_lora(net, LoRA(base="nf4"))

@@ -23,7 +23,7 @@ from tests.parallel.test_zero import CLIP, STAGES, _batches, _grouped, _train_al
 INF, NAN = float("inf"), float("nan")
 
 
-def test_the_scale_is_that_of_torch() -> None:
+def test_the_scale_matches_torch() -> None:
     """Over a random series of overflows: the scale, and what is learned under it."""
     chance = random.Random(0)
     ours = LossScaler(scale=2.0**16, growth_interval=3)
@@ -60,14 +60,14 @@ def test_the_scale_stays_at_its_minimum() -> None:
     assert scaler.scale == 0.25
 
 
-def test_what_cannot_be_a_scaler() -> None:
+def test_invalid_scalers_are_refused() -> None:
     with pytest.raises(ValueError, match="growth_interval of at least 1 step, got 0"):
         LossScaler(growth_interval=0)
     with pytest.raises(ValueError, match="scale=1 with minimum=2"):
         LossScaler(1.0, minimum=2.0)
 
 
-def test_a_scaler_goes_on() -> None:
+def test_a_scaler_resumes_from_its_state() -> None:
     first = LossScaler(growth_interval=5)
     for finite in (True, False, True, True):
         first.update(finite)
@@ -180,7 +180,7 @@ def _skip(rank: int, size: int, zero: int, accumulate: int, clip: bool) -> list[
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("zero", STAGES)
-def test_all_ranks_skip_and_say_why(ranks: Any, zero: int, accumulate: int) -> None:
+def test_all_ranks_skip_and_report_the_overflow(ranks: Any, zero: int, accumulate: int) -> None:
     where = "rank 1, blocks.1.weight grad inf (and 1 more parameter)"
     expected = [
         f"OVERFLOW step 3: {where}; scale 4096 -> 2048, step skipped",
@@ -190,7 +190,7 @@ def test_all_ranks_skip_and_say_why(ranks: Any, zero: int, accumulate: int) -> N
         assert ranks(2).run(_skip, zero, accumulate, clip) == [expected] * 2
 
 
-def test_where_weights_are_gathered(ranks: Any) -> None:
+def test_overflows_with_gathered_weights(ranks: Any) -> None:
     lines = ranks(2, "gloo").run(_skip, 3, 1, True)
     assert lines[0] == lines[1]
     assert lines[0][0].startswith(
@@ -246,7 +246,7 @@ def _outputs(rank: int, size: int, diagnose: bool) -> tuple[list[str], bool]:
     return lines, any(block._forward_hooks for block in model.blocks[2:])
 
 
-def test_the_first_bad_output_is_named(ranks: Any) -> None:
+def test_the_first_non_finite_output_is_named(ranks: Any) -> None:
     for diagnose in (False, True):
         for lines, hooked in ranks(2).run(_outputs, diagnose):
             assert ("first bad output" in lines[0]) == diagnose
@@ -291,7 +291,7 @@ def _train_scaled(rank: int, size: int, zero: int, accumulate: int) -> dict[str,
 
 
 @pytest.mark.parametrize("zero", STAGES)
-def test_fp16_is_that_of_one_process(ranks: Any, zero: int) -> None:
+def test_fp16_training_matches_one_process(ranks: Any, zero: int) -> None:
     for accumulate in (1, 2):
         expected = _train_alone(_batches(2), 2, accumulate, lambda rank: False, torch.float16)
         for result in ranks(2).run(_train_scaled, zero, accumulate):
@@ -327,7 +327,7 @@ def _next_to_torch(rank: int, size: int) -> None:
     assert engine.scaler.skipped > 3
 
 
-def test_training_is_that_of_torch(ranks: Any) -> None:
+def test_training_matches_torch(ranks: Any) -> None:
     ranks(1).run(_next_to_torch)
 
 
@@ -373,7 +373,7 @@ def _refusals(rank: int, size: int) -> None:
     plain.close()
 
 
-def test_passes_add_up(ranks: Any) -> None:
+def test_passes_accumulate(ranks: Any) -> None:
     ranks(2).run(_passes_add_up)
 
 
@@ -382,7 +382,7 @@ def test_an_average_that_overflows(ranks: Any) -> None:
     assert ranks(2).run(_average_overflows) == [expected] * 2
 
 
-def test_what_cannot_be_is_refused(ranks: Any) -> None:
+def test_unsupported_calls_are_refused(ranks: Any) -> None:
     ranks(2).run(_refusals)
 
 

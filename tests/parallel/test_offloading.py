@@ -56,7 +56,7 @@ def _train_one(rank: int, size: int, plan: Plan, accumulate: int, user: int | No
 @pytest.mark.parametrize(
     ("size", "backend"), [(1, "farandole"), (2, "farandole"), (2, "gloo"), (4, "farandole")]
 )
-def test_the_answer_is_that_of_one_process(
+def test_training_matches_one_process(
     ranks: Any, size: int, precision: Any, backend: str, tmp_path: Path
 ) -> None:
     plans = [
@@ -193,7 +193,7 @@ def _learn(rank: int, size: int, plan: Plan) -> tuple[list[float], list[Tensor]]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_what_is_offloaded_changes_no_bit(ranks: Any, precision: Any, tmp_path: Path) -> None:
+def test_offloading_is_bitwise_exact(ranks: Any, precision: Any, tmp_path: Path) -> None:
     for zero, backend, others in (
         (2, "farandole", ["gradients"]),
         (3, "farandole", ["gradients"]),
@@ -269,7 +269,7 @@ def _refused(rank: int, size: int, folder: str) -> None:
     _world().barrier()
 
 
-def test_what_cannot_be_is_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+def test_invalid_plans_are_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(_refused, str(tmp_path))
     with pytest.raises(PlanError, match="'none', 'host' or 'disk:FOLDER'"):
         Plan(offload="nvme")
@@ -309,7 +309,7 @@ def _held(rank: int, size: int, folder: str) -> tuple[float, float, int]:
     return held / whole, memory.peak / whole, len(list(Path(folder).iterdir()))
 
 
-def test_weights_and_gradients_lie_in_files(ranks: Any, tmp_path: Path) -> None:
+def test_weights_and_gradients_are_stored_in_files(ranks: Any, tmp_path: Path) -> None:
     for size in (1, 2):
         for held, peak, names in ranks(size).run(_held, str(tmp_path)):
             assert held == pytest.approx(2 / size, rel=0.02)

@@ -157,7 +157,7 @@ def _alone(ranks: Any, name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_an_optimizer_of_elements_may_have_a_state(ranks: Any, name: str, zero: int, backend: str) -> None:
+def test_an_elementwise_optimizer_may_have_a_state(ranks: Any, name: str, zero: int, backend: str) -> None:
     expected = _alone(ranks, name)
     # Rprop looks at signs, and the sums of two ranks are rounded in another way than those of one process
     tolerance = {"rtol": 1e-3, "atol": 1e-5}
@@ -169,7 +169,9 @@ def test_an_optimizer_of_elements_may_have_a_state(ranks: Any, name: str, zero: 
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MATRICES)
-def test_an_optimizer_of_matrices_updates_them_whole(ranks: Any, name: str, zero: int, backend: str) -> None:
+def test_an_optimizer_of_matrices_updates_whole_matrices(
+    ranks: Any, name: str, zero: int, backend: str
+) -> None:
     expected = _alone(ranks, name)
     for resumed in (False, name != "Muon"):  # whose first steps alone would see other samples
         for result in ranks(2, backend).run(_parallel, name, zero, "fp32", resumed):
@@ -207,7 +209,9 @@ def _plan_refused(rank: int, size: int, options: dict[str, str]) -> str:
         ({"precision": "bf16", "rounding": "stochastic"}, "stochastic rounding"),
     ],
 )
-def test_matrices_are_not_offloaded_nor_rounded(ranks: Any, options: dict[str, str], what: str) -> None:
+def test_optimizers_of_matrices_refuse_offload_and_rounding(
+    ranks: Any, options: dict[str, str], what: str
+) -> None:
     for message in ranks(2).run(_plan_refused, options):
         assert f"Adafactor cannot be used with {what}" in message
 
@@ -274,7 +278,7 @@ def test_matrices_in_lower_precision(ranks: Any, tmp_path: Path, precision: str)
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_two_steps_tell_which_optimizers_update_elements(name: str) -> None:
+def test_elementwise_optimizers_are_detected_in_two_steps(name: str) -> None:
     parameters = list(_model().parameters())
     optimizer = MADE[name](parameters)
     before = [parameter.detach().clone() for parameter in parameters]
@@ -409,7 +413,7 @@ def _alternate(rank: int, size: int, zero: int | None) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_optimizers_that_take_turns(ranks: Any, zero: int, backend: str) -> None:
+def test_alternating_optimizers(ranks: Any, zero: int, backend: str) -> None:
     (expected,) = ranks(1).run(_alternate, None)
     for result in ranks(2, backend).run(_alternate, zero):
         _compare(result, expected, rtol=1e-4, atol=1e-6)

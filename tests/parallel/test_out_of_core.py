@@ -70,7 +70,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--text", str(folder / "words.txt"), "--cache", str(folder)]
 
 
-def test_the_offloaded_run_learns_the_same(ranks: Any, text: list[str], tmp_path: Path) -> None:
+def test_the_offloaded_run_has_the_same_losses(ranks: Any, text: list[str], tmp_path: Path) -> None:
     plan = [*text, *OFFLOADED, "--log", str(tmp_path / "log")]
     in_memory = ranks(2).run(_train, plan)
     offloaded = ranks(2).run(_train, [*plan, "--offload", f"disk:{tmp_path}", "--device-memory", "4MiB"])
@@ -84,7 +84,7 @@ def test_the_offloaded_run_learns_the_same(ranks: Any, text: list[str], tmp_path
     assert "of 4.0 MiB" in log.splitlines()[-1]
 
 
-def test_what_does_not_fit_is_named(ranks: Any, text: list[str]) -> None:
+def test_a_run_that_does_not_fit_is_refused(ranks: Any, text: list[str]) -> None:
     for error in ranks(2).run(_train, [*text, "--device-memory", "1MiB"]):
         assert isinstance(error, OutOfDeviceMemory)
         assert "before the first step: " in str(error)
@@ -121,7 +121,9 @@ def _measured(rank: int, size: int, plan: Plan) -> tuple[dict[str, int], int, Es
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_the_prediction_is_what_is_measured(ranks: Any, zero: int, precision: Any, tmp_path: Path) -> None:
+def test_the_prediction_matches_the_measurement(
+    ranks: Any, zero: int, precision: Any, tmp_path: Path
+) -> None:
     for offload in ("none", f"disk:{tmp_path}"):
         plan = Plan(zero=zero, precision=precision, offload=offload)
         for found, peak, expected in ranks(2).run(_measured, plan):
@@ -137,7 +139,7 @@ def test_the_prediction_is_what_is_measured(ranks: Any, zero: int, precision: An
                 assert peak <= expected.peak, plan
 
 
-def test_what_fits_is_said() -> None:
+def test_the_error_names_plans_that_fit() -> None:
     """For an eighth of the lab's layers, in an eighth of its memory."""
     lab = _lab()
     machine = Machine(memory=12 << 27, disk=Bandwidth(1e9, 1e9, "any"), process=0, libraries=0, host=False)

@@ -16,12 +16,12 @@ from farandole.parallel.engine import Engine
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"zero": 4}, "zero=4: the stages are 0, 1, 2 and 3"),
+        ({"zero": 4}, "zero=4: expected stage 0, 1, 2 or 3"),
         ({"data": 0}, "data=0: expected at least 1 rank"),
         ({"precision": "fp4"}, "precision='fp4': expected one of fp32, bf16, fp16, fp8"),
     ],
 )
-def test_a_plan_that_cannot_be(options: dict[str, Any], says: str) -> None:
+def test_invalid_plans_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         Plan(**options)
 
@@ -31,7 +31,7 @@ def test_without_ranks() -> None:
         farandole.parallelize(nn.Linear(2, 2))
 
 
-def _meet(rank: int, size: int) -> None:
+def _check_and_train(rank: int, size: int) -> None:
     with pytest.raises(PlanError, match="data=3: expected 3 ranks, got 2; nearest plan: data=2"):
         farandole.parallelize(nn.Linear(2, 2), Plan(data=3))
     with pytest.raises(PlanError, match="bfloat16: create the model in fp32"):
@@ -52,5 +52,5 @@ def _meet(rank: int, size: int) -> None:
         torch.testing.assert_close(old - 2 * 0.1 * 3, new.float(), rtol=0.02, atol=0.01)
 
 
-def test_a_model_meets_a_plan(ranks: Any) -> None:
-    ranks(2).run(_meet)
+def test_a_plan_is_checked_and_applied_to_a_model(ranks: Any) -> None:
+    ranks(2).run(_check_and_train)

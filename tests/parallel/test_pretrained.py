@@ -209,7 +209,7 @@ def test_a_rank_reads_only_what_it_stores(ranks: Any, tmp_path: Path) -> None:
     assert max(counts) < total / 3
 
 
-def test_models_that_were_built_here_are_saved(ranks: Any, tmp_path: Path) -> None:
+def test_models_built_from_scratch_are_saved(ranks: Any, tmp_path: Path) -> None:
     config = LlamaConfig(vocabulary=90, layers=2, heads=4, kv_heads=2, width=32, inner=40)
     ranks(2).run(_save_built, config, tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -232,6 +232,15 @@ def _save_built(rank: int, size: int, config: LlamaConfig, out: Path) -> None:
 def _change(folder: Path, **values: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def _longrope(short: list[Any], long: list[Any]) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 32,
+        "short_factor": short,
+        "long_factor": long,
+    }
 
 
 def _remove_shard(folder: Path) -> None:
@@ -280,7 +289,19 @@ def _pickle(folder: Path) -> None:
         ),
         (lambda f: _change(f, hidden_act="swish7"), "hidden_act='swish7', which is not supported"),
         (lambda f: _change(f, logit_softcap=30.0), "unsupported fields: logit_softcap=30.0"),
-        (lambda f: _change(f, rope_parameters={"rope_type": "longrope"}), "rope_type='longrope'"),
+        (
+            lambda f: _change(f, rope_parameters={"rope_type": "proportional"}),
+            "rope_type='proportional', which is not supported .supported: default, linear, dynamic",
+        ),
+        (
+            lambda f: _change(f, rope_parameters=_longrope([1.0, 2.0], [1.0])),
+            r"config.json: expected \d short factors and long factors for \d rotated values, got 2 and 1",
+        ),
+        (lambda f: _change(f, rope_parameters=_longrope(["a"], [1.0])), "config.json: could not convert"),
+        (
+            lambda f: _change(f, partial_rotary_factor=0.5),
+            "partial_rotary_factor=0.5, which transformers ignores",
+        ),
         (lambda f: _change(f, quantization_config={"bits": 4}), "quantized weights are not supported"),
         (lambda f: _change(f, vocab_size="big"), "vocab_size='big': expected int"),
         (lambda f: _change(f, num_attention_heads=0), "num_attention_heads=0: expected at least 1"),

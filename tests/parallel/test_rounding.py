@@ -40,14 +40,14 @@ def test_the_mean_of_many_roundings_is_the_value(value: float) -> None:
     assert abs(float(rounded.mean()) - exact) < 4 * deviation
 
 
-def test_numbers_of_bf16_stay() -> None:
+def test_bf16_numbers_are_unchanged() -> None:
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(BF16).float()
     values = every[every.isfinite()]
     for seed in range(3):
         assert torch.equal(_rounded(values, seed).view(torch.int32), values.view(torch.int32))
 
 
-def test_infinities_and_nans_stay() -> None:
+def test_infinities_and_nans_are_unchanged() -> None:
     values = torch.tensor([1.0001, float("inf"), -float("inf"), float("nan"), 2.0])
     odd = torch.cat([values, torch.tensor([-1, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)])
     for seed in range(5):
@@ -57,7 +57,7 @@ def test_infinities_and_nans_stay() -> None:
         assert rounded[4] == 2.0
 
 
-def test_a_seed_says_it_all() -> None:
+def test_rounding_depends_only_on_the_seed() -> None:
     values = torch.randn(1001)
     assert torch.equal(_rounded(values, 3), _rounded(values, 3))
     assert not torch.equal(_rounded(values, 3), _rounded(values, 4))
@@ -112,7 +112,7 @@ def _neighbours(rank: int, size: int, zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", STAGES)
-def test_the_update_is_that_of_fp32(ranks: Any, zero: int) -> None:
+def test_the_update_matches_fp32(ranks: Any, zero: int) -> None:
     ranks(2).run(_neighbours, zero)
 
 
@@ -168,7 +168,7 @@ def _small_updates(rank: int, size: int) -> tuple[float, float]:
     return float(model.weight.float().mean()), float(nearest.weight.float().mean())
 
 
-def test_small_updates_add_up(ranks: Any) -> None:
+def test_small_updates_accumulate(ranks: Any) -> None:
     for ours, theirs in ranks(1).run(_small_updates):
         assert ours == pytest.approx(0.9, abs=0.003)
         assert theirs == 1.0
@@ -201,7 +201,7 @@ def _resumed(rank: int, size: int) -> None:
         assert torch.equal(a, b)
 
 
-def test_going_on(ranks: Any) -> None:
+def test_a_resumed_run_matches_an_uninterrupted_run(ranks: Any) -> None:
     ranks(1).run(_resumed)
 
 
@@ -216,6 +216,6 @@ def test_going_on(ranks: Any) -> None:
         ({"rounding": "stochastic"}, "with precision='fp32'"),
     ],
 )
-def test_a_plan_that_cannot_be(options: dict[str, Any], says: str) -> None:
+def test_invalid_plans_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         Plan(**options)

@@ -83,7 +83,7 @@ def _parallel(
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_step_is_that_of_one_process(ranks: Any, zero: int, precision: str, backend: str) -> None:
+def test_a_step_matches_one_process(ranks: Any, zero: int, precision: str, backend: str) -> None:
     tolerance = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}[precision]
     for numbers, fixed in (((1, 1), True), ((3, 3), False), ((1, 4), False), ((2, 0), False)):
         expected, losses = _alone(numbers, fixed)
@@ -95,7 +95,7 @@ def test_a_step_is_that_of_one_process(ranks: Any, zero: int, precision: str, ba
 
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("zero", [0, 3])
-def test_an_evaluation_is_that_of_one_process(ranks: Any, zero: int, backend: str) -> None:
+def test_an_evaluation_matches_one_process(ranks: Any, zero: int, backend: str) -> None:
     numbers = (1, 3, 2)
     model = _model()
     expected, _ = _alone(numbers, fixed=False)
@@ -125,7 +125,7 @@ def _refusals(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
-def test_what_cannot_be_a_step(ranks: Any, backend: str) -> None:
+def test_invalid_steps_are_refused(ranks: Any, backend: str) -> None:
     ranks(2, backend).run(_refusals)
 
 
@@ -183,6 +183,6 @@ def _resumed(rank: int, size: int, folder: Path) -> tuple[list[float], list[floa
     return after, found
 
 
-def test_steps_of_varying_counts_resume_to_the_bit(ranks: Any, tmp_path: Path) -> None:
+def test_steps_with_varying_counts_resume_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
     for after, found in ranks(2).run(_resumed, tmp_path / "state"):
         assert after == found

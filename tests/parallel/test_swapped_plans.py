@@ -42,7 +42,7 @@ def _learn(rank: int, size: int, options: dict[str, Any]) -> tuple[list[Tensor],
     ("zero", "backend"), [(0, "farandole"), (2, "farandole"), (3, "farandole"), (3, "gloo")]
 )
 @pytest.mark.parametrize("recompute", ["none", "block"])
-def test_the_weights_are_the_same(
+def test_swapping_does_not_change_the_weights(
     ranks: Any, tmp_path: Path, zero: int, backend: str, recompute: str
 ) -> None:
     options = {"zero": zero, "recompute": recompute, "precision": "bf16"}
@@ -71,6 +71,6 @@ def _refused(rank: int, size: int, swap: str) -> str:
         ),
     ],
 )
-def test_places_that_do_not_do(ranks: Any, swap: str, message: str) -> None:
+def test_unsupported_swap_locations_are_refused(ranks: Any, swap: str, message: str) -> None:
     (said,) = ranks(1).run(_refused, swap)
     assert message in said

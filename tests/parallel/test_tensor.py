@@ -14,7 +14,7 @@ from tests.parallel.plans import MODELS, build, compare, train
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_widthtrains_as_one_process(ranks: Any, name: str, size: int) -> None:
+def test_every_width_trains_as_one_process(ranks: Any, name: str, size: int) -> None:
     width = 3 if name == "uneven" and size == 4 else size
     plan = Plan(tensor=width)
     alone = ranks(1).run(train, name, Plan())[0]
@@ -22,14 +22,14 @@ def test_every_widthtrains_as_one_process(ranks: Any, name: str, size: int) -> N
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_data_and_tensor_parallelismtrain_as_one_process(ranks: Any, zero: int) -> None:
+def test_data_and_tensor_parallelism_train_as_one_process(ranks: Any, zero: int) -> None:
     plan = Plan(tensor=2, zero=zero)
     alone = ranks(1).run(train, "llama", Plan(), 2)[0]
     compare(ranks(4).run(train, "llama", plan), alone, "llama", plan, 4)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "uneven", "gptj", "mixtral", "deepseek"])
-def test_sequence_parallelismtrains_as_one_process(ranks: Any, name: str) -> None:
+def test_sequence_parallelism_trains_as_one_process(ranks: Any, name: str) -> None:
     alone = ranks(1).run(train, name, Plan())[0]
     for size in (2, 3) if name == "uneven" else (2, 4):  # 18 tokens: 4 ranks have 5, 5, 4 and 4
         plan = Plan(tensor=size, sequence=True)

@@ -117,7 +117,7 @@ def _train(rank: int, size: int, name: str, zero: int | None, precision: Any, sa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_of_another_package_has_the_losses_of_one_process(ranks: Any, name: str) -> None:
+def test_a_model_of_another_package_trains_as_one_process(ranks: Any, name: str) -> None:
     (expected,) = ranks(1).run(_train, name, None, "fp32", 1 if name in TORCHVISION else 2)
     for backend, zero, precision in (
         ("farandole", 0, "fp32"),

@@ -330,7 +330,7 @@ def _run(rank: int, size: int, loop: Any, zero: int) -> dict[str, Tensor] | str:
     ("zero", "backend"), [(0, "farandole"), (1, "farandole"), (2, "farandole"), (3, "gloo")]
 )
 @pytest.mark.parametrize("loop", EQUAL, ids=lambda loop: loop.__name__.strip("_"))
-def test_the_result_is_that_of_one_process(ranks: Any, loop: Any, zero: int, backend: str) -> None:
+def test_the_result_matches_one_process(ranks: Any, loop: Any, zero: int, backend: str) -> None:
     (expected,) = ranks(1).run(_run_alone, loop)
     for found in ranks(2, backend).run(_run, loop, zero):
         assert not isinstance(found, str), found

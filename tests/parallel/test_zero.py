@@ -103,7 +103,7 @@ def _train(
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("zero", STAGES)
-def test_the_answer_is_that_of_one_process(
+def test_training_matches_one_process(
     ranks: Any, zero: int, size: int, dtype: torch.dtype | None, backend: str
 ) -> None:
     for accumulate, user, bucket_bytes in ((1, None, 200), (2, 0, 1), (2, None, 1 << 20)):
@@ -146,7 +146,7 @@ def _gpt_losses(rank: int, size: int, zero: int | None, dtype: torch.dtype | Non
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_fsdp2_learns_the_same(ranks: Any, dtype: torch.dtype | None) -> None:
+def test_fsdp2_has_the_same_losses(ranks: Any, dtype: torch.dtype | None) -> None:
     expected = ranks(2).run(_gpt_losses, None, dtype)
     for zero in STAGES:
         for ours, theirs in zip(ranks(2).run(_gpt_losses, zero, dtype), expected, strict=True):
@@ -178,7 +178,7 @@ def _adam_matches_torch(rank: int, size: int, zero: int) -> None:
     assert states == whole if zero == 0 else states < whole
 
 
-def test_adam_and_schedulers_work_on_pieces(ranks: Any) -> None:
+def test_adam_and_schedulers_work_on_shards(ranks: Any) -> None:
     for zero in STAGES:
         ranks(2).run(_adam_matches_torch, zero)
 
@@ -201,7 +201,7 @@ def _refusals(rank: int, size: int) -> None:
     _world().barrier()
 
 
-def test_what_cannot_be_is_refused(ranks: Any) -> None:
+def test_unsupported_calls_are_refused(ranks: Any) -> None:
     ranks(2).run(_refusals)
 
 
@@ -220,7 +220,7 @@ def _two_passes(rank: int, size: int, zero: int) -> None:
         replica.zero_grad()
 
 
-def test_every_pass_counts(ranks: Any) -> None:
+def test_every_backward_pass_is_accumulated(ranks: Any) -> None:
     for zero in STAGES:
         ranks(2).run(_two_passes, zero)
 
@@ -268,7 +268,7 @@ def _memory(rank: int, size: int, zero: int) -> tuple[int, int]:
     return own, common
 
 
-def test_what_is_sharded(ranks: Any) -> None:
+def test_sharded_bytes_per_stage(ranks: Any) -> None:
     whole = 8 * 256 * 256 * 4
     assert ranks(4).run(_memory, 0) == [(whole, 0)] * 4
     for zero in (1, 2, 3):

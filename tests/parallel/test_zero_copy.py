@@ -107,7 +107,7 @@ def _together(rank: int, size: int, zero: int, accumulate: int) -> dict[str, Ten
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_answer_is_that_of_one_process(ranks: Any, size: int, zero: int, backend: str) -> None:
+def test_training_matches_one_process(ranks: Any, size: int, zero: int, backend: str) -> None:
     for accumulate in (1, 2):
         expected = _alone(size, accumulate)
         results = ranks(size, backend).run(_together, zero, accumulate)
@@ -157,14 +157,14 @@ def _taken(rank: int, size: int, dtype: torch.dtype | None, width: int) -> tuple
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 64), (None, 63), (torch.bfloat16, 64)])
-def test_buffers_are_few(ranks: Any, dtype: torch.dtype | None, width: int) -> None:
+def test_the_number_of_buffers_is_small(ranks: Any, dtype: torch.dtype | None, width: int) -> None:
     """Though the biases of many layers share a bucket, which is not reduced for long."""
     for most, kept in ranks(2).run(_taken, dtype, width):
         assert most - kept <= DEPTH * 4 * (width + 1) ** 2
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_few_are_kept_at_a_time(ranks: Any, size: int) -> None:
+def test_few_gradients_are_kept_at_a_time(ranks: Any, size: int) -> None:
     for counts in ranks(size).run(_alive):
         assert len(counts) == 12
         assert max(counts) == DEPTH + 1  # kept until they are reduced, and the one that arrives

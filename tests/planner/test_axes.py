@@ -51,7 +51,7 @@ def test_a_tensor_parallel_rank_stores_its_part() -> None:
     assert shared["activations"] < half["activations"]
 
 
-def test_the_communication_is_that_of_the_collectives() -> None:
+def test_the_communication_matches_the_collectives() -> None:
     """Two all-reduces per layer and pass, one for the embedding, one for the gradient at the head, and the loss."""
     workload = _workload(_with_meta(gpt, GPT)).split(Plan(tensor=4), 4)
     workload.trace(Plan(tensor=4))

@@ -58,7 +58,7 @@ def test_files_override_presets_and_arguments_override_both(tmp_path: Path) -> N
         ("steps=many", "steps='many': it should be a valid integer"),
         ("steps=0", "steps=0: it should be greater than or equal to 1"),
         ("plan.swap=tape", "plan.swap='tape': expected 'none', 'host' or 'disk:FOLDER'"),
-        ("plan.zero=5", "plan.zero=5: the stages are 0, 1, 2 and 3"),
+        ("plan.zero=5", "plan.zero=5: expected stage 0, 1, 2 or 3"),
         (
             "plan.hybrid=true",
             "plan.hybrid=True with zero=0: there are no states to shard; nearest plan: zero=1",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from farandole.launch.control_groups import available_memory
 from farandole.train.config import ConfigError, load_config
-from farandole.train.memory import check_memory, check_step
+from farandole.train.memory import check_memory, check_step, summary
+from farandole.train.start import Start
+from tests.models.hf.folders import SCALED, config_folder
 
 EACH = 16 + 12
 
@@ -57,3 +60,12 @@ def test_error_names_a_micro_batch_that_fits() -> None:
     check_step(config.model_copy(update={"micro_batch": int(found[1])}), 2, 2 << 30)
     with pytest.raises(ConfigError, match="use fewer ranks or a smaller model.context"):
         check_step(config, 2, 1 << 28)
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_folders_whose_positions_depend_on_the_length(scaling: str, tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "base", scaling)
+    words = ["task=sft", f"model.folder={folder}", "model.pretrained=false", "model.context=32"]
+    config = load_config(None, words)
+    check_memory(config, 1)
+    assert summary(Start(config, 1))["parameters"]

@@ -55,7 +55,7 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
         parts: Adjacent parts of one tensor, as returned by `split`.
 
     Raises:
-        ValueError: The number of ranks is not a power of two.
+        ValueError: if the number of ranks is not a power of two.
     """
     me, distance = transport.rank, 1
     while distance < power_of_two(transport.size):
@@ -69,6 +69,6 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the time in seconds for `size` bytes."""
+    """Return the predicted time in seconds of an all-reduce of `size` bytes."""
     steps = ranks.bit_length() - 1 + (0 if ranks & (ranks - 1) == 0 else 2)
     return steps * (latency_s + size * seconds_per_byte)

@@ -25,7 +25,7 @@ def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combi
         combine: The reduction.
 
     Raises:
-        ValueError: The number of ranks is not a power of two.
+        ValueError: if the number of ranks is not a power of two.
     """
     me, distance = transport.rank, power_of_two(transport.size) // 2
     first, last = 0, transport.size  # the range of parts that this rank still reduces

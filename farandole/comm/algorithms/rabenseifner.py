@@ -40,7 +40,7 @@ def all_reduce(
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the time in seconds for `size` bytes."""
+    """Return the predicted time in seconds of an all-reduce of `size` bytes."""
     steps = ranks.bit_length() - 1
     inner = 1 << steps
     seconds = 2 * steps * latency_s + 2 * (inner - 1) / inner * size * seconds_per_byte

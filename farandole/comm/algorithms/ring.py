@@ -32,7 +32,7 @@ def all_reduce(
         tensor: The values, which are overwritten with the totals.
         combine: The reduction.
         result: The output tensor, by default `tensor`.  If its type is narrower, results are sent in that type.
-        store: Converts totals to results; not needed if they are equal.
+        store: A function that converts totals to results; not needed if totals and results have the same type.
     """
     parts = split(tensor, transport.size)
     results = parts if result is None else split(result, transport.size)
@@ -70,5 +70,5 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the time in seconds for `size` bytes."""
+    """Return the predicted time in seconds of an all-reduce of `size` bytes."""
     return 2 * (ranks - 1) * latency_s + 2 * (ranks - 1) / ranks * size * seconds_per_byte

@@ -97,7 +97,7 @@ class Link:
         return below[1] + (above[1] - below[1]) * ((size - below[0]) / (above[0] - below[0]))
 
     def model(self, algorithm: str, hosts: int, size: int) -> float:
-        """Return the time in seconds according to the cost model."""
+        """Return the time in seconds that the cost model predicts for `size` bytes among `hosts` hosts."""
         return COSTS[algorithm](hosts, size, self.fit.latency_s, self.fit.seconds_per_byte)
 
     def without(self, hosts: int) -> Link | None:
@@ -170,7 +170,9 @@ class Table:
             with open(path) as file:
                 return Table.parse(file.read(), path)
         except OSError as error:
-            raise TableError(f"cannot read table={path!r}: {error.strerror or error}") from error
+            raise TableError(
+                f"cannot read table={path!r}: {error.strerror or error}; check the path"
+            ) from error
 
     @staticmethod
     def default() -> Table:
@@ -211,7 +213,7 @@ def _link(content: Mapping[str, Any]) -> Link:
         for hosts, sizes in content["seconds"].items()
     }
     if any(hosts < 2 for hosts in seconds):
-        raise ValueError("expected measurements on 2 or more hosts, got fewer")
+        raise ValueError("expected measurements on 2 or more hosts, got fewer; measure on more hosts")
     leaders = {
         int(size): {int(count): _time(each) for count, each in times.items()}
         for size, times in content.get("leaders", {}).items()

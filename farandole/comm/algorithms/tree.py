@@ -85,10 +85,10 @@ def reduce_chain(transport: Transport, tensor: Tensor, root: int, combine: Combi
 
 
 def binomial_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the time in seconds for `size` bytes."""
+    """Return the predicted time in seconds of a broadcast or reduction of `size` bytes."""
     return math.ceil(math.log2(ranks)) * (latency_s + size * seconds_per_byte)
 
 
 def chain_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the time in seconds for `size` bytes that are sent as one message."""
+    """Return the predicted time in seconds for `size` bytes that are sent as one message."""
     return (ranks - 1) * (latency_s + size * seconds_per_byte)

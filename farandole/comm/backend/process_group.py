@@ -192,7 +192,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         Channels 1 and 2 are reserved for collectives.
 
         Raises:
-            RuntimeError: The C core is missing.
+            RuntimeError: if the C core is missing.
         """
         return WireTransport(self._native_host(), ranks, channel)
 

@@ -67,5 +67,5 @@ def all_reduce(
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float, ratio: float) -> float:
-    """Return the time in seconds for `size` bytes that are compressed to size / ratio bytes."""
+    """Return the predicted time in seconds of an all-reduce of `size` bytes, compressed to size / ratio bytes."""
     return 2 * (latency_s + (ranks - 1) / ranks * size / ratio * seconds_per_byte)

@@ -144,8 +144,8 @@ class HierarchicalCore(GroupCore):
         """Gather every rank's `input` into `outputs` on rank `root`."""
         record = _record_of(input, counts)
         with self._declared(flags, Operation.GATHER, root=root, record=record):
-            everyones = [input.numel()] * self.size if counts is None else counts
-            self._exchange.gather(outputs, input, root, everyones, flags)
+            all_counts = [input.numel()] * self.size if counts is None else counts
+            self._exchange.gather(outputs, input, root, all_counts, flags)
 
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
@@ -153,8 +153,8 @@ class HierarchicalCore(GroupCore):
         """Send `inputs[r]` from rank `root` to rank r."""
         record = _record_of(output, counts)
         with self._declared(flags, Operation.SCATTER, root=root, record=record):
-            everyones = [output.numel()] * self.size if counts is None else counts
-            self._exchange.scatter(output, inputs, root, everyones, flags)
+            all_counts = [output.numel()] * self.size if counts is None else counts
+            self._exchange.scatter(output, inputs, root, all_counts, flags)
 
     def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> None:
         """Send input j to rank j and receive output i from rank i."""

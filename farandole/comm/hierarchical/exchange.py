@@ -50,9 +50,9 @@ class HostExchange:
 
     Args:
         hosts: The hosts of the group.
-        local: Runs operations among the ranks of this host.
-        choice: Decides between direct and aggregated messages.
-        run: Runs an inter-node algorithm after the ranks have agreed on the call.
+        local: The implementation of operations among the ranks of this host.
+        choice: The object that chooses between direct and aggregated messages.
+        run: A function that runs an inter-node algorithm after the ranks have agreed on the call.
     """
 
     def __init__(self, hosts: Hosts, local: NativeCore, choice: Choice, run: Callable[[Steps], None]) -> None:
@@ -121,7 +121,7 @@ class HostExchange:
         return pairs
 
     def _aggregates(self, counts: Tensor, element_size: int) -> bool:
-        """Decide from the mean message size; both hosts use the same counts, or `_compare` fails."""
+        """Return whether to aggregate messages of this mean size; both hosts must pass the same counts."""
         size = int(counts.sum()) * element_size // counts.numel()
         return counts.numel() > 1 and self._aggregated("all_to_all", size, max(counts.shape))
 

@@ -74,8 +74,8 @@ class MpiGroup:
         `ranks` are the rank numbers shown in error messages; they may differ from the MPI ranks, which are exchanged.
 
         Raises:
-            RankLate: A rank did not arrive before the timeout.
-            MpiUnavailable: The ranks use different MPI libraries, or a rank is not in MPI_COMM_WORLD.
+            RankLate: if a rank did not arrive before the timeout.
+            MpiUnavailable: if the ranks use different MPI libraries, or a rank is not in MPI_COMM_WORLD.
         """
         mpi_engine = engine()
         world, mpi = mpi_engine.mpi.COMM_WORLD, mpi_engine.mpi
@@ -246,9 +246,9 @@ class MpiGroup:
 
     def compare(self, background: bool) -> None:
         """Raise `CallMismatch` unless all ranks make the same call; used if TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-        mine = torch.tensor([self._index, *self._call], device="cpu")
-        calls = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
-        request = self.start(self.comm.Iallgather, mine.numpy(), calls.numpy())
+        own_call = torch.tensor([self._index, *self._call], device="cpu")
+        calls = torch.empty(self.size, own_call.numel(), dtype=own_call.dtype, device="cpu")
+        request = self.start(self.comm.Iallgather, own_call.numpy(), calls.numpy())
         self.finish(request, 0, background=background)
         same = [row == calls[0].tolist() for row in calls.tolist()]
         if all(same):

@@ -45,8 +45,8 @@ class MpiTransport:
         `name` and `ranks` identify the group and its ranks in error messages.
 
         Raises:
-            RankLate: A rank did not arrive before the timeout.
-            MpiUnavailable: MPI cannot be used.
+            RankLate: if a rank did not arrive before the timeout.
+            MpiUnavailable: if MPI cannot be used.
         """
         rendezvous = Rendezvous(store, rank, size, timeout, name)
         return cls(MpiGroup.connect(rendezvous, size, timeout, name, ranks or range(size)))

@@ -156,9 +156,9 @@ def call(
         The results of `function` as TensorFlow tensors.
 
     Raises:
-        InvalidArgumentError: In eager mode, `function` raised ValueError.
-        FailedPreconditionError: In eager mode, `function` raised MismatchError.
-        UnknownError: In eager mode, `function` raised another HorovodInternalError.
+        InvalidArgumentError: in eager mode, if `function` raised ValueError.
+        FailedPreconditionError: in eager mode, if `function` raised MismatchError.
+        UnknownError: in eager mode, if `function` raised another HorovodInternalError.
     """
     if tf.executing_eagerly():
         try:

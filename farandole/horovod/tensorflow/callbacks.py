@@ -131,7 +131,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """Determine the number of steps per epoch.
 
         Raises:
-            ValueError: The number of steps is required but unknown.
+            ValueError: if the number of steps is required but unknown.
         """
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")

@@ -40,7 +40,7 @@ def broadcast_variables(
         inplace: Ignored.  In Horovod, this option avoids a copy.
 
     Raises:
-        ValueError: An object in `variables` is not a variable, or a variable has an unsupported data type.
+        ValueError: if an object in `variables` is not a variable, or a variable has an unsupported data type.
     """
     assert isinstance(inplace, bool)
     targets = [tf_variable(variable) for variable in variables]
@@ -79,7 +79,7 @@ def broadcast_(
         The argument `variables`.
 
     Raises:
-        ValueError: `name` is not None, or an object in `variables` is not a variable.
+        ValueError: if `name` is not None, or an object in `variables` is not a variable.
     """
     if name is not None:
         raise ValueError(f"name={name!r} is not supported, because variables are matched by order; omit name")

@@ -43,7 +43,7 @@ class GradientReducer:
         scale_local_gradients: Whether to divide local variables' gradients (`register_local`) by the number of ranks.
 
     Raises:
-        ValueError: Options are invalid or incompatible.
+        ValueError: if options are invalid or incompatible.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         A tape whose class derives from `type(gradtape)`.
 
     Raises:
-        ValueError: `gradtape` is not a tape or is already distributed, or options are invalid or incompatible.
+        ValueError: if `gradtape` is not a tape or is already distributed, or options are invalid or incompatible.
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise ValueError(f"expected a tf.GradientTape, got {type(gradtape).__name__}")

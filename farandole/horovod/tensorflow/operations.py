@@ -436,7 +436,9 @@ def grouped_reducescatter(
 
     def backward(given: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if op not in (Sum, Average):
-            raise NotImplementedError("reducescatter is differentiable with op=Sum or op=Average only")
+            raise NotImplementedError(
+                "reducescatter is differentiable with op=Sum or op=Average only; use one of these reductions"
+            )
 
         def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
             factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
@@ -459,7 +461,7 @@ def barrier(process_set: ProcessSet = global_process_set, name: str | None = Non
         name: Must be None, because barriers are matched by order.
 
     Raises:
-        ValueError: `name` is not None.
+        ValueError: if `name` is not None.
     """
     if name is not None:
         raise ValueError(f"name={name!r} is not supported, because barriers are matched by order; omit name")

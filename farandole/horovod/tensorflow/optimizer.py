@@ -143,7 +143,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         An optimizer whose class derives from `type(optimizer)`.
 
     Raises:
-        ValueError: `optimizer` is not a Keras 3 optimizer or is already distributed, or options are invalid or
+        ValueError: if `optimizer` is not a Keras 3 optimizer or is already distributed, or options are invalid or
             incompatible.
     """
     _check_optimizer(optimizer)

@@ -218,7 +218,9 @@ class _Reducescatter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         name, op, factor, where = ctx.arguments
         if op not in (Sum, Average):
-            raise NotImplementedError("reducescatter is differentiable with op=Sum or op=Average only")
+            raise NotImplementedError(
+                "reducescatter is differentiable with op=Sum or op=Average only; use one of these reductions"
+            )
         factor *= where.size() if op == Sum else 1
         scaled = [gradient * factor for gradient in gradients]
         gathered = synchronize(ops.grouped_allgather_async(scaled, _backward_name(name), where))

@@ -24,7 +24,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: The rank to copy from.
 
     Raises:
-        ValueError: `params` is neither a dict nor an iterable, or contains an object that is not a tensor.
+        ValueError: if `params` is neither a dict nor an iterable, or contains an object that is not a tensor.
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
@@ -60,7 +60,7 @@ def broadcast_optimizer_state(
         model: Ignored.  Horovod uses the model to find sparse parameters.
 
     Raises:
-        ValueError: The number of parameter groups, or the number of parameters in a group, differs between ranks.
+        ValueError: if the number of parameter groups, or the number of parameters in a group, differs between ranks.
     """
     if model is not None and not isinstance(model, torch.nn.Module):
         raise ValueError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -127,12 +127,12 @@ def _filled(outline: Any, tensors: list[Tensor]) -> Any:
 
 
 def _load_root_state(optimizer: torch.optim.Optimizer, found: dict[str, Any], root_rank: int) -> None:
-    mine = [len(group["params"]) for group in optimizer.param_groups]
+    own = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [options.pop("count") for options in found["options"]]
-    if mine != theirs:
+    if own != theirs:
         raise ValueError(
             f"the optimizer's parameter groups differ in size: {theirs} on rank {root_rank}, "
-            f"{mine} on rank {rank()}; construct the same optimizer on all ranks"
+            f"{own} on rank {rank()}; construct the same optimizer on all ranks"
         )
     for group, options in zip(optimizer.param_groups, found["options"], strict=True):
         group.update(options)

@@ -58,7 +58,7 @@ def make_request(
         agreed: Additional signature fields.
 
     Raises:
-        ValueError: The tensors cannot be communicated.
+        ValueError: if the tensors cannot be communicated.
     """
     first = inputs[0]
     if signature is None:
@@ -319,7 +319,7 @@ def sparse_allreduce_async(
         A function that waits for the operation and returns the result, a coalesced sparse tensor.
 
     Raises:
-        ValueError: `tensor` is not sparse, or `op` is another reduction.
+        ValueError: if `tensor` is not sparse, or `op` is another reduction.
     """
     if not tensor.is_sparse:
         raise ValueError(
@@ -489,7 +489,7 @@ def poll(handle: int) -> bool:
     """Return whether an operation is complete.
 
     Raises:
-        ValueError: `handle` is unknown or was already synchronized.
+        ValueError: if `handle` is unknown or was already synchronized.
     """
     if handle not in horovod.handles:
         raise ValueError(f"expected the handle of an operation that was not yet synchronized, got {handle!r}")
@@ -507,7 +507,7 @@ def synchronize(handle: int) -> Any:
         synchronized.
 
     Raises:
-        HorovodInternalError: Ranks disagree, a rank died, or Horovod was shut down.
+        HorovodInternalError: if ranks disagree, a rank died, or Horovod was shut down.
     """
     found = horovod.handles.pop(handle, None)
     if found is None:

@@ -39,7 +39,7 @@ def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -
     """Return an optimizer's parameters with their given or generated names.
 
     Raises:
-        ValueError: `named_parameters` contains an item that is not a pair or a repeated name, or does not name every
+        ValueError: if `named_parameters` contains an item that is not a pair or a repeated name, or does not name every
             parameter.
     """
     parameters = [parameter for group in param_groups for parameter in group["params"]]
@@ -359,7 +359,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Clear the gradients.
 
         Raises:
-            AssertionError: Gradients are in flight.
+            AssertionError: if gradients are in flight.
         """
         if any(group.begun for group in self._gradient_groups):
             raise AssertionError(
@@ -419,7 +419,8 @@ def _grouped(
     unknown = {slot.name for slot in slots} ^ set(order)
     if unknown:
         raise ValueError(
-            f"all ranks must have the same parameters, but only some ranks have {', '.join(sorted(unknown))}"
+            f"all ranks must have the same parameters, but only some ranks have {', '.join(sorted(unknown))}; "
+            "create the same model on all ranks"
         )
     slots = sorted(slots, key=lambda slot: order.index(slot.name))
     if isinstance(groups, int):
@@ -481,7 +482,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         An optimizer whose class derives from `type(optimizer)`.
 
     Raises:
-        ValueError: The names are not unique or do not cover the parameters, or options are invalid or incompatible.
+        ValueError: if the names are not unique or do not cover the parameters, or options are invalid or incompatible.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")

@@ -52,7 +52,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize a batch.  During training, all ranks must call this method.
 
         Raises:
-            ValueError: The input has an invalid shape, or all ranks together have only one value per channel.
+            ValueError: if the input has an invalid shape, or all ranks together have only one value per channel.
         """
         self._check_input_dim(input)
         alone = self._process_set.size() == 1
@@ -96,10 +96,10 @@ class _Normalize(torch.autograd.Function):
             wide.mean(others, dtype=torch.float64) if count else wide.new_zeros(channels, dtype=torch.float64)
         )
         squares = (wide - _per_channel(mean.to(wide.dtype), input)).square().sum(others, dtype=torch.float64)
-        mine = torch.cat([mean.new_tensor([count]), mean, squares])
+        own = torch.cat([mean.new_tensor([count]), mean, squares])
         name = f"sync_batch_norm.{channels}.statistics"
-        everyone = synchronize(allgather_async(mine[None], name, where))
-        counts, means, sums = everyone.split([1, channels, channels], 1)
+        gathered = synchronize(allgather_async(own[None], name, where))
+        counts, means, sums = gathered.split([1, channels, channels], 1)
         total = counts.sum()
         if total <= 1:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from farandole.models.hf.fields import Fields, FolderError
 from farandole.models.hf.mapping import Table
-from farandole.models.rotary import Rotary
+from farandole.models.rotary import SCALINGS, Rotary
 from farandole.models.sequence import Transformer
 
 
@@ -63,14 +63,25 @@ def decoders() -> tuple[str, ...]:
 # ---- rotary positions ----
 
 
-def read_rotary(fields: Fields, width: int, *, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
+def read_rotary(
+    fields: Fields,
+    width: int,
+    *,
+    base: float = 10_000.0,
+    interleaved: bool = False,
+    partial: bool = False,
+) -> Rotary:
     """Read the rotary positions from a configuration, for heads with `width` values.
 
     Reads `rope_parameters` (transformers 5), or `rope_theta`, `rope_scaling` and `partial_rotary_factor` (earlier
     versions).
 
+    Args:
+        partial: whether transformers applies `partial_rotary_factor` in this family, so that a part of each head is
+            rotated.
+
     Raises:
-        FolderError: if the scaling is not supported.
+        FolderError: if the scaling or the rotation of a part is not supported.
     """
     found = dict(fields.take("rope_parameters", None, kind=dict) or {})
     older = dict(fields.take("rope_scaling", None, kind=dict) or {})
@@ -82,6 +93,10 @@ def read_rotary(fields: Fields, width: int, *, base: float = 10_000.0, interleav
     own.skip("type")
     theta = own.take("rope_theta", theta, kind=float)
     share = own.take("partial_rotary_factor", share, kind=float)
+    if share != 1 and not partial:
+        raise FolderError(
+            f"{own.where} has partial_rotary_factor={share}, which transformers ignores in this family: expected 1"
+        )
     options: dict[str, Any] = {"base": float(theta), "interleaved": interleaved}
     if kind == "linear":
         options |= {"scaling": kind, "factor": float(own.take("factor", kind=float))}
@@ -118,10 +133,21 @@ def read_rotary(fields: Fields, width: int, *, base: float = 10_000.0, interleav
             "magnitude": float(magnitude),
             "truncate": own.take("truncate", True, kind=bool),
         }
+    elif kind == "longrope":
+        original = own.size("original_max_position_embeddings", context)
+        factor = float(own.take("factor", (context or original) / original, kind=float))
+        recommended = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        options |= {
+            "scaling": kind,
+            "factor": factor,
+            "original": original,
+            "magnitude": float(own.take("attention_factor", recommended, kind=float)),
+            "short_factors": tuple(map(float, own.take("short_factor", kind=list))),
+            "long_factors": tuple(map(float, own.take("long_factor", kind=list))),
+        }
     elif kind != "default":
         raise FolderError(
-            f"{own.where} has rope_type={kind!r}, which is not supported "
-            "(supported: default, linear, dynamic, yarn, llama3)"
+            f"{own.where} has rope_type={kind!r}, which is not supported (supported: default, {', '.join(SCALINGS)})"
         )
     own.finish()
     return Rotary(int(width * share), **options)
@@ -143,10 +169,14 @@ def write_rotary(rotary: Rotary, width: int) -> dict[str, Any]:
         found["partial_rotary_factor"] = rotary.width / width
     if rotary.scaling is not None:
         found["factor"] = rotary.factor
-    if rotary.scaling in ("yarn", "llama3"):
+    if rotary.scaling in ("yarn", "llama3", "longrope"):
         found["original_max_position_embeddings"] = rotary.original
+    if rotary.scaling in ("yarn", "longrope"):
+        found["attention_factor"] = rotary.magnitude
+    if rotary.scaling == "longrope":
+        found |= {"short_factor": list(rotary.short_factors), "long_factor": list(rotary.long_factors)}
     if rotary.scaling == "yarn":
-        found |= {"beta_slow": rotary.slow, "beta_fast": rotary.fast, "attention_factor": rotary.magnitude}
+        found |= {"beta_slow": rotary.slow, "beta_fast": rotary.fast}
         found |= {} if rotary.truncate else {"truncate": False}
     if rotary.scaling == "llama3":
         found |= {"low_freq_factor": rotary.slow, "high_freq_factor": rotary.fast}

@@ -333,31 +333,37 @@ def _llama_table(config: LlamaConfig) -> Table:
     return table
 
 
-def _is_llama(config: Any) -> bool:
+def _rotates_heads(config: LlamaConfig) -> bool:
+    """Return whether complete heads are rotated in halves, as in all Llama-like families of transformers."""
+    rotary = config.rotary
+    return rotary is not None and rotary.width == config.head_width and not rotary.interleaved
+
+
+def _is_llama(config: LlamaConfig) -> bool:
     return (
-        type(config) is LlamaConfig
+        _rotates_heads(config)
         and not config.windows
         and not config.qk_norm
         and config.attention_bias == config.out_bias
     )
 
 
-def _is_mistral(config: Any) -> bool:
+def _is_mistral(config: LlamaConfig) -> bool:
     plain = not (config.qk_norm or config.attention_bias or config.out_bias or config.feed_forward_bias)
-    return type(config) is LlamaConfig and plain and len(set(config.windows)) <= 1
+    return _rotates_heads(config) and plain and len(set(config.windows)) <= 1
 
 
-def _is_qwen2(config: Any) -> bool:
+def _is_qwen2(config: LlamaConfig) -> bool:
     plain = not (config.qk_norm or config.out_bias or config.feed_forward_bias)
-    return type(config) is LlamaConfig and plain and config.attention_bias and _one_window(config)
+    return _rotates_heads(config) and plain and config.attention_bias and _one_window(config)
 
 
-def _is_qwen3(config: Any) -> bool:
+def _is_qwen3(config: LlamaConfig) -> bool:
     same = config.attention_bias == config.out_bias and not config.feed_forward_bias
-    return type(config) is LlamaConfig and config.qk_norm and same and _one_window(config)
+    return _rotates_heads(config) and config.qk_norm and same and _one_window(config)
 
 
-def _one_window(config: Any) -> bool:
+def _one_window(config: LlamaConfig) -> bool:
     return len({window for window in config.windows if window}) <= 1
 
 
@@ -416,7 +422,8 @@ register(
         mixtral,
         _mixtral_table,
         lambda config: (
-            not (config.qk_norm or config.attention_bias or config.out_bias or config.feed_forward_bias)
+            _rotates_heads(config)
+            and not (config.qk_norm or config.attention_bias or config.out_bias or config.feed_forward_bias)
         ),
     )
 )

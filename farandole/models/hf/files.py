@@ -132,7 +132,7 @@ def read_header(path: Path) -> dict[str, Entry]:
                 )
             header: dict[str, Any] = json.loads(file.read(length))
     except OSError as error:
-        raise FolderError(f"{path} cannot be read: {error.strerror}") from None
+        raise FolderError(f"{path} cannot be read: {error.strerror}; check the file") from None
     except ValueError as error:
         if isinstance(error, FolderError):
             raise
@@ -212,7 +212,7 @@ def read(reads: Iterable[Read], progress: Callable[[int], None] | None = None) -
                 raise
     except OSError as error:
         raise FolderError(
-            f"{error.filename or 'a file of the model'} cannot be read: {error.strerror}"
+            f"{error.filename or 'a file of the model'} cannot be read: {error.strerror}; check the file"
         ) from None
     finally:
         mapped.clear()

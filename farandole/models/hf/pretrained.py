@@ -480,7 +480,7 @@ def save_pretrained(
         partial.rename(path)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise FolderError(f"{path} cannot be written: {error.strerror}") from None
+        raise FolderError(f"{path} cannot be written: {error.strerror}; choose another folder") from None
 
 
 def _type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

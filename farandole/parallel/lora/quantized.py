@@ -58,7 +58,7 @@ def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
 
 
 def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
-    """Return `weight` in torchao's int4 format for its device; torchao has no such format for CPUs up to version 0.18."""
+    """Return `weight` in torchao's int4 format for its device; in versions up to 0.18, torchao has no such format for CPUs."""
     group = next((size for size in (128, 64, 32) if weight.shape[1] % size == 0), None)
     if group is None:
         raise ValueError(

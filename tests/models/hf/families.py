@@ -11,12 +11,17 @@ from tests import torchvision_models  # isort: skip  # must be imported before t
 import torch
 import transformers
 
-ROPES: tuple[dict[str, Any], ...] = (
-    {"rope_type": "default", "rope_theta": 5_000.0},
-    {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
-    {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 3.0},
-    {"rope_type": "yarn", "rope_theta": 1_000.0, "factor": 4.0, "original_max_position_embeddings": 32},
-    {
+ROPES: Mapping[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 5_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 3.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn-mscale": {
         "rope_type": "yarn",
         "rope_theta": 10_000.0,
         "factor": 8.0,
@@ -25,7 +30,7 @@ ROPES: tuple[dict[str, Any], ...] = (
         "mscale_all_dim": 0.7,
         "beta_fast": 24.0,
     },
-    {
+    "llama3": {
         "rope_type": "llama3",
         "rope_theta": 500.0,
         "factor": 8.0,
@@ -33,15 +38,27 @@ ROPES: tuple[dict[str, Any], ...] = (
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
-)
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""Rotary positions, whose original context is at most 64 positions."""
 
 
-def _rope(choose: random.Random) -> dict[str, Any]:
-    return dict(choose.choice(ROPES))
+def rope(kind: str, width: int) -> dict[str, Any]:
+    """Return the rotary positions `kind` for heads with `width` values."""
+    found = dict(ROPES[kind])
+    if kind == "longrope":
+        found["short_factor"] = [1 + 0.1 * pair for pair in range(width // 2)]
+        found["long_factor"] = [2 + 0.5 * pair for pair in range(width // 2)]
+    return found
 
 
 def _decoder(choose: random.Random) -> dict[str, Any]:
-    kv_heads = choose.choice([1, 2, 3])
+    kv_heads, head_width = choose.choice([1, 2, 3]), choose.choice([4, 8])
     return {
         "vocab_size": choose.randint(50, 130),
         "hidden_size": 12 * choose.choice([2, 4]),
@@ -49,9 +66,9 @@ def _decoder(choose: random.Random) -> dict[str, Any]:
         "num_hidden_layers": choose.randint(1, 3),
         "num_attention_heads": kv_heads * choose.choice([1, 2, 4]),
         "num_key_value_heads": kv_heads,
-        "head_dim": choose.choice([4, 8]),
+        "head_dim": head_width,
         "max_position_embeddings": 64,
-        "rope_parameters": _rope(choose),
+        "rope_parameters": rope(choose.choice(list(ROPES)), head_width),
         "tie_word_embeddings": choose.random() < 0.5,
         "rms_norm_eps": choose.choice([1e-5, 1e-6]),
         "pad_token_id": None,
@@ -115,9 +132,6 @@ def _mixtral(choose: random.Random) -> dict[str, Any]:
 
 
 def _deepseek(choose: random.Random) -> dict[str, Any]:
-    rope = _rope(choose)
-    while rope["rope_type"] == "dynamic":  # transformers computes the frequencies for another width
-        rope = _rope(choose)
     heads, groups = choose.choice([1, 2, 4]), choose.choice([1, 4])
     return {
         "vocab_size": choose.randint(50, 130),
@@ -141,7 +155,7 @@ def _deepseek(choose: random.Random) -> dict[str, Any]:
         "norm_topk_prob": choose.random() < 0.5,
         "attention_bias": choose.random() < 0.3,
         "max_position_embeddings": 64,
-        "rope_parameters": rope,
+        "rope_parameters": rope(choose.choice(list(ROPES)), 8),
         "rope_interleave": choose.random() < 0.7,
         "tie_word_embeddings": choose.random() < 0.3,
         "pad_token_id": None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tests.models.hf.families import folder_of, reference
+from tests.models.hf.families import folder_of, reference, rope
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
@@ -58,6 +58,18 @@ def add_tokenizer(folder: Path, vocabulary: int, *, bert: bool = False) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+SCALED = ("dynamic", "longrope")
+"""The scalings of rotary positions that depend on the length of the sequences."""
+
+
+def config_folder(folder: Path, scaling: str) -> Path:
+    """Write a folder with the configuration of a Llama whose rotary positions have this scaling, without weights."""
+    sizes = {"vocab_size": 300, "hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = reference("llama", 5, **sizes, head_dim=8, rope_parameters=rope(scaling, 8))
+    model.config.save_pretrained(folder)
+    return folder
 
 
 def model_with_tokenizer(folder: Path, family: str = "llama", **changes: Any) -> Path:

@@ -16,13 +16,25 @@ from farandole.models.deepseek import DeepSeekConfig, build_deepseek
 from farandole.models.generate import generate
 from farandole.models.hf import describe, from_pretrained, save_pretrained
 from farandole.models.hf.pretrained import tensors_of, tensors_to_write
+from farandole.models.llama import LlamaConfig, build_llama
+from farandole.models.mixtral import MixtralConfig, build_mixtral
 from farandole.models.moe import GroupedRouter, take_loads
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo
 from farandole.models.t5 import shift_right
-from tests.models.hf.families import DECODERS, FAMILIES, folder_of, reference
+from tests.models.hf.families import DECODERS, FAMILIES, ROPES, folder_of, reference, rope, transformers
 
 SEEDS = (0, 1, 2, 3)
+ROTARY = tuple(family for family in DECODERS if family not in ("gpt2", "gptj"))
+"""The families whose configurations have `rope_parameters`."""
+
+
+def with_rope(family: str, kind: str, layers: int = 1) -> dict[str, Any]:
+    """Return changes of a configuration that select rotary positions and a number of layers."""
+    sizes: dict[str, Any] = {"head_dim": 8}
+    if family == "deepseek_v3":
+        sizes = {"first_k_dense_replace": layers - 1}
+    return {"rope_parameters": rope(kind, 8), "num_hidden_layers": layers, **sizes}
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -58,6 +70,27 @@ def compare_gradients(ours: Any, theirs: Any, folder: Path) -> None:
     assert compared >= len(list(ours.parameters()))
 
 
+def packed(model: Any, seed: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Return tokens, targets and document numbers, all (1, positions), and the lengths of the documents."""
+    lengths = [5, 1, 9, 4]
+    tokens, targets = (tokens_for(model, 1, sum(lengths), seed=seed + i) for i in range(2))
+    targets[:, 2:4] = -100
+    documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
+    return tokens, targets, documents, lengths
+
+
+def compare_loss(ours: Any, theirs: Any, arguments: tuple[Any, ...], logits: Tensor, folder: Path) -> None:
+    """Compare the loss and the gradients of `ours(*arguments)` with those of their logits for the targets."""
+    targets = arguments[2]
+    total, count = ours(*arguments)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert count == int((targets >= 0).sum())
+    torch.testing.assert_close(total, expected)
+    expected.backward()
+    total.backward()
+    compare_gradients(ours, theirs, folder)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoder(family: str, seed: int, tmp_path: Path) -> None:
@@ -68,13 +101,43 @@ def test_decoder(family: str, seed: int, tmp_path: Path) -> None:
     targets[1, 4:9] = -100
     logits = theirs(tokens, use_cache=False).logits
     close(ours(tokens), logits)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    total, count = ours(tokens, None, targets)
-    assert count == int((targets >= 0).sum())
-    torch.testing.assert_close(total, expected)
-    expected.backward()
-    total.backward()
-    compare_gradients(ours, theirs, tmp_path / "b")
+    compare_loss(ours, theirs, (tokens, None, targets), logits, tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("family", ROTARY)
+def test_rotary_positions(family: str, kind: str, tmp_path: Path) -> None:
+    """Compare sequences within the original context and past it."""
+    theirs = reference(family, 0, **with_rope(family, kind))
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    for length in (20, 90):
+        tokens, targets = (tokens_for(theirs, 2, length, seed=seed) for seed in (length, length + 1))
+        logits = theirs(tokens, use_cache=False).logits
+        close(ours(tokens), logits)
+    compare_loss(ours, theirs, (tokens, None, targets), logits, tmp_path / "b")
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 2.0}, {"attention_factor": 1.3}, {"factor": 0.5}])
+def test_defaults_of_longrope(changes: dict[str, float], tmp_path: Path) -> None:
+    parameters = rope("longrope", 8)
+    del parameters["factor"]
+    theirs = reference("llama", 0, head_dim=8, rope_parameters=parameters | changes)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    for length in (32, 33):  # the last length in the original context, and the first one past it
+        tokens = tokens_for(theirs, 2, length)
+        close(ours(tokens), theirs(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_positions_are_written(kind: str, tmp_path: Path) -> None:
+    theirs = reference("llama", 0, **with_rope("llama", kind))
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    del ours.pretrained  # write the configuration from scratch
+    save_pretrained(ours, tmp_path / "b")
+    assert from_pretrained(tmp_path / "b").config == ours.config
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "b").eval()
+    tokens = tokens_for(theirs, 2, 90)
+    close(ours(tokens), again(tokens, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -127,12 +190,18 @@ def test_bert(seed: int, tmp_path: Path) -> None:
     targets[:, 2:6] = -100
     logits = theirs(tokens, attention_mask=real.long(), token_type_ids=segments).logits
     close(ours((tokens, segments))[real], logits[real])
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    total, _ = ours((tokens, segments), None, targets)
-    torch.testing.assert_close(total, expected)
-    expected.backward()
-    total.backward()
-    compare_gradients(ours, theirs, tmp_path / "b")
+    compare_loss(ours, theirs, ((tokens, segments), None, targets), logits, tmp_path / "b")
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+def test_packed_documents_of_bert_equal_separate_sequences(seed: int, tmp_path: Path) -> None:
+    theirs = reference("bert", seed)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    tokens, targets, documents, lengths = packed(theirs, seed)
+    logits = torch.cat([theirs(part).logits for part in tokens.split(lengths, 1)], 1)
+    info = SequenceInfo(documents=documents)
+    close(ours(tokens, info), logits)
+    compare_loss(ours, theirs, (tokens, info, targets), logits, tmp_path / "b")
 
 
 @pytest.mark.parametrize("seed", SEEDS[:2])
@@ -211,6 +280,17 @@ def test_configuration_written_from_scratch_equals_the_original(family: str, tmp
     if family in DECODERS:
         tokens = tokens_for(theirs, 2, 9)
         close(again(tokens, use_cache=False).logits, theirs(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("rotary", [Rotary(4), Rotary(8, interleaved=True)])
+def test_rotary_positions_that_transformers_ignores_are_not_written(rotary: Rotary, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocabulary": 20, "layers": 1, "heads": 2, "width": 16, "inner": 8}
+    for model in (
+        build_llama(LlamaConfig(**sizes, rotary=rotary)),
+        build_mixtral(MixtralConfig(**sizes, rotary=rotary)),
+    ):
+        with pytest.raises(ValueError, match="has no Hugging Face format"):
+            save_pretrained(model, tmp_path / "a")
 
 
 @pytest.mark.parametrize("seed", SEEDS[:2])

@@ -98,7 +98,7 @@ def train(
         ("async", 2, "at any time"),
     ],
 )
-def test_training_goes_on_without_a_killed_worker(mode, staleness, how):
+def test_training_continues_without_a_killed_worker(mode, staleness, how):
     turns = 12 if how != "at any time" else 60
     with Job(4, train, 1, mode, staleness, turns, 2, how) as job:
         job.hear(2)
@@ -117,7 +117,7 @@ def test_training_goes_on_without_a_killed_worker(mode, staleness, how):
 
 
 @pytest.mark.parametrize(("servers", "mode", "staleness"), [(1, "async", 2), (2, "sync", None)])
-def test_a_killed_server_ends_the_job_by_its_name(servers, mode, staleness):
+def test_a_killed_server_is_named_and_ends_the_job(servers, mode, staleness):
     victim = servers - 1
     with Job(servers + 2, train, servers, mode, staleness, 10_000, victim, "") as job:
         job.hear(victim)
@@ -132,7 +132,7 @@ def test_a_killed_server_ends_the_job_by_its_name(servers, mode, staleness):
             assert re.search(words, end.text), end.text
 
 
-def test_a_server_whose_workers_are_all_gone_says_so():
+def test_a_server_without_workers_raises_an_error():
     with Job(3, train, 1, "async", None, 10_000, 1, "") as job:
         job.hear(1)
         job.kill(1)
@@ -144,7 +144,7 @@ def test_a_server_whose_workers_are_all_gone_says_so():
         )
 
 
-def test_a_silent_worker_is_dropped_and_learns_it():
+def test_a_silent_worker_is_dropped_and_notified():
     with Job(4, train, 2, "sync", None, 12, 3, "computing", 2.0) as job:
         job.hear(3)
         since = job.kill(3, signal.SIGSTOP)
@@ -157,7 +157,7 @@ def test_a_silent_worker_is_dropped_and_learns_it():
         )
 
 
-def test_a_silent_server_is_given_up():
+def test_a_silent_server_is_lost():
     with Job(3, train, 1, "sync", None, 10_000, 0, "", 2.0) as job:
         job.hear(0)
         time.sleep(0.3)
@@ -185,7 +185,7 @@ def wait_long(rank: int, size: int, tell: Callable) -> Any:
         return session.report.lost if session.report else None
 
 
-def test_a_worker_that_waits_is_not_taken_for_silent():
+def test_a_waiting_worker_is_not_treated_as_silent():
     with Job(4, wait_long) as job:
         assert [job.end(rank).text for rank in range(4)] == ["{}", "{}", "None", "None"]
 
@@ -208,7 +208,7 @@ def lose_one_then_again(rank: int, size: int, tell: Callable) -> Any:
         return seen
 
 
-def test_a_lost_worker_is_not_missed_in_the_next_session():
+def test_a_lost_worker_is_excluded_from_the_next_session():
     with Job(4, lose_one_then_again) as job:
         assert job.end(0, 60).text == "[{1: 0, 2: 3, 3: 3}, {2: 3, 3: 3}]"
         two, three = job.end(2), job.end(3)

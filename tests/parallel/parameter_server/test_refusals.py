@@ -46,7 +46,7 @@ def refuse_at_once(rank: int, size: int) -> None:
             roles.session(model.requires_grad_(False), sgd)
 
 
-def test_what_cannot_be_is_refused_at_once(ranks):
+def test_invalid_options_are_refused_immediately(ranks):
     ranks(2).run(refuse_at_once)
 
 
@@ -78,7 +78,7 @@ def misuse(rank: int, size: int) -> None:
             session.pull()
 
 
-def test_misuse_is_named_and_does_no_harm(ranks):
+def test_misuse_is_reported_and_has_no_effect(ranks):
     ranks(2).run(misuse)
 
 
@@ -99,7 +99,7 @@ def open_with(rank: int, size: int, case: str) -> str:
     return "no error"
 
 
-def test_a_server_that_cannot_make_its_optimizer_tells_the_workers(ranks):
+def test_a_server_without_an_optimizer_notifies_the_workers(ranks):
     server, worker = ranks(2).run(open_with, "bad factory")
     assert server == "ZeroDivisionError: division by zero"
     assert worker.startswith(
@@ -109,7 +109,7 @@ def test_a_server_that_cannot_make_its_optimizer_tells_the_workers(ranks):
     assert "LBFGS evaluates the model in its step" in server and "LBFGS evaluates" in worker
 
 
-def test_optimizers_of_shapes_need_whole_tensors(ranks):
+def test_optimizers_of_matrices_need_whole_tensors(ranks):
     for text in ranks(3).run(open_with, "muon"):
         assert "Muon" in text, text
 
@@ -117,7 +117,7 @@ def test_optimizers_of_shapes_need_whole_tensors(ranks):
 @pytest.mark.parametrize(
     ("case", "size", "words"), [("shapes", 3, "120701 parameters"), ("modes", 2, "mode async")]
 )
-def test_ranks_that_disagree_are_told(ranks, case, size, words):
+def test_different_session_options_are_reported_on_all_ranks(ranks, case, size, words):
     texts = ranks(size).run(open_with, case)
     assert any("have different session options or model shapes" in text for text in texts)
     assert words in texts[-1]

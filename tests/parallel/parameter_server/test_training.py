@@ -197,7 +197,7 @@ def test_workers_may_have_different_numbers_of_batches(ranks, mode, expected):
     assert report.pushes == {1: 0, 2: 3, 3: 6}
 
 
-def in_a_part_of_the_world(rank: int, size: int) -> Any:
+def train_on_some_ranks(rank: int, size: int) -> Any:
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         return None
@@ -211,8 +211,8 @@ def in_a_part_of_the_world(rank: int, size: int) -> Any:
         return session.is_worker
 
 
-def test_in_a_part_of_the_world(ranks):
-    assert ranks(4).run(in_a_part_of_the_world) == [None, False, None, True]
+def test_a_session_on_some_ranks(ranks):
+    assert ranks(4).run(train_on_some_ranks) == [None, False, None, True]
 
 
 def test_through_gloo(ranks):
@@ -222,7 +222,7 @@ def test_through_gloo(ranks):
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
-def with_little_to_serve(rank: int, size: int) -> Any:
+def serve_few_tensors(rank: int, size: int) -> Any:
     """More servers than tensors, an empty parameter, one that is not contiguous, and one of another type."""
     model = nn.Module()
     model.scalar = nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16))
@@ -238,9 +238,9 @@ def with_little_to_serve(rank: int, size: int) -> Any:
         return [p.detach() for p in model.parameters()]
 
 
-def test_with_little_to_serve(ranks):
-    (scalar,) = ranks(3).run(with_little_to_serve)[-1]
+def test_more_servers_than_parameters(ranks):
+    (scalar,) = ranks(3).run(serve_few_tensors)[-1]
     assert scalar == 1.5 and scalar.dtype is torch.bfloat16
-    scalar, empty, transposed = ranks(4).run(with_little_to_serve)[-1]
+    scalar, empty, transposed = ranks(4).run(serve_few_tensors)[-1]
     assert scalar == 1.5 and empty.shape == (0, 3)
     assert torch.equal(transposed, torch.arange(60_000.0).view(200, 300).t() - 0.5)

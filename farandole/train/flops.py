@@ -1,0 +1,116 @@
+"""Count the floating-point operations of a transformer, forward and backward.
+
+A weight in a matrix product needs 6 operations per position: 2 in the forward pass, 2 for the gradient of the input and
+2 for the gradient of the weight.  A frozen weight needs 4.  Attention also needs operations for each pair of positions
+(Chowdhery et al., 2022, "PaLM", appendix B); pairs that a mask hides count too.  Recomputation is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from farandole.models.bert import MaskedTokenHead
+from farandole.models.deepseek import LatentAttention, PredictionHead, TokenPrediction
+from farandole.models.layers import Head, SelfAttention
+from farandole.models.moe import GroupedRouter, MixtureOfExperts, TopKRouter
+from farandole.models.sequence import Transformer
+from farandole.models.t5 import CrossAttention, T5Attention, T5Head
+from farandole.models.vit import PatchEmbedding
+from farandole.parallel.lora.targets import find_targets, find_trained
+from farandole.plan import LoRA, PlanError
+
+
+@dataclass(frozen=True)
+class Flops:
+    """The operations of a forward and backward pass.
+
+    Args:
+        position: per position of a sequence.  The source and the target of an encoder-decoder model have equal lengths.
+        pair: per pair of positions of a sequence.
+        target: per target of the loss, because the head computes only positions with a target.
+    """
+
+    position: float = 0.0
+    pair: float = 0.0
+    target: float = 0.0
+
+    def of(self, lengths: NDArray[np.int64], samples: float, targets: float) -> float:
+        """Return the operations for samples with the mean cost of sequences with `lengths` positions."""
+        positions = lengths.astype(np.float64)
+        each = float((self.position * positions + self.pair * positions**2).mean())
+        return samples * each + targets * self.target
+
+
+def count_flops(model: nn.Module, lora: LoRA | None = None) -> Flops | None:
+    """Return the operations of a transformer that is complete on this process, or None for other models.
+
+    Args:
+        model: the model before `parallelize`, which may be on the meta device.
+        lora: the adapters that `parallelize` will add.
+
+    Raises:
+        PlanError: if a pattern of `lora` matches nothing.
+    """
+    if not isinstance(model, Transformer):
+        return None
+    adapted, trains = _trained(model, lora)
+    head = set(model[-1].modules())
+    for module in model[-1].modules():
+        if isinstance(module, TokenPrediction):  # processes all positions
+            head -= set(module.modules())
+    position = pair = target = 0.0
+    for module in model.modules():
+        total = sum(
+            share * weight.numel() * (6 if trains(weight) else 4) for weight, share in _products(module)
+        )
+        if isinstance(module, PatchEmbedding):  # the gradients of images are not computed
+            weight, positions = module.patches.weight, module.positions.shape[1]
+            total += weight.numel() * (4 if trains(weight) else 2) * (positions - 1) / positions
+        if lora is not None and module in adapted:
+            total += 6 * lora.rank * (module.in_features + module.out_features)
+        if module in head:
+            target += total
+        else:
+            position += total
+        pair += 6 * _scores(module)
+    return Flops(position, pair, target)
+
+
+def _trained(model: nn.Module, lora: LoRA | None) -> tuple[set[nn.Linear], Callable[[Tensor], bool]]:
+    """Return the adapted layers, and a function that returns whether a weight is trained."""
+    if lora is None:
+        return set(), lambda weight: weight.requires_grad
+    try:
+        adapted = set(find_targets(model, lora).values())
+        modules = find_trained(model, lora).values()
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    trained = {parameter for module in modules for parameter in module.parameters()}
+    return adapted, lambda weight: weight in trained
+
+
+def _products(module: nn.Module) -> Iterator[tuple[Tensor, float]]:
+    """Yield the weights that a module multiplies, and the number of times that it uses each weight per position."""
+    if isinstance(module, nn.Linear | MaskedTokenHead | T5Head | TopKRouter | GroupedRouter):
+        yield module.weight, 1
+    elif isinstance(module, Head):
+        yield module.weight, 1 + (len(module.predictions) if isinstance(module, PredictionHead) else 0)
+    elif isinstance(module, MixtureOfExperts):
+        experts, router = module.experts, module.router
+        assert isinstance(router, TopKRouter | GroupedRouter)
+        for weight in (experts.gate_up, experts.down):
+            yield weight, router.top / experts.count
+
+
+def _scores(module: nn.Module) -> int:
+    """Return the multiplications per pair of positions in the products of attention."""
+    if isinstance(module, SelfAttention | T5Attention | CrossAttention):
+        return 2 * module.out.in_features
+    if isinstance(module, LatentAttention):
+        return module.query.out_features + module.out.in_features
+    return 0
