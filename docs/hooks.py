@@ -1,18 +1,26 @@
-"""Hooks for the documentation site: replace links to repository files, and insert help texts of the command line."""
+"""Hooks for the documentation site.
+
+They replace links to repository files, insert help texts of the command line, and check that the built site works
+without a network.
+"""
 
 from __future__ import annotations
 
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 
 ROOT = Path(__file__).parents[1]
 
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
 MARKER = "<!-- help texts -->"
+REMOTE = re.compile(r"(?:https?:)?//")
+REMOTE_IN_STYLES = re.compile(r"""(?:url\(\s*|@import\s+)["']?((?:https?:)?//[^"')\s]+)""")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -49,3 +57,50 @@ def help_texts() -> str:
 
     describe(typer.main.get_command(app), "farandole")
     return "\n".join(sections)
+
+
+@event_priority(-200)  # after the plugin `offline`, which writes the index as a script
+def on_post_build(config: Any, **_: Any) -> None:
+    """Check that the site in `config.site_dir` needs no other server: not for pages, and not for the search."""
+    site = Path(config.site_dir)
+    if not (site / "search" / "search_index.js").is_file():
+        raise PluginError("search/search_index.js is missing: the search would not work without a server")
+    found = [
+        f"{path.relative_to(site)} loads {url}"
+        for path in sorted(site.rglob("*"))
+        if path.suffix in (".html", ".css")
+        for url in remote_resources(path.read_text(), styles=path.suffix == ".css")
+    ]
+    if found:
+        raise PluginError("\n".join(["pages must not load anything from another server:", *found]))
+
+
+def remote_resources(text: str, styles: bool = False) -> list[str]:
+    """Return the URLs on other servers from which a page, or a file of styles, loads scripts, styles, fonts or pictures."""
+    if styles:
+        return REMOTE_IN_STYLES.findall(text)
+    page = _Page()
+    page.feed(text)
+    return page.remote
+
+
+class _Page(HTMLParser):
+    """Collects what a page loads; links of the element `a` are only followed by readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.remote: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            loaded = name in ("src", "data", "poster") or (name == "href" and tag == "link")
+            if loaded and REMOTE.match(value or ""):
+                self.remote.append(value or "")
+            if name == "srcset":
+                self.remote += [word for word in (value or "").split() if REMOTE.match(word)]
+            if name == "style":
+                self.remote += REMOTE_IN_STYLES.findall(value or "")
+
+    def handle_data(self, data: str) -> None:
+        if self.lasttag == "style":
+            self.remote += REMOTE_IN_STYLES.findall(data)

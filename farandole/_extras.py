@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from farandole._troubleshooting import see
+
 EXTRAS = {
     "train": ("PIL", "pyarrow", "pydantic", "safetensors", "tensorboard", "tokenizers"),
     "plot": ("matplotlib",),
@@ -21,7 +23,7 @@ def explain_missing(error: ModuleNotFoundError) -> str | None:
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
-            return f"{module} is not installed: pip install 'farandole[{extra}]'"
+            return f"{module} is not installed: pip install 'farandole[{extra}]'{see('is-not-installed')}"
     return None
 
 

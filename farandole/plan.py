@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from farandole._troubleshooting import Documented
+
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "block", "selective", "attention", "auto"]
 Offloaded = Literal["optimizer", "gradients", "parameters"]
@@ -24,8 +26,10 @@ MODEL_AXES = ("context", "expert", "tensor")
 """The axes along which parts of the model or of a sample differ, from the outermost to the innermost."""
 
 
-class PlanError(ValueError):
+class PlanError(Documented, ValueError):
     """Raised for an invalid plan; the message contains the field, its value and the nearest valid plan."""
+
+    _section = "planerror"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.path import Path as Curve
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -48,28 +49,30 @@ ABOUT = {
     "train": "training loop, tasks, reports",
     "launch": "starts and finds ranks, divides cores",
     "planner": "predicts memory and time",
-    "parallel": "engine, buckets, checkpoints, LoRA",
+    "parallel": "engine, axes, ZeRO, checkpoints, LoRA",
     "memory": "offload, recomputation, swapping",
     "comm": "collectives, groups, MPI, torch's backend",
     "native": "the C core: shared memory, TCP",
-    "models": "GPT, BERT, ResNet",
+    "models": "Llama, Mixtral, BERT, T5, ResNet ...",
     "data": "text, tokens, sampling",
 }
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture: its path, the source files on which it depends, and the function that draws it."""
+    """A picture: its path, the source files and other data on which it depends, and the function that draws it."""
 
     path: Path
     sources: tuple[Path, ...]
     draw: Callable[[Path], None]
+    data: Callable[[], str] = str
 
     def digest(self) -> str:
         """Return the digest of the current sources."""
         found = hashlib.sha256()
         for source in self.sources:
             found.update(code_of(source).encode() if source.suffix == ".py" else source.read_bytes())
+        found.update(self.data().encode())
         return found.hexdigest()
 
     def stored_digest(self) -> str | None:
@@ -106,6 +109,7 @@ def pictures() -> list[Picture]:
             )
         )
     here = DOCS / "pictures"
+    planner = sorted((ROOT / "farandole/planner").glob("*.py"))
     found += [
         _of_data(
             DATA / "compression.json", here / "compression.png", Path(compression.__file__),
@@ -115,8 +119,8 @@ def pictures() -> list[Picture]:
             DATA / "parameter-server.json", here / "parameter_server.png", Path(parameter_server.__file__),
             lambda data, path: parameter_server.draw(data["curves"], path),
         ),
-        Picture(here / "plans.png", (ROOT / "farandole/bench/plan_picture.py", Path(__file__)), draw_plans),
-        Picture(here / "packages.png", (Path(__file__), ROOT / "tests/test_imports.py"), draw_packages),
+        Picture(here / "plans.png", (ROOT / "farandole/bench/plan_picture.py", *planner, Path(__file__)), draw_plans),
+        Picture(here / "packages.png", (Path(__file__),), draw_packages, shown_imports),
         *(
             Picture(here / f"{name}.png", (here / "axes.py", ROOT / f"farandole/parallel/{name}.py"), draw)
             for name, draw in (
@@ -141,9 +145,9 @@ def draw_plans(path: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def draw_packages(path: Path) -> None:
-    """Draw the packages in import order, with an arrow for each import that is not implied by other arrows."""
-    from tests.test_imports import FILES, LEVELS, LOW, PACKAGE, imported_packages
+def imports() -> set[tuple[str, str]]:
+    """Return the packages of the picture that import each other, without imports that longer paths imply."""
+    from tests.test_imports import FILES, PACKAGE, imported_packages
 
     arrows = set()
     for file in FILES:
@@ -153,8 +157,25 @@ def draw_packages(path: Path) -> None:
             for _, other in imported_packages(file)
             if own in ABOUT and other in ABOUT and own != other
         }
-    levels = [[name for name in ABOUT if name in level] for level in LEVELS]
-    rows = [[*level] for level in reversed(levels) if level] + [sorted(LOW & ABOUT.keys())]
+    return arrows - implied(arrows)
+
+
+def rows_of_packages() -> list[list[str]]:
+    """Return the packages of the picture by level, with the highest level first."""
+    from tests.test_imports import LEVELS, LOW
+
+    rows = [[name for name in ABOUT if name in level] for level in reversed(LEVELS)]
+    return [*filter(None, rows), sorted(LOW & ABOUT.keys())]
+
+
+def shown_imports() -> str:
+    """Return the rows and the arrows of the picture of the packages, as text."""
+    return f"{rows_of_packages()} {sorted(imports())}"
+
+
+def draw_packages(path: Path) -> None:
+    """Draw the packages in import order, with an arrow for each import that is not implied by other arrows."""
+    rows = rows_of_packages()
     width, height = 3.3, 0.72
     places = {
         name: ((number - (len(row) - 1) / 2) * (width + 0.7), -level * 1.22)
@@ -162,22 +183,29 @@ def draw_packages(path: Path) -> None:
         for number, name in enumerate(row)
     }
     figure, axis = plt.subplots(figsize=(9.5, 10), layout="constrained")
-    for own, other in sorted(arrows - implied(arrows)):
+    for own, other in sorted(imports()):
         (x, y), (to_x, to_y) = places[own], places[other]
-        if y == to_y:
-            continue
-        apart = y - to_y > 1.3  # the arrow passes other rows, so bend it around their boxes
         side = 1 if x + to_x >= 0 else -1
-        axis.annotate(
-            "", xy=(to_x + (side * width / 2 if apart else 0), to_y + (0 if apart else height / 2)),
-            xytext=(x + (side * width / 2 if apart else 0), y - (0 if apart else height / 2)),
-            arrowprops={
-                "arrowstyle": "-|>", "color": "#9aa5ad", "linewidth": 0.9,
-                "connectionstyle": f"arc3,rad={-0.35 * side if apart else 0}",
-            },
-        )  # fmt: skip
+        if y == to_y:
+            towards = 1 if x < to_x else -1
+            curve = Curve([(x + towards * width / 2, y), (to_x - towards * width / 2, y)])
+        elif y - to_y > 1.3:  # the arrow passes other rows, so bend it around their boxes
+            start, end = (x + side * width / 2, y), (to_x + side * width / 2, to_y)
+            # the curve arrives from outside, at a right angle to the edge of the box
+            outside = max(side * start[0], side * end[0]) + 0.35 + 0.28 * (y - to_y)
+            curve = Curve(
+                [start, (side * outside, y), (side * outside, to_y), end],
+                [Curve.MOVETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4],
+            )
+        else:
+            curve = Curve([(x, y - height / 2), (to_x, to_y + height / 2)])
+        axis.add_patch(
+            FancyArrowPatch(
+                path=curve, arrowstyle="-|>", color="#9aa5ad", linewidth=0.9, mutation_scale=11, zorder=5
+            )
+        )
     for name, (x, y) in places.items():
-        colour = "#c8553d" if name in LOW else "#0b6e4f"
+        colour = "#c8553d" if name in rows[-1] else "#0b6e4f"
         corner = (x - width / 2, y - height / 2)
         axis.add_patch(
             FancyBboxPatch(

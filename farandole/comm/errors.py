@@ -5,22 +5,32 @@ All are subclasses of `CommunicationError`, which is a `RuntimeError` like torch
 
 from __future__ import annotations
 
+from farandole._troubleshooting import Documented
 
-class CommunicationError(RuntimeError):
+
+class CommunicationError(Documented, RuntimeError):
     """Raised if a collective or a message fails; the error message names the rank, its process and its call."""
 
 
 class RankDied(CommunicationError):
     """Raised if a rank's process ended without leaving its groups: it was killed, crashed or ran out of memory."""
 
+    _section = "rankdied"
+
 
 class RankLeft(CommunicationError):
     """Raised if a rank ended normally or destroyed the group while other ranks were waiting for this rank."""
+
+    _section = "rankleft"
 
 
 class RankLate(CommunicationError):
     """Raised if a rank did not make the call before the timeout expired."""
 
+    _section = "ranklate"
+
 
 class CallMismatch(CommunicationError):
     """Raised if ranks made calls with different operations, shapes, types or roots."""
+
+    _section = "callmismatch"

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from farandole import native
+from farandole._troubleshooting import see
 from farandole.comm.describe import (
     Membership,
     describe_call,
@@ -237,7 +238,7 @@ class HostGroup:
         else:
             text = self.whereabouts()
         if text:
-            warn(f"{self.membership.rank(self.group_rank)} is waiting in {text}")
+            warn(f"{self.membership.rank(self.group_rank)} is waiting in {text}{see('is-waiting-in')}")
 
     def _waited_message(self, rank: int) -> Call | None:
         """Return the call in which a rank of this host is stalled on a message, or None."""

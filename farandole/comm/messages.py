@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from farandole._troubleshooting import see
 from farandole.comm.dense import is_dense, readable, separate_elements, writable
 from farandole.comm.dtypes import TYPES
 from farandole.comm.errors import CommunicationError, RankLate
@@ -152,7 +153,9 @@ class MessageWork(FarandoleWork):
         if self._message is not None and self._lock.acquire(False):
             try:
                 if self._message is not None:
-                    self._error = CommunicationError("the group was destroyed before the message arrived")
+                    self._error = CommunicationError(
+                        f"the group was destroyed before the message arrived{see('the-group-was-destroyed')}"
+                    )
                     self._host.cancel_message(self._message)
                     self._message = None
                     self._done(self)

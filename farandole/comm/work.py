@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from farandole import native
+from farandole._troubleshooting import see
 from farandole.comm.dynamo import exclude_from_dynamo
 from farandole.comm.errors import CommunicationError, RankLate
 from farandole.native import BACKGROUND, MAIN_THREAD
@@ -316,7 +317,9 @@ class WorkQueue:
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> QueuedWork:
         """Queue a call; calls from callbacks run immediately."""
         if self.closed:
-            raise CommunicationError(self.invalid or "the group was destroyed; create a new group")
+            raise CommunicationError(
+                self.invalid or f"the group was destroyed; create a new group{see('the-group-was-destroyed')}"
+            )
         if self._unseen_error is not None:
             words, self._unseen_error = self._unseen_error, None
             self.acquire = self._running.acquire
@@ -344,9 +347,8 @@ class WorkQueue:
         if self.holder == _thread.get_ident() and not self.in_callback():
             raise CommunicationError(
                 f"a signal handler called the group whose call it interrupted ({self.whereabouts()}), and the "
-                "interrupted "
-                "call is waiting for the handler; set a flag in the handler and call the group later, or use "
-                "another group"
+                "interrupted call is waiting for the handler; set a flag in the handler and call the group later, "
+                f"or use another group{see('a-signal-handler-called-the-group')}"
             )
 
     def help(self) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from farandole._troubleshooting import see
 from farandole.data.cache import Progress, cached_folder, content_key, default_cache
 from farandole.data.errors import DataError
 from farandole.data.sources import Source, find_source
@@ -169,7 +170,9 @@ def prepare_chat(
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise DataError(f"{folder} has no tokenizer.json: save the model's tokenizer in this folder")
+        raise DataError(
+            f"{folder} has no tokenizer.json: save the model's tokenizer in this folder{see('has-no-tokenizerjson')}"
+        )
     try:
         tokenizer = load_tokenizer(file)
     except Exception as error:  # the library raises Exception itself

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from farandole._troubleshooting import Documented
 
-class DataError(ValueError):
+
+class DataError(Documented, ValueError):
     """Raised if the data cannot be used; the message describes the expected and the actual data in one line."""
+
+    _section = "dataerror"

@@ -6,6 +6,8 @@ import errno
 import shutil
 from pathlib import Path
 
+from farandole._troubleshooting import see
+
 
 def counted(number: int, noun: str) -> str:
     """Format a count with its noun: `1 token`, `2 tokens`."""
@@ -49,7 +51,7 @@ def disk_failure(error: OSError | str, folder: Path, needed: int = 0) -> str:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if full or free < needed:
         wanted = f"about {size(needed)} needed, " if needed else ""
-        return f"no space left on the disk ({wanted}{size(free)} free)"
+        return f"no space left on the disk ({wanted}{size(free)} free){see('no-space-left-on-the-disk')}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TextIO
 
+from farandole._troubleshooting import see
 from farandole.horovod.settings import Settings
 
 
@@ -178,7 +179,8 @@ class StallInspector:
         text = (
             f"One or more tensors were submitted by a subset of ranks and have waited for the remaining ranks for "
             f"more than {self.warn_s:g} seconds. Different ranks may have submitted different tensors, or some ranks "
-            f"may have submitted none. Both cause a deadlock.\nMissing ranks:\n{missing}"
+            f"may have submitted none. Both cause a deadlock{see('one-or-more-tensors-were-submitted')}.\n"
+            f"Missing ranks:\n{missing}"
         )
         if ends:
             return f"{text}\nStalled for longer than {self._shutdown_s:g} seconds: shutting down."

@@ -20,6 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from farandole._troubleshooting import see
 from farandole.launch.hosts import LOOPBACK
 from farandole.launch.placement import Address, LaunchError, NoRendezvous, Placement, SameHost, TorchVariables
 
@@ -91,7 +92,7 @@ def _open_at_address(host: str, port: int, placement: Placement, timeout: timede
         raise LaunchError(
             f"rank {placement.rank} of {placement.size} ({placement.launcher}) could not reach the store at "
             f"{host}:{port}: {error}; check that rank 0 is running, or choose another address with MASTER_ADDR "
-            "and MASTER_PORT"
+            f"and MASTER_PORT{see('could-not-reach-the-store')}"
         ) from error
 
 
@@ -157,7 +158,7 @@ def _request_port(name: str, placement: Placement, timeout_s: float) -> int:
                 time.sleep(0.02)
     raise LaunchError(
         f"rank {placement.rank} of {placement.size} waited {timeout_s:g} s for rank 0 of its job on this host "
-        f"({placement.launcher}); check that rank 0 is running and calls farandole.init()"
+        f"({placement.launcher}); check that rank 0 is running and calls farandole.init(){see('could-not-reach-the-store')}"
     )
 
 

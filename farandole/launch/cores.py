@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from farandole._troubleshooting import see
 from farandole.launch.control_groups import processor_quota
 from farandole.launch.reports import count
 
@@ -132,7 +133,7 @@ def divide_cores(
     if ranks == 1 and not reserved_cores:
         why_not = ""
     elif too_few_free:
-        why_not = f", not pinned: other jobs have reserved {count(reserved_cores, 'core')}"
+        why_not = f", not pinned: other jobs have reserved {count(reserved_cores, 'core')}{see('not-pinned-other-jobs')}"
     elif number < ranks and ranks % number:
         why_not = f", not pinned: {ranks} ranks cannot be divided evenly among {number} cores"
     elif number < len(units):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farandole._startup import uncollected
+from farandole._troubleshooting import see
 from farandole.launch.placement import LaunchError
 from farandole.launch.reports import count
 
@@ -93,7 +94,9 @@ def is_this_host(name: str) -> bool:
 def _host(words: str, source: str) -> Host:
     name, colon, slots = words.strip().partition(":")
     if not name or name.startswith("-") or (colon and not (slots.isdecimal() and int(slots) > 0)):
-        raise LaunchError(f"{source}: {words.strip()!r} is not HOST:SLOTS, as in node0:4")
+        raise LaunchError(
+            f"{source}: {words.strip()!r} is not HOST:SLOTS, as in node0:4{see('is-not-hostslots')}"
+        )
     return Host(name, int(slots) if colon else 1)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from shutil import which
 from typing import Literal
 
+from farandole._troubleshooting import see
 from farandole.launch.placement import LaunchError
 
 PYTHON = re.compile(r"python(\d(\.\d+)?)?")
@@ -90,13 +91,15 @@ def _check_script(path: Path, target: str) -> None:
         raise LaunchError(f"{target!r} is a folder, not a script{hint}")
     if not path.parent.is_dir():
         raise LaunchError(
-            f"there is no script {target!r}: folder {str(path.parent)!r} does not exist; check the path"
+            f"there is no script {target!r}: folder {str(path.parent)!r} does not exist; check the path{see('there-is-no-script')}"
         )
     siblings = {p.name: p for p in path.parent.glob("*.py")}
     nearest = difflib.get_close_matches(path.name, siblings, 1)
     hint = f"; nearest: {siblings[nearest[0]]}" if nearest else ""
     place = "here" if path.parent == Path(".") else f"in {path.parent}"
-    raise LaunchError(f"there is no script {target!r} {place}{hint}; to launch a module, use -m")
+    raise LaunchError(
+        f"there is no script {target!r} {place}{hint}; to launch a module, use -m{see('there-is-no-script')}"
+    )
 
 
 def _check_module(target: str) -> None:

@@ -14,11 +14,16 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
+from farandole._troubleshooting import see
+
 MAYBE_OUT_OF_MEMORY = (
     "Either a user sent the signal (kill -9), or the kernel killed the rank because memory ran out. `dmesg` lists "
-    "processes that the kernel killed. Fewer ranks or smaller batches need less memory."
+    f"processes that the kernel killed. Fewer ranks or smaller batches need less memory{see('was-killed-by')}."
 )
-OUT_OF_MEMORY = "The kernel killed the rank because memory ran out; use fewer ranks or smaller batches."
+OUT_OF_MEMORY = (
+    "The kernel killed the rank because memory ran out; use fewer ranks or smaller batches"
+    f"{see('was-killed-by')}."
+)
 NOT_OUT_OF_MEMORY = (
     "A user or a program sent the signal (kill -9); the kernel did not send it because of a lack of memory."
 )

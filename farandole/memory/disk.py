@@ -9,18 +9,23 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from farandole._troubleshooting import Documented
 from farandole.data.wording import counted, size
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 
 
-class OffloadError(RuntimeError):
+class OffloadError(Documented, RuntimeError):
     """Raised if offloaded state cannot be stored, read or written; the message names the state, location and reason."""
+
+    _section = "offloaderror"
 
 
 class NoSpace(OffloadError):
     """Raised if a file system has too little free space for the state."""
+
+    _section = "no-space-left-on-the-disk"
 
 
 @dataclass(frozen=True)

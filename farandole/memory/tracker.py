@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from farandole._troubleshooting import Documented
 from farandole.data.wording import size
 from farandole.memory.blocks import blocks_of
 from farandole.memory.dry_run import flops_of
@@ -71,13 +72,15 @@ def by_kind(count: Mapping[Kind, int]) -> str:
     return ", ".join(f"{kind} {size(count[kind])}" for kind in get_args(Kind) if count.get(kind))
 
 
-class OutOfDeviceMemory(RuntimeError):
+class OutOfDeviceMemory(Documented, RuntimeError):
     """Raised when an allocation exceeds the memory of the device.
 
     `requested` is the size in bytes, if known, and `tag` describes the requested memory.  `in_use` contains the bytes of
     each kind before the allocation.  `place` names the block and the phase of the step.  `step` is the step number
     (None before the first step).
     """
+
+    _section = "out-of-device-memory"
 
     def __init__(
         self,

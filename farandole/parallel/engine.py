@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farandole._troubleshooting import see
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.layout import Layout
@@ -276,6 +277,7 @@ class Engine:
             raise RuntimeError(
                 "forward_backward computes the gradients of a whole step, but gradients from an earlier call exist: call "
                 "optimizer.zero_grad() before each step, and pass all micro-batches of the step in one call"
+                f"{see('gradients-from-an-earlier-call-exist')}"
             )
         return self._mean.forward_backward(batches, loss, inputs)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from farandole._troubleshooting import see
 from farandole.comm.notices import warn
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
 
@@ -96,7 +97,7 @@ class LossScaler:
         row = "1 step has" if self.stuck == 1 else f"{self.stuck} steps in a row have"
         return (
             f"the loss scale is at its minimum {self.scale:g}, but {row} overflowed, so the model does not learn: "
-            f"lower the learning rate and resume from a checkpoint, or use bf16 or fp32"
+            f"lower the learning rate and resume from a checkpoint, or use bf16 or fp32{see('the-loss-is-nan')}"
         )
 
     def state_dict(self) -> dict[str, float]:

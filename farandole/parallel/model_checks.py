@@ -7,6 +7,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from farandole._troubleshooting import see
 from farandole.parallel.data import has_engine
 
 
@@ -23,7 +24,7 @@ def check_model(model: nn.Module, *, moved: bool) -> None:
         if has_engine(parameter):
             raise ValueError(
                 f"{name} belongs to an engine already: call close() on that engine before creating another "
-                "engine for the model"
+                f"engine for the model{see('belongs-to-an-engine-already')}"
             )
     if moved and (pair := _overlapping(named)):
         raise ValueError(
@@ -44,7 +45,7 @@ def check_gradients(model: nn.Module, trained: Collection[int]) -> None:
             raise RuntimeError(
                 f"{name} has a gradient that ranks do not average, because the parameter was frozen, or not in the "
                 "model, when the engine was created; close() the engine, and create another engine after "
-                "changing requires_grad or the model"
+                f"changing requires_grad or the model{see('has-a-gradient-that-ranks-do-not-average')}"
             )
 
 

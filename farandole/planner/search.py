@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from farandole._troubleshooting import see
 from farandole.data.wording import counted, size
 from farandole.plan import MODEL_AXES, Plan
 from farandole.planner.estimate import Estimate, estimate_workload
@@ -87,7 +88,7 @@ def what_fits(found: Sequence[Estimate], ranks: int, memory: int) -> str:
     fitting = [one for one in found if one.peak <= _SURE * memory]
     if not fitting:
         least = min(one.peak for one in found)
-        return f"no plan fits: {counted(ranks, 'rank')} need at least {size(least)} each; use more ranks"
+        return f"no plan fits: {counted(ranks, 'rank')} need at least {size(least)} each; use more ranks{see('does-not-fit')}"
     lines = [
         f"  --zero {plan.zero} --precision {plan.precision} --recompute {plan.recompute} --offload {plan.offload}: "
         f"{size(one.peak)} per rank"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from farandole._troubleshooting import Documented
 from farandole.data.tokenizer import SMALLEST_VOCABULARY
 from farandole.plan import (
     ALL_LINEAR,
@@ -66,8 +67,10 @@ SYNONYMS = {
 """Equivalent names in Hugging Face, Megatron-LM, DeepSpeed, Lightning and nanoGPT."""
 
 
-class ConfigError(ValueError):
+class ConfigError(Documented, ValueError):
     """Raised if the configuration is invalid.  The message has one line per mistake."""
+
+    _section = "configerror"
 
 
 class _Section(BaseModel):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from farandole._troubleshooting import see
 from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
@@ -145,7 +146,7 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
     raise ConfigError(
         f"a step with micro-batches of {counted(samples, 'sample')} needs {size(ranks * found.peak)} on "
         f"{counted(ranks, 'rank')} ({size(ranks * found.parts['activations'])} of activations), but this host has "
-        f"{size(have)}; {advice}, or run farandole plan for other plans that fit"
+        f"{size(have)}; {advice}, or run farandole plan for other plans that fit{see('does-not-fit')}"
     )
 
 
@@ -186,7 +187,7 @@ def _check_state(
     raise ConfigError(
         f"model.width={model.width} with model.layers={model.layers} has {short(model.parameters)} parameters, "
         f"which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each[zero]:,.0f} bytes per parameter), "
-        f"but {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}"
+        f"but {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}{see('does-not-fit')}"
     )
 
 

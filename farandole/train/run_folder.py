@@ -28,6 +28,7 @@ from socket import gethostname
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from farandole._troubleshooting import see
 from farandole.data.wording import disk_failure
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.plan import Precision
@@ -200,7 +201,7 @@ def read_metadata(folder: Path) -> Metadata:
         ) from None
     except (ValueError, TypeError) as error:
         raise CheckpointError(
-            f"checkpoint {folder}: {METADATA} is damaged: {error}; use another checkpoint"
+            f"checkpoint {folder}: {METADATA} is damaged: {error}; use another checkpoint{see('is-damaged')}"
         ) from None
 
 
@@ -227,7 +228,7 @@ def damaged_error(folder: Path, why: str) -> CheckpointError:
     """Return the error for a damaged checkpoint.  The message suggests the previous checkpoint."""
     before = [path for path in checkpoints(folder.parent.parent) if step_of(path) < step_of(folder)]
     advice = f"; to resume from the previous checkpoint, use --resume {before[-1]}" if before else ""
-    return CheckpointError(f"checkpoint {folder} is damaged: {why}{advice}")
+    return CheckpointError(f"checkpoint {folder} is damaged: {why}{advice}{see('is-damaged')}")
 
 
 def _length_of_safetensors(path: Path) -> int:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from farandole._troubleshooting import see
 from farandole.data.cache import Progress
 from farandole.data.template import read_tokenizer_config, token_text
 from farandole.data.text import Text, prepare_text
@@ -154,7 +155,7 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
         tokenizer = load_tokenizer(checkpoint / TOKENIZER)
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(
-            f"checkpoint {checkpoint} is damaged: {error}; use another checkpoint"
+            f"checkpoint {checkpoint} is damaged: {error}; use another checkpoint{see('is-damaged')}"
         ) from None
     expected = dict(model.named_parameters())
     if weights.keys() != expected.keys():

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from farandole._troubleshooting import see
 from farandole.train.config import ConfigError, TrainConfig, saved_config
 from farandole.train.run_folder import METADATA, CheckpointError, read_metadata, weights_file
 
@@ -23,7 +24,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"checkpoint {file.parent} is damaged: {error}; use another checkpoint"
+            f"checkpoint {file.parent} is damaged: {error}; use another checkpoint{see('is-damaged')}"
         ) from None
     paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
     if paths:
@@ -66,7 +67,7 @@ def load_initial_weights(model: nn.Module, config: TrainConfig) -> None:
     if odd := sorted((saved.keys() - expected.keys()) | (parameters - saved.keys())):
         raise ConfigError(
             f"weights={config.weights}: {file} belongs to another model: missing or unexpected tensors "
-            f"{', '.join(odd[:5])}; use the [model] section of the run that saved the weights"
+            f"{', '.join(odd[:5])}; use the [model] section of the run that saved the weights{see('belongs-to-another-model')}"
         )
     for name, tensor in saved.items():
         expected[name].copy_(tensor)

@@ -172,7 +172,7 @@ def test_the_default_number_of_ranks_divides_the_batch(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--ranks", "3"), "not divisible by 3 and may not change; resume with --ranks 1 or 2\n"),
+        (("--ranks", "3"), "not divisible by 3 and may not change; resume with --ranks 1 or 2; see "),
         (("model.width=64",), "model.width was 32, is 64"),
         (("seed=1", "batch=4"), "seed was 0, is 1; batch was 8, is 4"),
         (("default",), "belongs to another configuration"),

@@ -86,5 +86,6 @@ def test_a_late_message_is_named_after_five_seconds():
         assert job.hear(0) == []
         (line,) = job.hear(1)
         assert (
-            line == f"farandole: rank 1 (process {job.pid(1)}) is waiting in recv(3 x float32, from rank 0)\n"
+            line == f"farandole: rank 1 (process {job.pid(1)}) is waiting in recv(3 x float32, from rank 0); "
+            "see docs/troubleshooting.md#is-waiting-in\n"
         )

@@ -24,4 +24,4 @@ def test_every_picture_is_drawn_and_shown() -> None:
             (page.parent / name).resolve()
             for name in re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", page.read_text())
         }
-    assert shown <= drawn
+    assert shown == drawn

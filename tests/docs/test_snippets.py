@@ -4,20 +4,22 @@ A page's Python blocks form one program, in order, on 2 ranks.  Comments in the 
 
     <!-- setup ... -->                   code that the next blocks need
     <!-- program: NAME, ranks: N -->     the next block is a program of its own
+    <!-- not run: REASON -->             the next block is not run
 
-Both take `, launcher: mpiexec`.
-
-Blocks of the language `py` are not run.
+The first two take `, launcher: mpiexec`, and the second `, prints the same as: NAME`, an earlier program of the page.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ from tests.docs.prose import ROOT, tracked
 
 BLOCK = re.compile(
     r"<!-- setup(?:, launcher: (?P<page_launcher>\w+))?\n(?P<setup>.*?)-->"
-    r"|(?:<!-- program: (?P<name>\S+), ranks: (?P<ranks>\d+)(?:, launcher: (?P<launcher>\w+))? -->\s*)?"
+    r"|(?:<!-- program: (?P<name>\S+), ranks: (?P<ranks>\d+)(?:, launcher: (?P<launcher>\w+))?"
+    r"(?:, prints the same as: (?P<same>\S+))? -->\s*|<!-- not run: (?P<skipped>[^\n]*) -->\s*)?"
     r"^```python\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
@@ -36,33 +39,84 @@ COMMAND = re.compile(r"^\$ (farandole(?: (?:[^#\n\\]|\\\n)*)?)", re.MULTILINE)
 PAGES = [path.relative_to(ROOT) for path in tracked("README.md", "docs/*.md")]
 
 
-def programs() -> Iterator[tuple[str, str, int, str]]:
-    """Yield the name, the code, the number of ranks and the launcher of each program."""
+@dataclass(frozen=True)
+class Program:
+    """A program of a page, the number of its ranks, and the program of the page that prints the same."""
+
+    page: Path
+    name: str
+    code: str
+    ranks: int = 2
+    launcher: str = ""
+    same: str = ""
+    skipped: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.name}" if self.name else str(self.page)
+
+
+def programs() -> Iterator[Program]:
     for page in PAGES:
         joined: list[str] = []
         launcher = ""
-        for block in BLOCK.finditer((ROOT / page).read_text()):
+        for number, block in enumerate(BLOCK.finditer((ROOT / page).read_text())):
             if block["name"]:
-                yield f"{page}:{block['name']}", block["code"], int(block["ranks"]), block["launcher"] or ""
+                options = {name: block[name] or "" for name in ("launcher", "same")}
+                yield Program(page, block["name"], block["code"], int(block["ranks"]), **options)
+            elif block["skipped"]:
+                yield Program(page, f"block {number}", block["code"], skipped=block["skipped"])
             else:
                 joined.append(block["setup"] or block["code"])
                 launcher = block["page_launcher"] or launcher
         if joined:
-            yield str(page), "\n".join(joined), 2, launcher
+            yield Program(page, "", "\n".join(joined), launcher=launcher)
 
 
-@pytest.mark.parametrize(
-    ("code", "ranks", "launcher"), [pytest.param(*rest, id=name) for name, *rest in programs()]
-)
-def test_a_program_runs(code: str, ranks: int, launcher: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(code)
-    ours = [sys.executable, "-m", "farandole", "launch", "--ranks", str(ranks), "program.py"]
-    mpiexec = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(ranks), sys.executable, "program.py"]
-    done = subprocess.run(
-        mpiexec if launcher == "mpiexec" else ours,
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+@functools.cache
+def output_of(program: Program) -> str:
+    """Run a program, and return what its ranks print."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "program.py").write_text(program.code)
+        ours = [sys.executable, "-m", "farandole", "launch", "--ranks", str(program.ranks), "program.py"]
+        mpiexec = [
+            str(Path(sys.executable).with_name("mpiexec")),
+            "-n",
+            str(program.ranks),
+            sys.executable,
+            "program.py",
+        ]
+        done = subprocess.run(
+            mpiexec if program.launcher == "mpiexec" else ours,
+            cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", list(programs()), ids=str)
+def test_a_program_runs(program: Program) -> None:
+    if program.skipped:
+        compile(program.code, str(program), "exec")
+        pytest.skip(program.skipped)
+    output = output_of(program)
+    if program.same:
+        (other,) = (one for one in programs() if (one.page, one.name) == (program.page, program.same))
+        assert output, "the program prints nothing"
+        assert output == output_of(other)
+
+
+def test_python_code_is_in_blocks_that_run() -> None:
+    for page in PAGES:
+        found = re.search(r"^```(py|python3|pycon|ipython)$", (ROOT / page).read_text(), re.MULTILINE)
+        assert not found, f"{page}: use the language python, with a comment if the block is not run"
+
+
+def test_programs_that_print_the_same_are_marked() -> None:
+    """A page that says that programs print the same compares their output."""
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        if re.search(r"prints? the same (losses|values)", text):
+            assert "prints the same as: " in text, page
 
 
 def command_lines() -> Iterator[tuple[str, str]]:

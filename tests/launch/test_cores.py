@@ -61,7 +61,9 @@ def test_ranks_that_do_not_divide_evenly_are_not_pinned():
 def test_oversubscribed_ranks_are_not_pinned_next_to_another_job():
     division = divide_cores(4, EIGHT[:2], reserved={1})
     assert not any(share.processors for share in division.shares)
-    assert division.summary.endswith("not pinned: other jobs have reserved 1 core")
+    assert division.summary.endswith(
+        "not pinned: other jobs have reserved 1 core; see docs/troubleshooting.md#not-pinned-other-jobs"
+    )
 
 
 def test_ranks_are_not_pinned_on_request():
@@ -112,7 +114,8 @@ def test_without_enough_free_cores_no_rank_is_pinned():
     division = divide_cores(2, EIGHT[:2], reserved={1})
     assert division.processors == frozenset()
     assert division.summary == (
-        "2 ranks on 2 cores: 1 thread each, not pinned: other jobs have reserved 1 core"
+        "2 ranks on 2 cores: 1 thread each, not pinned: other jobs have reserved 1 core; "
+        "see docs/troubleshooting.md#not-pinned-other-jobs"
     )
 
 

@@ -58,10 +58,12 @@ def test_too_little_space_is_reported_with_the_needed_and_free_bytes(tmp_path: P
 
 
 def test_the_nearest_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OffloadError, match=f"the nearest existing folder, {tmp_path}$"):
+    with pytest.raises(OffloadError, match=f"the nearest existing folder, {tmp_path}; see "):
         require_folder(tmp_path / "a" / "b")
     (tmp_path / "file").touch()
-    with pytest.raises(OffloadError, match=f"{tmp_path}/file: this path is not a folder; use {tmp_path}$"):
+    with pytest.raises(
+        OffloadError, match=f"{tmp_path}/file: this path is not a folder; use {tmp_path}; see "
+    ):
         require_folder(tmp_path / "file")
 
 

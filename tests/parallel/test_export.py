@@ -132,7 +132,9 @@ def _asynchronous(rank: int, size: int, way: Way, folder: Path) -> None:
     full = OSError(28, "No space left on device")
     with mock.patch.object(checkpoint.dcp, "save", side_effect=full):
         message = _failure(engine, folder)
-    assert message.endswith("full: [Errno 28] No space left on device (rank 0)")
+    assert message.endswith(
+        "full: [Errno 28] No space left on device (rank 0); see docs/troubleshooting.md#checkpointerror"
+    )
     engine.save(folder / "third", asynchronous=True)
     engine.close()
     assert (folder / "third" / "engine.json").exists()

@@ -81,4 +81,6 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest(ranks: Any) -> No
     (message,) = set(ranks(2).run(_refused, "bert", Plan(tensor=2, sequence=True)))
     assert "expected a model with an Embedding and a Head, got BERT" in message
     (message,) = set(ranks(3).run(_refused, "gpt", Plan(tensor=2)))
-    assert message == "tensor=2: expected a multiple of 2 ranks, got 3; nearest plan: data=1"
+    assert message == (
+        "tensor=2: expected a multiple of 2 ranks, got 3; nearest plan: data=1; see docs/troubleshooting.md#planerror"
+    )

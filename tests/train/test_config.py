@@ -95,7 +95,8 @@ def test_invalid_overrides_are_refused_with_a_suggestion(override: str, says: st
 def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as error:
         load_config("tiny", ["steps=0", "batch=0", "model.layers=0"])
-    assert len(str(error.value).splitlines()) == 3
+    *mistakes, link = str(error.value).splitlines()
+    assert len(mistakes) == 3 and link == "See docs/troubleshooting.md#configerror"
 
 
 def test_missing_and_invalid_sources_are_refused(tmp_path: Path) -> None:
@@ -121,9 +122,10 @@ def test_micro_batches_divide_the_batch_or_the_suggestion_does(batch: int, micro
     try:
         count, size = config.micro_batches(ranks)
     except ConfigError as error:
-        key, _, value = str(error).rpartition(" ")[2].partition("=")
-        near = int(value) if key == "micro_batch" else int(str(error).rpartition(" ")[2].split("=")[-1])
-        setting = "micro_batch" if "micro_batch=" in str(error) else "batch"
+        message = str(error).partition("; see ")[0]
+        key, _, value = message.rpartition(" ")[2].partition("=")
+        near = int(value) if key == "micro_batch" else int(message.rpartition(" ")[2].split("=")[-1])
+        setting = "micro_batch" if "micro_batch=" in message else "batch"
         if setting == "micro_batch":
             with_overrides(config, [f"micro_batch={near}"]).micro_batches(ranks)
         else:

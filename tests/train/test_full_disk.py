@@ -36,7 +36,10 @@ def test_full_disk_is_reported_and_the_run_resumes_with_more_space(tmp_path: Pat
     run = only_run(disk)
     saved = Path("disk") / run.name / "checkpoints" / "step-000005"
     assert f"{saved.with_name('step-000010')}: no space left on the disk (about " in command.output
-    assert f" free); the last good checkpoint is {saved}\n" in command.output
+    assert (
+        f" free); the last good checkpoint is {saved}; see docs/troubleshooting.md#no-space-left-on-the-disk\n"
+        in command.output
+    )
     assert f"step-000005 is saved; to resume: farandole train --resume disk/{run.name}\n" in command.output
     assert "Traceback" not in command.output
     assert not list(disk.rglob("*.tmp"))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from farandole._torch_versions import report_untested
+from farandole._troubleshooting import see
 from farandole.comm.accelerators import lacks_nccl
 from farandole.comm.algorithms.choice import Choice
 from farandole.comm.backend.process_group import FarandoleProcessGroup
@@ -46,7 +47,7 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
             endpoint = Endpoint.bootstrap(opts.store, rank, size, timeout, who, options.interface)
         except CannotShareMemory as reason:
             if rank == 0:
-                warn_once(f"{who} communicates through Gloo: {reason}")
+                warn_once(f"{who} communicates through Gloo: {reason}{see('communicates-through-gloo')}")
             return FarandoleProcessGroup(opts.store, rank, size, timeout, name, None, None)
     core = form(endpoint, members, ranks, name, who, timeout, options)
     return FarandoleProcessGroup(core.host.store, rank, size, timeout, name, core, endpoint.address)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from farandole._troubleshooting import see
 from farandole.comm.describe import Membership, describe_call, failure_to_error
 from farandole.comm.errors import CommunicationError, RankDied, RankLate
 from farandole.comm.host import Rendezvous
@@ -229,7 +230,9 @@ class MpiGroup:
     def _each_turn(self, warning: StallWarning, waited_s: float) -> None:
         """Check for stalls and for `give_up` between two tests of a request."""
         if self._given_up:
-            raise CommunicationError(f"the group was destroyed during {self._in_words()}")
+            raise CommunicationError(
+                f"the group was destroyed during {self._in_words()}{see('the-group-was-destroyed')}"
+            )
         seconds = self._call_timeout_s or self.timeout_s
         if waited_s > min(SLOW_S, seconds / 2) and self.waiting.recorded < self._index:
             self.waiting.record(self._index)
@@ -239,7 +242,7 @@ class MpiGroup:
         """Return the stall warning on the lowest waiting rank and "" on the other ranks."""
         if set(range(self.rank)) - set(self.waiting.missing(self._index)):
             return ""
-        return f"{self.membership.rank(self.rank)} is waiting in {self.whereabouts()}"
+        return f"{self.membership.rank(self.rank)} is waiting in {self.whereabouts()}{see('is-waiting-in')}"
 
     def compare(self, background: bool) -> None:
         """Raise `CallMismatch` unless all ranks make the same call; used if TORCH_DISTRIBUTED_DEBUG=DETAIL."""

@@ -33,6 +33,8 @@ NO_FORK = (
 class MpiUnavailable(CommunicationError):
     """Raised if MPI cannot be used; the message states the remedy."""
 
+    _section = "mpiunavailable"
+
 
 @functools.cache
 def load() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from farandole._troubleshooting import see
 from farandole.comm.describe import describe_call, describe_stalled_message, failure_to_error
 from farandole.comm.errors import CallMismatch, CommunicationError
 from farandole.comm.mpi.waiting import SLOW_S
@@ -115,7 +116,7 @@ class MpiMessage:
     def _stalled(self) -> str:
         group = self._group
         text = describe_stalled_message(self.call, group.rank, group.waiting.message, group.membership)
-        return f"{self._who()} is waiting in {text}" if text else ""
+        return f"{self._who()} is waiting in {text}{see('is-waiting-in')}" if text else ""
 
     def _who(self) -> str:
         return self._group.membership.rank(self._group.rank)

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from farandole._troubleshooting import Documented, see
+
 _MISSING = object()
 
 NEUTRAL = frozenset(
@@ -87,8 +89,10 @@ NEUTRAL = frozenset(
 """Fields that do not affect a model's results."""
 
 
-class FolderError(ValueError):
+class FolderError(Documented, ValueError):
     """Raised if a folder cannot be read as a model: a file is missing or damaged, or a feature is not supported."""
+
+    _section = "foldererror"
 
 
 class Fields:
@@ -166,5 +170,5 @@ class Fields:
         if unread:
             listed = ", ".join(f"{name}={value!r}" for name, value in sorted(unread.items()))
             raise FolderError(
-                f"{self.where} has unsupported fields: {listed}; use a model without these features"
+                f"{self.where} has unsupported fields: {listed}; use a model without these features{see('has-unsupported-fields')}"
             )

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from farandole._troubleshooting import see
 from farandole.models.hf.fields import FolderError
 from farandole.models.hf.mapping import Box, volume
 
@@ -93,7 +94,7 @@ def open_folder(folder: Path) -> dict[str, Entry]:
         if missing:
             raise FolderError(
                 f"{folder} is incomplete: {', '.join(missing)} of {len(wanted)} files are missing; download the "
-                "missing files"
+                f"missing files{see('is-incomplete')}"
             )
         entries = {name: entry for file in wanted for name, entry in read_header(folder / file).items()}
         absent = [name for name in places if name not in entries]
@@ -107,7 +108,7 @@ def open_folder(folder: Path) -> dict[str, Entry]:
         return read_header(single)
     pickled = [path.name for path in folder.glob("pytorch_model*.bin")]
     hint = (
-        f"; {pickled[0]} is a pickle, which is not loaded: convert this file with transformers' save_pretrained"
+        f"; {pickled[0]} is a pickle, which is not loaded: convert this file with transformers' save_pretrained{see('is-a-pickle-which-is-not-loaded')}"
         if pickled
         else ""
     )
@@ -127,7 +128,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             if size < 8 or length > size - 8:
                 raise FolderError(
                     f"{path} is truncated: its header needs {length} bytes, but the file has only {size}; download "
-                    "the file again"
+                    f"the file again{see('is-truncated')}"
                 )
             header: dict[str, Any] = json.loads(file.read(length))
     except OSError as error:
@@ -160,7 +161,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         if 8 + length + end > size:
             raise FolderError(
                 f"{path} is truncated: {name} ends at byte {8 + length + end}, but the file ends at byte {size}; "
-                "download the file again"
+                f"download the file again{see('is-truncated')}"
             )
         entries[name] = entry
     return entries
@@ -267,7 +268,9 @@ def _into(file: int, path: Path, offset: int, target: Tensor) -> None:
     while view:
         count = os.preadv(file, [view], offset)
         if count == 0:
-            raise FolderError(f"{path} is truncated: it ends at byte {offset}; download the file again")
+            raise FolderError(
+                f"{path} is truncated: it ends at byte {offset}; download the file again{see('is-truncated')}"
+            )
         view, offset = view[count:], offset + count
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farandole._troubleshooting import see
 from farandole.models.hf import decoders as _decoders  # noqa: F401 - registers families
 from farandole.models.hf import encoders as _encoders  # noqa: F401
 from farandole.models.hf.architecture import REGISTRY, Architecture
@@ -277,7 +278,7 @@ class Weights:
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise FolderError(
                 f"{self.folder} is incomplete: found no tensor {', '.join(missing[:4])}{more}; download the folder "
-                "again"
+                f"again{see('is-incomplete')}"
             )
         unknown = [name for name in stored if name not in used and not table.is_ignored(name)]
         if unknown:

@@ -1,8 +1,12 @@
 """The errors of checkpoints; this module does not import torch."""
 
+from farandole._troubleshooting import Documented
 
-class CheckpointError(RuntimeError):
+
+class CheckpointError(Documented, RuntimeError):
     """Raised if a checkpoint cannot be written, found or loaded; the message contains the checkpoint and the reason."""
+
+    _section = "checkpointerror"
 
     reason: OSError | str = ""
     """The reason, without the name of the checkpoint."""
@@ -12,3 +16,5 @@ class CheckpointError(RuntimeError):
 
 class UnreadableError(CheckpointError):
     """Raised if a checkpoint is missing or damaged, but not for system errors such as a missing permission or a lack of memory."""
+
+    _section = "is-damaged"

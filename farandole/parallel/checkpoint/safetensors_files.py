@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from farandole._troubleshooting import see
 from farandole.layout import Box
 from farandole.models.hf.fields import FolderError
 from farandole.models.hf.files import (
@@ -308,7 +309,7 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
         lacks = [f"{', '.join(missing[:4])} missing"] * bool(missing)
         has = [f"{', '.join(unknown[:4])} unexpected"] * bool(unknown)
         raise CheckpointError(
-            f"the checkpoint belongs to another model: {' and '.join(lacks + has)}; load a checkpoint of this model"
+            f"the checkpoint belongs to another model: {' and '.join(lacks + has)}; load a checkpoint of this model{see('belongs-to-another-model')}"
         )
     found = {}
     for stored in stored_tensors(engine):
@@ -319,7 +320,7 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
         if entry.shape != stored.place.shape:
             raise CheckpointError(
                 f"{name} has shape {entry.shape} in {entry.file.name}, but {stored.place.shape} in this model; load a "
-                "checkpoint of this model"
+                f"checkpoint of this model{see('belongs-to-another-model')}"
             )
         found[stored.name] = entry
     return _Files(found, path)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
+from farandole._troubleshooting import see
 from farandole.memory.offloaded_optimizer import ShardState, UnitReader
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.ranges import Place, Range, read_state
@@ -80,13 +81,13 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
                 size = tuple(_described(saved[entry]).size)
                 raise CheckpointError(
                     f"{entry} has shape {size} in the checkpoint, but {stored.place.shape} in this model; load a "
-                    "checkpoint of this model"
+                    f"checkpoint of this model{see('belongs-to-another-model')}"
                 )
             state[entry] = values
         elif stored.trained:  # earlier versions saved neither buffers nor frozen parameters
             raise CheckpointError(
                 f"the checkpoint has no parameter {stored.name}: it belongs to another model; load a checkpoint of "
-                "this model"
+                f"this model{see('belongs-to-another-model')}"
             )
     keys = _keys_of(saved)
     for stem, place, shard, start, _ in _states(engine):

@@ -285,15 +285,17 @@ def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     first, *meanwhile, last = [line for line in errors.splitlines() if " is waiting in " in line]
     process = r"\(process \d+\)"
     absent = rf"rank {{}} {process} has not recorded its arrival"
+    link = "; see docs/troubleshooting.md#is-waiting-in"
     assert re.fullmatch(
         rf"farandole: rank 0 {process} is waiting in all_reduce\(sum, 5 x float32\), call number 1 of the default group; "
-        + absent.format(2),
+        + absent.format(2)
+        + link,
         first,
     )
     of_barrier, of_message = sorted(meanwhile, key=lambda line: "recv" in line)
     assert re.search(absent.format(0), of_barrier) and re.search(absent.format(1), of_barrier)
     assert re.fullmatch(
-        rf"farandole: rank 1 {process} is waiting in recv\(3 x float32, from rank 0\)", of_message
+        rf"farandole: rank 1 {process} is waiting in recv\(3 x float32, from rank 0\){link}", of_message
     )
     cycle = "; ".join(
         rf"rank {rank} {process} is waiting in send\(1000000 x float32, to rank {(rank + 1) % 3}\)"
