@@ -201,7 +201,7 @@ class Engine:
         shared = {id(weights.comm): weights.comm for weights in built.weights if weights.shared}
         self._sharing = [each for each in shared.values() if each is not None]
         self._divides = any(bucket.plan.ranks.holders != comm.size for bucket in built.buckets)
-        self._whole = WholeParameters(model, built.weights, comm, self._is_whole, mesh, self.layouts)
+        self._whole = WholeParameters(model, built.weights, groups, self._is_whole, self.layouts)
         self._norms = GradientNorms(
             self.layouts, self._gradient_norms, self.device, comm if self._divides else None
         )

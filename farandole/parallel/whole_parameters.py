@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from farandole.comm.communicator import Communicator
 from farandole.layout import Layout
-from farandole.mesh import Mesh
+from farandole.mesh import Groups
 from farandole.parallel.axes import own_part
 from farandole.parallel.checkpoint.ranges import Place
 from farandole.parallel.gathered_weights import GatheredWeights
@@ -53,22 +52,22 @@ class WholeParameters:
     """Provides unsharded values of the model's parameters, which are stored as `weights`.
 
     Args:
+        groups: all ranks, and the groups of ranks among which axes shard parameters.
         is_whole: a function that returns whether gathered weights are unsharded.
-        layouts: the layouts of parameters by name; axes of `mesh` may shard parameters.
+        layouts: the layouts of parameters by name.
     """
 
     def __init__(
         self,
         model: nn.Module,
         weights: Sequence[FlatWeights],
-        comm: Communicator,
+        groups: Groups,
         is_whole: Callable[[], bool],
-        mesh: Mesh,
         layouts: Mapping[str, Layout],
     ) -> None:
-        self._model, self._weights, self._comm = model, list(weights), comm
-        self._is_whole = is_whole
-        self._mesh, self._cell = mesh, mesh.of_rank(comm.rank)[0]
+        self._model, self._weights, self._comm = model, list(weights), groups.comm
+        self._is_whole, self._groups = is_whole, groups
+        self._mesh, self._cell = groups.mesh, groups.mesh.of_rank(groups.comm.rank)[0]
         self._split = {
             id(parameter): layouts[name]
             for name, parameter in model.named_parameters()
@@ -191,12 +190,16 @@ class WholeParameters:
         layout = self._split.get(id(parameter))
         if layout is None:
             return value
+        group = self._groups.of(self._cell, *(axis for axis, _ in layout.shards))
+        if group.comm is None:
+            return value
         complete = value.new_zeros(layout.shape)
         place = Place.of_boxes(layout.shape, value.shape, layout.boxes(self._mesh, self._cell))
         for local, box in place.regions:
-            if layout.replicas(self._mesh, box)[0] == self._cell:  # one rank contributes each element
+            holders = [cell for cell in layout.replicas(self._mesh, box) if cell in group.cells]
+            if holders[0] == self._cell:  # one rank contributes each element
                 complete[tuple(slice(*ends) for ends in box)] = value[tuple(slice(*ends) for ends in local)]
-        self._comm.all_reduce(complete)
+        group.comm.all_reduce(complete)
         return complete
 
     def _own(self, parameter: nn.Parameter) -> Tensor:
