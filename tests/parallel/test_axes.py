@@ -76,9 +76,8 @@ def _steps(
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     for parameter, value in engine.whole_parameters():
         key = names[id(parameter)]
-        complete = engine.complete(key, value.detach().clone())
         if rank == 0:
-            weights[key] = complete
+            weights[key] = value.detach().clone()
     engine.close()
     return found, weights
 
