@@ -162,7 +162,7 @@ class CollectivesSetup:
 
     @staticmethod
     def load(text: str) -> CollectivesSetup:
-        """Return the setup from JSON."""
+        """Convert the result of `dump` back to a setup."""
         fields = json.loads(text)
         for name in ("operations", "backends"):
             fields[name] = tuple(fields[name])

@@ -316,7 +316,7 @@ class Experts(nn.Module):
             x: (tokens, width).
             experts, weights: the indices of the selected experts and their weights, both (tokens, top).
             kept: a mask (tokens, top) of the selections that are computed; None for all.
-            meanwhile: computes a summand while rows are sent to other processes.
+            meanwhile: a function that computes a term of the sum while rows are sent to other processes.
 
         Returns:
             (tokens, width).
@@ -406,7 +406,7 @@ class MixtureOfExperts(nn.Module):
         return kept
 
     def _loss(self, routing: Routing, batch: int, info: SequenceInfo) -> Tensor:
-        """Return this process's summand of the router's loss: the sum over its tokens."""
+        """Return this process's share of the router's loss: the sum over the process's tokens."""
         losses = info.router_losses
         assert losses is not None
         scores = routing.scores.unflatten(0, (batch, -1))  # (batch, positions, experts)
