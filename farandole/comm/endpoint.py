@@ -385,9 +385,7 @@ class Endpoint:
         post = self.core.frd_post_send if sends else self.core.frd_post_recv
         message = post(self._base, buffer, len(data), _BYTE, peer, tag)
         if message is not None and message < LAST_STATUS:
-            raise MemoryError(
-                "cannot allocate a message: out of memory; stop other processes on this host"
-            )
+            raise MemoryError("cannot allocate a message: out of memory; stop other processes on this host")
         return message, buffer
 
     def _wait(
