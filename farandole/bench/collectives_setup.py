@@ -72,7 +72,7 @@ class CollectivesSetup:
         return sizes
 
     def counts(self, operation: Operation, size: int) -> tuple[int, int]:
-        """Return the numbers of iterations and warm-up iterations, by default those of the OSU Micro-Benchmarks."""
+        """Return the numbers of iterations and warm-up iterations, by default as in the OSU Micro-Benchmarks."""
         if operation.is_bandwidth:
             iterations, warmup = (20, 2) if size > LARGE else (100, 10)
         else:

@@ -248,10 +248,10 @@ def as_sizes(counts: Tensor, total: int) -> list[int]:
 
 
 def kept_within(capacity: int, experts: Tensor, sequences: int, count: int) -> Tensor:
-    """Return a mask of the selections that an expert has room for, of the shape of `experts`.
+    """Return a mask of the selections within the capacity of their experts, with the shape of `experts`.
 
     Args:
-        capacity: the number of tokens of a sequence for which an expert has room.
+        capacity: the maximum number of tokens of a sequence that an expert processes.
         experts: the indices of the selected experts (tokens, top), for consecutive `sequences` of equal length.
         count: the number of experts.
     """
