@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from filelock import FileLock
-from platformdirs import user_cache_path
 
+from farandole._extras import optional_import
 from farandole.data.errors import DataError
 from farandole.data.sources import Source
 
@@ -40,6 +40,9 @@ Progress = Callable[[str, float], None]
 
 def default_cache() -> Path:
     """Return the user's cache folder on this platform."""
+    with optional_import():
+        from platformdirs import user_cache_path
+
     return user_cache_path("farandole", appauthor=False)
 
 
