@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from farandole._troubleshooting import see
 
 EXTRAS = {
-    "train": ("PIL", "pyarrow", "pydantic", "safetensors", "tensorboard", "tokenizers"),
+    "train": ("PIL", "platformdirs", "pyarrow", "pydantic", "safetensors", "tensorboard", "tokenizers"),
     "plot": ("matplotlib",),
     "mpi": ("mpi4py",),
     "qlora": ("torchao",),

@@ -165,7 +165,7 @@ class Plan:
             "disk:FOLDER" (models on a CPU).
         offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host"
             (models on an accelerator) or "disk:FOLDER".
-        offloaded: what is offloaded in addition to optimizer states: "gradients" (with `zero` >= 2), or also
+        offloaded: the data to offload in addition to optimizer states: "gradients" (with `zero` >= 2), or also
             "parameters" (with `zero=3`).  Models on an accelerator offload them to host memory only.
         rounding: "stochastic" rounds updates to bf16 weights without master weights, which saves 4 bytes per parameter.
         compression: the compression of gradients between hosts, with `zero=0`.  Compressed gradients are

@@ -204,10 +204,10 @@ def test_fused_projections_are_cut_at_heads() -> None:
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(1)),)), r"w: expected tensor to divide a dimension of the shape \(4,\), got dimension 1"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(1)),)), r"w: expected axis 'tensor' to shard one of the 1 dimensions, got dimension 1"),
         (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(3),))),)), "w: expected parts with 4 rows in total, the size of dimension 0, got 3"),
         (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (), 3)),)), "expected a multiple of 3 elements, got 4"),
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(4, 1, 2),))),)), r"expected tensor to be a multiple of 2 \(the number of copies\), got 3"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(4, 1, 2),))),)), r"expected the size of axis 'tensor' to be a multiple of 2, the number of copies of a part, got 3"),
     ],
 )  # fmt: skip
 def test_an_invalid_layout_is_an_error(layout: Any, says: str) -> None:

@@ -132,11 +132,7 @@ def pictures() -> list[Picture]:
 
 
 def _of_data(data: Path, path: Path, code: Path, draw: Callable[..., None]) -> Picture:
-    def read_and_draw(target: Path) -> None:
-        read = json.loads(data.read_text())
-        draw({"ranks": 2, **read} if data.stem == "point-to-point" else read, target)
-
-    return Picture(path, (data, code), read_and_draw)
+    return Picture(path, (data, code), lambda target: draw(json.loads(data.read_text()), target))
 
 
 def draw_plans(path: Path) -> None:

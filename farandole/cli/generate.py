@@ -38,13 +38,15 @@ def generate(
       farandole generate runs --prompt "import" --tokens 400 --temperature 1 --seed 7
     """
     # import here, so that `--help` does not wait for torch
-    from farandole.models.generate import generate as tokens_after
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError, newest_checkpoint
-    from farandole.train.text import load_model
 
     try:
         chosen = newest_checkpoint(checkpoint)
+
+        from farandole.models.generate import generate as tokens_after
+        from farandole.train.text import load_model
+
         model, tokenizer, config = load_model(chosen)
     except (CheckpointError, ConfigError) as refusal:
         typer.echo(f"farandole generate: {refusal}", err=True)

@@ -17,7 +17,7 @@ from farandole.cli.config import app as config
 from farandole.cli.generate import generate
 from farandole.cli.info import info
 from farandole.cli.launch import LaunchCommand, launch
-from farandole.cli.mistakes import Command
+from farandole.cli.mistakes import Command, KeysCommand
 from farandole.cli.plan import plan
 from farandole.cli.train import TrainCommand, train
 from farandole.cli.tune import tune
@@ -52,7 +52,7 @@ app = typer.Typer(
     },
 )
 app.command(cls=TrainCommand)(train)
-app.command(cls=Command)(plan)
+app.command(cls=KeysCommand)(plan)
 app.command(cls=Command)(generate)
 # options end at the program name; later words are the program's arguments
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from farandole._extras import optional_import
 from farandole.data.errors import DataError
 from farandole.data.sources import Source
 
@@ -40,13 +40,10 @@ Progress = Callable[[str, float], None]
 
 def default_cache() -> Path:
     """Return the user's cache folder on this platform."""
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "farandole"
+    with optional_import():
+        from platformdirs import user_cache_path
+
+    return user_cache_path("farandole", appauthor=False)
 
 
 def content_key(source: Source, settings: dict[str, object], progress: Progress) -> str:
