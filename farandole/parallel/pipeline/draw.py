@@ -82,12 +82,11 @@ def summary(timeline: Timeline) -> str:
     return ", ".join(parts)
 
 
-def draw(timelines: Sequence[Timeline], path: str | Path, *, numbers: bool = True) -> None:
+def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
     """Draw timelines below each other, on one time axis.
 
     Args:
         path: a file whose name ends in .png, .svg or .pdf.
-        numbers: whether to write the micro-batch into each action.
     """
     with optional_import():
         import matplotlib
@@ -96,63 +95,60 @@ def draw(timelines: Sequence[Timeline], path: str | Path, *, numbers: bool = Tru
     from matplotlib.patches import Rectangle
 
     longest = max(timeline.makespan for timeline in timelines)
-    heights = [timeline.schedule.ranks * 0.26 + 0.42 for timeline in timelines]
+    heights = [timeline.schedule.ranks * 0.26 + 0.45 for timeline in timelines]
     figure, axes = plt.subplots(
         len(timelines),
         1,
-        figsize=(11, sum(heights) + 0.7),
+        figsize=(11, sum(heights) + 0.4),
         height_ratios=heights,
         layout="constrained",
         squeeze=False,
     )
     for axis, timeline in zip(axes[:, 0], timelines, strict=True):
-        draw_timeline(axis, timeline, longest, numbers=numbers)
+        draw_timeline(axis, timeline, longest)
     used = {type(s.action) for timeline in timelines for spans in timeline.spans for s in spans}
-    handles, names = [], []
-    for kind, colours in COLOURS.items():
-        if kind in used:
-            handles.append(Rectangle((0, 0), 1, 1, fc=colours[0]))
-            names.append(KINDS[kind])
+    kinds = [kind for kind in COLOURS if kind in used]
+    handles = [Rectangle((0, 0), 1, 1, fc=COLOURS[kind][0]) for kind in kinds]
+    labels = [KINDS[kind] for kind in kinds]
     if any(timeline.schedule.chunks > 1 or timeline.schedule.mirrored for timeline in timelines):
         handles.append(Rectangle((0, 0), 1, 1, fc=COLOURS[Forward][1]))
-        names.append("light: second chunk or replica")
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+        labels.append("light: later chunk, or second replica")
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def draw_timeline(axis: Axes, timeline: Timeline, longest: float, *, numbers: bool = True) -> None:
-    """Draw one timeline; the time axis ends at `longest`."""
+def draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
+    """Draw one timeline with the number of the micro-batch in each action; the time axis ends at `longest`."""
     from matplotlib.patches import Rectangle
 
     schedule = timeline.schedule
     for rank, spans in enumerate(timeline.spans):
-        axis.add_patch(Rectangle((0, rank), timeline.makespan, 0.9, fc="#eef1f3", ec="none"))
+        axis.add_patch(Rectangle((0, rank), timeline.makespan, 0.9, fc="#dfe4e8", ec="none"))
         for span in spans:
             action, width = span.action, span.end - span.start
             light = second(schedule, action.stage, action.micro_batch)
             colour = COLOURS[type(action)][light]
             axis.add_patch(Rectangle((span.start, rank), width, 0.9, fc=colour, ec="white", lw=0.4))
-            # a digit needs about 0.65 % of the width of the picture
-            if numbers and width > 0.0065 * len(str(action.micro_batch)) * longest:
+            if width > 0.0065 * len(str(action.micro_batch)) * longest:  # a digit needs 0.65 % of the width
                 axis.text(
-                    span.start + width / 2, rank + 0.47, str(action.micro_batch),
-                    ha="center", va="center", fontsize=6.5, color="black" if light else "white",
-                )  # fmt: skip
-    axis.set(xlim=(0, longest * 1.001), ylim=(schedule.ranks, -0.05))
-    axis.set_yticks(
-        [rank + 0.45 for rank in range(schedule.ranks)], map(str, range(schedule.ranks)), fontsize=7
-    )
+                    span.start + width / 2,
+                    rank + 0.47,
+                    str(action.micro_batch),
+                    ha="center",
+                    va="center",
+                    fontsize=6.5,
+                    color="black" if light else "white",
+                )
+    places = [rank + 0.45 for rank in range(schedule.ranks)]
+    axis.set(xlim=(0, longest * 1.001), ylim=(schedule.ranks, -0.05), xticks=[])
+    axis.set_yticks(places, [str(rank) for rank in range(schedule.ranks)], fontsize=7)
     axis.set_ylabel("rank", fontsize=8)
     axis.tick_params(length=0, labelsize=7)
-    axis.set_xticks([])
     for spine in axis.spines.values():
         spine.set_visible(False)
-    axis.set_title(
-        f"$\\bf{{{schedule.name.replace('-', chr(92) + 'text{-}')}}}$   {summary(timeline)}",
-        fontsize=8.5,
-        loc="left",
-    )
+    axis.set_title(schedule.name, fontsize=9.5, weight="bold", loc="left")
+    axis.set_title(summary(timeline), fontsize=8.5, loc="right")
 
 
 def trace(timeline: Timeline, unit_s: float = 1e-3) -> dict[str, Any]:

@@ -140,7 +140,9 @@ def delay_weights(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     weight gradients in between.  Activations do not grow, because only forward passes store them.
     """
     costs = costs or Costs()
-    before, inputs, weights = [], [], []
+    before: list[list[Action]] = []
+    inputs: list[list[Action]] = []
+    weights: list[list[Action]] = []
     for actions in schedule.actions:
         end = max(number for number, action in enumerate(actions) if isinstance(action, Forward)) + 1
         before.append(list(actions[:end]))
