@@ -9,8 +9,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The parts of a plan are applied in this order: LoRA, 8-bit floats, experts, tensor parallelism, context parallelism,
-recomputation, then data parallelism and ZeRO in the engine.
+The parts of a plan are applied in this order: LoRA, 8-bit floats, pipeline stages, experts, tensor parallelism, context
+parallelism, recomputation, then data parallelism and ZeRO in the engine.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.model_checks import check_model
 from farandole.parallel.optimizers.rounding import StochasticRounding
+from farandole.parallel.pipeline import apply as pipeline
+from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.precision import TYPES, check_float8, use_float8
 from farandole.parallel.sharding import box_mesh
 from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
@@ -107,7 +109,7 @@ def parallelize(
     if plan.precision == "fp8":
         check_float8(_device_of(model))
         use_float8(model)
-    position, layouts = _split(model, plan, comm, sizes)
+    position, layouts, stages = _split(model, plan, comm, sizes)
     _recompute(model, plan, example, loss)
     options: dict[str, Any] = {
         "zero": plan.zero,
@@ -121,6 +123,7 @@ def parallelize(
         "report": report,
         "mesh": position.mesh,
         "layouts": layouts,
+        "pipeline": stages,
     }
     if plan.precision == "fp16":
         options |= {"scaler": LossScaler(), "diagnose": diagnose}
@@ -135,20 +138,24 @@ def parallelize(
 
 def _split(
     model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int]
-) -> tuple[Position, Layouts]:
+) -> tuple[Position, Layouts, Pipeline | None]:
     """Apply the plan's axes to `model`.  This is a collective call."""
-    inner = any(sizes[axis] > 1 for axis in MODEL_AXES)
+    axes = ("pipeline", *MODEL_AXES)
+    inner = any(sizes[axis] > 1 for axis in axes)
     hosts = hosts_of(comm) if inner or plan.hybrid else ()
     mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes)
     layouts = Layouts(model)
-    groups = mesh.connect(comm, [(axis,) for axis in MODEL_AXES]) if inner else None
+    groups = mesh.connect(comm, [(axis,) for axis in axes]) if inner else None
     position = Position(mesh, mesh.of_rank(comm.rank)[0], groups)
+    stages = None
     if inner:
         _check_whole(model, plan)
         broadcast_from_first(model, comm)
+        if plan.pipeline > 1:
+            stages = pipeline.apply(model, position, plan, layouts)
         for axis in APPLIED:
             axis(model, position, plan, layouts)
-    return position, layouts
+    return position, layouts, stages
 
 
 def _check_whole(model: nn.Module, plan: Plan) -> None:
