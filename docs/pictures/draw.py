@@ -96,7 +96,7 @@ def code_of(path: Path) -> str:
 def pictures() -> list[Picture]:
     """Return all pictures in the documentation."""
     from benchmarks import compression, parameter_server, picture
-    from docs.pictures import axes
+    from docs.pictures import axes, pipeline
 
     found = []
     for data in sorted(DATA.glob("*.json")):
@@ -110,6 +110,8 @@ def pictures() -> list[Picture]:
         )
     here = DOCS / "pictures"
     planner = sorted((ROOT / "farandole/planner").glob("*.py"))
+    timelines = ("schedule", "unidirectional", "v_shaped", "mirrored", "list_scheduling", "simulate", "draw")
+    schedules = [ROOT / f"farandole/parallel/pipeline/{name}.py" for name in timelines]
     found += [
         _of_data(
             DATA / "compression.json", here / "compression.png", Path(compression.__file__),
@@ -126,6 +128,10 @@ def pictures() -> list[Picture]:
             for name, draw in (
                 ("tensor", axes.draw_tensor), ("context", axes.draw_context), ("expert", axes.draw_expert),
             )
+        ),
+        *(
+            Picture(here / f"{name}.png", (here / "pipeline.py", *schedules), draw)
+            for name, draw in pipeline.drawings().items()
         ),
     ]  # fmt: skip
     return found
