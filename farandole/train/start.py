@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from farandole.data.errors import DataError
 from farandole.data.sources import find_source
@@ -29,6 +30,7 @@ from farandole.train.config import (
     with_overrides,
 )
 from farandole.train.run_folder import (
+    BASE,
     CheckpointError,
     DiskError,
     check_complete,
@@ -52,6 +54,11 @@ CHANGEABLE = (
     "sample.",
     "data.cache",
     "plan.data",
+    "plan.tensor",
+    "plan.sequence",
+    "plan.context",
+    "plan.ring",
+    "plan.expert",
     "plan.zero",
     "plan.hybrid",
     "plan.recompute",
@@ -82,10 +89,18 @@ class Start:
 
 
 def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
-    """Return the configuration for creating a task.  A resumed run uses the tokenizer from its checkpoint."""
-    if checkpoint is None or not config.weights:
+    """Return the configuration for creating a task.
+
+    A resumed run uses the tokenizer of its checkpoint, and the files of the model folder that the run has copied, so the
+    original folders may have been moved.
+    """
+    if checkpoint is None:
         return config
-    return config.model_copy(update={"weights": str(checkpoint)})
+    changes: dict[str, Any] = {"weights": str(checkpoint)} if config.weights else {}
+    base = checkpoint.parent.parent / BASE
+    if config.model.folder and base.is_dir():
+        changes["model"] = config.model.restored(base)
+    return config.model_copy(update=changes)
 
 
 @dataclass(frozen=True)
@@ -166,12 +181,12 @@ def check(request: Request, ranks: int | None = None) -> Start:
 
 def default_ranks(config: TrainConfig) -> int:
     """Return the largest number of ranks that this host supports and that divides the batch."""
-    together = config.plan.ranks_per_sample
+    together, experts = config.plan.ranks_per_sample, config.plan.expert
     if config.plan.data:
-        return config.plan.data * together
+        return config.plan.data * experts * together
     sizes = config.batch // (config.micro_batch or 1)
-    most = max(1, offered_ranks() // together)
-    return together * max((n for n in range(1, most + 1) if sizes % n == 0), default=1)
+    most = offered_ranks() // together
+    return together * max((n for n in range(experts, most + 1, experts) if sizes % n == 0), default=experts)
 
 
 def order(start: Start) -> Order:
