@@ -150,10 +150,9 @@ class _ShareSequences:
     ) -> Any:
         inputs, info, targets = _arguments(*args, **kwargs)
         info = info or SequenceInfo()
+        if info.cache is not None:  # generation, in which every rank computes all positions
+            return call(inputs, info, targets)
         length, grid = inputs.shape[1], self._grid
-        generates = targets is None and not module.training
-        if info.cache is not None or (generates and length < grid.all.size):
-            return call(inputs, info, targets)  # every rank computes all positions
         if length < grid.all.size:
             raise ValueError(
                 f"expected at least {grid.all.size} positions, one per rank on the context axis, got {length}; "

@@ -6,11 +6,15 @@ not import torch, so mistakes in the command are reported at once.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import netrc
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from farandole.data.errors import DataError
 from farandole.data.sources import find_source
@@ -172,11 +176,34 @@ def check(request: Request, ranks: int | None = None) -> Start:
         start = Start(config, ranks or default_ranks(config))
         _check_ranks(start.config, start.ranks)
     task_path(start.config.task)
+    if start.config.log.wandb:
+        check_wandb()
     if start.checkpoint is None:
         weights_file(start.config)
     if start.config.task in ("text", "masked-text", "sft"):
         find_source(start.config.data.path, start.config.data.field)
     return start
+
+
+def check_wandb() -> None:
+    """Raise `ConfigError` if Weights & Biases is not installed, or has neither a login nor the offline mode."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "log.wandb=true requires Weights & Biases: pip install wandb, or use log.wandb=false"
+        )
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return
+    if any(os.environ.get(f"WANDB_{name}") for name in ("API_KEY", "IDENTITY_TOKEN_FILE")):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        logins = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        logins = None
+    if logins is None or logins.authenticators(host) is None:
+        raise ConfigError(
+            f"log.wandb=true requires a login to {host}: run wandb login, set WANDB_API_KEY, or use WANDB_MODE=offline"
+        )
 
 
 def default_ranks(config: TrainConfig) -> int:
