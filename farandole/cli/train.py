@@ -160,8 +160,9 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     with uncollected():  # importing torch takes seconds
         from farandole.train.memory import check_memory, summary
 
-    check_memory(start.config, start.ranks)
-    _check_task(task_config(start.config, start.checkpoint))
+    prepared = task_config(start.config, start.checkpoint)
+    check_memory(prepared, start.ranks)
+    _check_task(prepared)
     if dry_run:
         for name, text in summary(start).items():
             typer.echo(f"{name:<14} {text}")
