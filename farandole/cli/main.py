@@ -19,6 +19,7 @@ from farandole.cli.info import info
 from farandole.cli.launch import LaunchCommand, launch
 from farandole.cli.mistakes import Command
 from farandole.cli.plan import plan
+from farandole.cli.serve import serve
 from farandole.cli.train import TrainCommand, train
 from farandole.cli.tune import tune
 
@@ -29,6 +30,7 @@ HELP = """Parallel computing with PyTorch, on a laptop's cores or on a cluster.
   farandole config keys                     list the configuration keys
   farandole plan gpt2-small -n 8            predict memory and speed
   farandole generate runs --prompt "def"    generate text
+  farandole serve runs --port 8000          answer requests over HTTP
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
   farandole bench training                  measure ResNet training
   farandole bench collectives               measure collectives
@@ -54,6 +56,7 @@ app = typer.Typer(
 app.command(cls=TrainCommand)(train)
 app.command(cls=Command)(plan)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(serve)
 # options end at the program name; later words are the program's arguments
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 app.command(cls=Command)(info)
