@@ -9,7 +9,7 @@ from farandole._troubleshooting import see
 
 EXTRAS = {
     "train": ("PIL", "pyarrow", "pydantic", "safetensors", "tensorboard", "tokenizers"),
-    "serve": ("fastapi", "jinja2", "starlette", "uvicorn"),
+    "serve": ("fastapi", "starlette", "uvicorn"),
     "plot": ("matplotlib",),
     "mpi": ("mpi4py",),
     "qlora": ("torchao",),

@@ -195,7 +195,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_packed_floats": (c_size_t, [c_size_t, c_size_t]),
     "frd_pack": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
     "frd_linear": (c_int, [c_void_p] * 4 + [c_size_t] * 3 + [c_int]),
-    "frd_attend": (c_int, [c_void_p] * 6 + [c_size_t] * 7 + [c_int64, c_float, c_int, c_int]),
+    "frd_attend": (c_int, [c_void_p] * 6 + [c_size_t] * 7 + [c_int64] * 3 + [c_float, c_int, c_int]),
+    "frd_store": (None, [c_void_p] * 6 + [c_size_t] * 6 + [POINTER(c_int64), c_int]),
 }
 
 

@@ -219,7 +219,12 @@ int frd_linear(float *out, const float *x, const float *packed, const float *bia
                size_t outputs, int threads);
 int frd_attend(float *out, const float *query, const void *keys, const void *values, const int32_t *table,
                const int64_t *positions, size_t queries, size_t heads, size_t kv_heads, size_t width, size_t value_width,
-               size_t block_length, size_t table_width, int64_t window, float scale, int is_bf16, int threads);
+               size_t block_length, size_t table_width, int64_t query_stride, int64_t head_stride, int64_t window,
+               float scale, int is_bf16, int threads);
+/* Stores a key and a value per row and head.  `strides` are those of keys by row and head, and of values. */
+void frd_store(void *keys, void *values, const void *key, const void *value, const int32_t *table,
+               const int64_t *positions, size_t rows, size_t kv_heads, size_t width, size_t value_width,
+               size_t block_length, size_t table_width, const int64_t strides[4], int is_bf16);
 
 #pragma GCC visibility pop
 #endif

@@ -163,10 +163,15 @@ static void attend_part(const void *task, size_t number, void *scratch)
 
 int frd_attend(float *out, const float *query, const void *keys, const void *values, const int32_t *table,
                const int64_t *positions, size_t queries, size_t heads, size_t kv_heads, size_t width, size_t value_width,
-               size_t block_length, size_t table_width, int64_t window, float scale, int is_bf16, int threads)
+               size_t block_length, size_t table_width, int64_t query_stride, int64_t head_stride, int64_t window,
+               float scale, int is_bf16, int threads)
 {
-    const struct frd_attend_task task = {out,   query,       keys,         values,      table,  positions, queries, heads,
-                                         kv_heads, width, value_width, block_length, table_width, window, scale, is_bf16};
+    const struct frd_attend_task task = {
+        .out = out, .query = query, .keys = keys, .values = values, .table = table, .positions = positions,
+        .queries = queries, .heads = heads, .kv_heads = kv_heads, .width = width, .value_width = value_width,
+        .block_length = block_length, .table_width = table_width, .query_stride = query_stride,
+        .head_stride = head_stride, .window = window, .scale = scale, .is_bf16 = is_bf16,
+    };
     int64_t longest = 0;
     for (size_t i = 0; i < queries; i++) longest = positions[i] > longest ? positions[i] : longest;
     const size_t group = 4; /* as in inference.inc */
@@ -176,4 +181,40 @@ int frd_attend(float *out, const float *query, const void *keys, const void *val
                         .count = queries * kv_heads,
                         .scratch_bytes = group * stride * sizeof(float)};
     return queries ? run(&work, threads) : FRD_OK;
+}
+
+/* ---- storage ---- */
+
+#define STORE(TYPE)                                                                                                    \
+    static void store_##TYPE(TYPE *to_key, TYPE *to_value, const TYPE *key, const TYPE *value, size_t width,           \
+                             size_t value_width)                                                                       \
+    {                                                                                                                  \
+        for (size_t d = 0; d < width; d++) to_key[d * FRD_TILE] = key[d];                                              \
+        memcpy(to_value, value, value_width * sizeof *value);                                                          \
+    }
+
+STORE(uint32_t)
+STORE(uint16_t)
+
+void frd_store(void *keys, void *values, const void *key, const void *value, const int32_t *table,
+               const int64_t *positions, size_t rows, size_t kv_heads, size_t width, size_t value_width,
+               size_t block_length, size_t table_width, const int64_t strides[4], int is_bf16)
+{
+    for (size_t row = 0; row < rows; row++) {
+        const size_t at = (size_t)positions[row], offset = at % block_length;
+        const size_t block = (size_t)table[row * table_width + at / block_length];
+        for (size_t head = 0; head < kv_heads; head++) {
+            const size_t place = (block * kv_heads + head) * block_length;
+            const size_t to_key = (place + offset / FRD_TILE * FRD_TILE) * width + offset % FRD_TILE;
+            const size_t to_value = (place + offset) * value_width;
+            const int64_t from_key = (int64_t)row * strides[0] + (int64_t)head * strides[1];
+            const int64_t from_value = (int64_t)row * strides[2] + (int64_t)head * strides[3];
+            if (is_bf16)
+                store_uint16_t((uint16_t *)keys + to_key, (uint16_t *)values + to_value, (const uint16_t *)key + from_key,
+                               (const uint16_t *)value + from_value, width, value_width);
+            else
+                store_uint32_t((uint32_t *)keys + to_key, (uint32_t *)values + to_value, (const uint32_t *)key + from_key,
+                               (const uint32_t *)value + from_value, width, value_width);
+        }
+    }
 }

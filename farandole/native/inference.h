@@ -18,12 +18,13 @@ struct frd_linear_task {
 
 struct frd_attend_task {
     float *out;               /* (queries, heads, value width) */
-    const float *query;       /* (queries, heads, width) */
+    const float *query;       /* (queries, heads, width), with a stride per query and per head */
     const void *keys;         /* (blocks, key-value heads, block length / FRD_TILE, width, FRD_TILE) */
     const void *values;       /* (blocks, key-value heads, block length, value width) */
     const int32_t *table;     /* (queries, table width), the blocks of each query's sequence */
     const int64_t *positions; /* (queries), each query attends to positions 0 to its own */
     size_t queries, heads, kv_heads, width, value_width, block_length, table_width;
+    int64_t query_stride, head_stride;
     int64_t window; /* the number of most recent positions, or 0 for all */
     float scale;
     int is_bf16; /* the type of keys and values, else fp32 */

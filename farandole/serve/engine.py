@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -206,6 +207,7 @@ class GenerationEngine:
             )
         return number
 
+    @torch.inference_mode()
     def cancel(self, request: int) -> None:
         """Remove a request, and free its memory.  A request that has ended is ignored."""
         for sequence in [each for each in self._running if each.request == request]:
@@ -228,6 +230,7 @@ class GenerationEngine:
             self.cancel(number)
         return numbers
 
+    @torch.inference_mode()
     def step(self) -> list[Output]:
         """Advance the batch by one step, and return the changes."""
         start = time.perf_counter()

@@ -146,7 +146,9 @@ def ragged_attention(
     if not (native.available() if use_core is None else use_core):
         return _attention_by_query(query, keys, values, table, positions, scale, window)
     kv_heads, length, value_width = values.shape[1:]
-    own = query.float().contiguous()
+    own = query.float()
+    if own.stride(2) != 1:
+        own = own.contiguous()
     result = own.new_empty(*query.shape[:2], value_width)
     tensors = (result, own, keys, values, table, positions)
     sizes = (*query.shape[:2], kv_heads, query.shape[2], value_width, length, table.shape[1])
@@ -155,6 +157,7 @@ def ragged_attention(
         native.library().frd_attend(
             *(tensor.data_ptr() for tensor in tensors),
             *sizes,
+            *own.stride()[:2],
             window or 0,
             ctypes.c_float(scale),
             is_bf16,
@@ -188,9 +191,27 @@ def _attention_by_query(
 
 
 def write_positions(
-    keys: Tensor, values: Tensor, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    use_core: bool | None = None,
 ) -> None:
-    """Store keys and values (rows, heads, width) at an offset in a block for each row."""
+    """Store keys and values (rows, heads, width) at their positions; see `ragged_attention` for the other arguments."""
+    kv_heads, length, value_width = values.shape[1:]
+    if native.available() if use_core is None else use_core:
+        key = key if key.stride(2) == 1 else key.contiguous()
+        value = value if value.stride(2) == 1 else value.contiguous()
+        strides = (ctypes.c_int64 * 4)(*key.stride()[:2], *value.stride()[:2])
+        tensors = (keys, values, key, value, table, positions)
+        sizes = (len(key), kv_heads, key.shape[2], value_width, length, table.shape[1])
+        is_bf16 = keys.dtype == torch.bfloat16
+        native.library().frd_store(*(tensor.data_ptr() for tensor in tensors), *sizes, strides, is_bf16)
+        return
+    blocks = table.gather(1, (positions // length)[:, None])[:, 0].long()
+    offsets = positions % length
     keys[blocks, :, offsets // TILE, :, offsets % TILE] = key
     values[blocks, :, offsets] = value
 

@@ -51,9 +51,6 @@ class _StepCache(KeyValueCache):
         most = max(len(span.blocks.numbers) for span in spans)
         rows = [span.blocks.numbers + [0] * (most - len(span.blocks.numbers)) for span in spans]
         self._table = torch.tensor(rows, dtype=torch.int32).repeat_interleave(torch.tensor(counts), 0)
-        index = self.positions // store.block_length
-        self._blocks = self._table.gather(1, index[:, None])[:, 0].long()
-        self._offsets = self.positions % store.block_length
         self._layer = 0
 
     def append(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +58,13 @@ class _StepCache(KeyValueCache):
         self._layer = self._layers[layer]
         keys, values = self._store.keys[self._layer], self._store.values[self._layer]
         write_positions(
-            keys, values, self._blocks, self._offsets, key[0].transpose(0, 1), value[0].transpose(0, 1)
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            keys,
+            values,
+            self._table,
+            self.positions,
+            self._use_core,
         )
         return key, value
 
@@ -136,8 +139,11 @@ class Runner:
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
 
     def run(self, store: Store, spans: Sequence[Span]) -> Tensor:
-        """Store keys and values, and return the fp32 logits (selected tokens, vocabulary)."""
-        with torch.inference_mode(), self._rows:
+        """Store keys and values, and return the fp32 logits (selected tokens, vocabulary).
+
+        Call in inference mode.
+        """
+        with self._rows:
             cache = _StepCache(store, self._layers, spans, self._use_core)
             tokens = torch.tensor([[token for span in spans for token in span.tokens]])
             info = SequenceInfo(positions=cache.positions[None], cache=cache)

@@ -153,7 +153,7 @@ class Sampler:
             last = kept.gather(1, batch.top_k.clamp(1, kept.shape[1]) - 1)
             scores = scores.masked_fill((scores < last) & (batch.top_k > 0), -torch.inf)
         if batch.any_p:
-            best, order = scores.sort(-1, descending=True, stable=True)
+            best, order = scores.sort(dim=-1, descending=True, stable=True)
             probabilities = best.softmax(-1)
             before = probabilities.cumsum(-1) - probabilities
             dropped = torch.empty_like(order, dtype=torch.bool)

@@ -41,7 +41,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, store: str) -> Non
 
 def test_prompt_logprobs_are_those_of_transformers() -> None:
     theirs, _ = models("llama")
-    prompt = [random.Random(1).randrange(vocabulary("llama")) for _ in range(21)]
+    prompt = random.Random(1).choices(range(vocabulary("llama")), k=21)
     engine = engine_of("llama", token_budget=16)
     (output,) = generate(engine, prompt, max_tokens=0, prompt_logprobs=True, logprobs=2)
     assert (output.tokens, output.finish_reason) == ((), "length")
@@ -191,7 +191,7 @@ def test_slots_grow_in_chunks() -> None:
 
 def test_pages_with_the_same_tokens_are_shared() -> None:
     engine = engine_of("llama", max_running=2)
-    prompt = [random.Random(2).randrange(vocabulary("llama")) for _ in range(40)]
+    prompt = random.Random(2).choices(range(vocabulary("llama")), k=40)
     alone = tokens_of(generate(engine, prompt, max_tokens=6, temperature=0))
     assert (engine.metrics.prompt_tokens, engine.metrics.shared_tokens) == (40, 0)
     assert tokens_of(generate(engine, prompt, max_tokens=6, temperature=0)) == alone

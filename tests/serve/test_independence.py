@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from farandole import native
 from farandole.serve.request import Output, Sampling
-from farandole.serve.rows import IndependentRows, ragged_attention
+from farandole.serve.rows import IndependentRows, ragged_attention, write_positions
 from farandole.serve.store import STORES
 from tests.serve.models import LAYERS, engine_of, generate, run, vocabulary
 
@@ -103,7 +103,7 @@ def test_logits_are_bitwise_equal_in_batches_of_any_size(family: str, threads: i
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        prompt = [random.Random(7).randrange(vocabulary(family)) for _ in range(48)]
+        prompt = random.Random(7).choices(range(vocabulary(family)), k=48)
         parameters = {"max_tokens": 1, "temperature": 0, "logprobs": 20, "prompt_logprobs": True}
         expected = None
         for others in (0, 1, 5, 15):
@@ -222,3 +222,22 @@ def test_products_of_the_core(level: str, threads: int) -> None:
     finally:
         torch.set_num_threads(before)
         core.frd_use_vector_level(max(native.VectorLevel))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [16, 48])
+def test_keys_and_values_are_stored_as_by_torch(length: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    positions = torch.tensor([0, 15, 16, 47, 3])
+    table = torch.randperm(5 * (48 // length)).view(5, -1).int()
+    projected = torch.randn(5, 3, 20, dtype=dtype).transpose(0, 1)  # heads first, not contiguous
+    key, value = projected[..., :7].transpose(0, 1), projected[..., 8:].transpose(0, 1)
+    stores = []
+    for use_core in (True, False):
+        keys = torch.zeros(table.numel(), 3, length // 16, 7, 16, dtype=dtype)
+        values = torch.zeros(table.numel(), 3, length, 12, dtype=dtype)
+        write_positions(key, value, keys, values, table, positions, use_core)
+        stores.append((keys, values))
+    for one, other in zip(*stores, strict=True):
+        assert torch.equal(one, other)
+    assert stores[0][1].count_nonzero() == value.numel()

@@ -56,7 +56,7 @@ def test_penalties_and_biases() -> None:
     sampler = Sampler(VOCABULARY, 4)
     parameters = [
         {"repetition_penalty": 1.3},
-        {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"presence_penalty": 0.73, "frequency_penalty": 0.41},
         {"logit_bias": {11: 50.0}},
         {},
     ]
@@ -68,7 +68,7 @@ def test_penalties_and_biases() -> None:
         tokens = sampler.draw(LOGITS.repeat(4, 1), draws)
         expected = processor(torch.tensor([prompt + generated[0]]), LOGITS[None].clone())
         counts = torch.bincount(torch.tensor(generated[1], dtype=torch.int64), minlength=VOCABULARY)
-        penalized = LOGITS - 0.7 * (counts > 0) - 0.4 * counts
+        penalized = LOGITS - 0.73 * (counts > 0) - 0.41 * counts
         assert tokens == [int(expected.argmax()), int(penalized.argmax()), 11, 0]
         for own, token in zip(generated, tokens, strict=True):
             own.append(token)
