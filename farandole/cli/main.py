@@ -20,6 +20,7 @@ from farandole.cli.launch import LaunchCommand, launch
 from farandole.cli.mistakes import Command, KeysCommand
 from farandole.cli.plan import plan
 from farandole.cli.schedule import ScheduleCommand, schedule
+from farandole.cli.serve import serve
 from farandole.cli.train import TrainCommand, train
 from farandole.cli.tune import tune
 
@@ -31,6 +32,7 @@ HELP = """Parallel computing with PyTorch, on a laptop's cores or on a cluster.
   farandole plan gpt2-small -n 8            predict memory and speed
   farandole schedule                        compare and draw pipeline schedules
   farandole generate runs --prompt "def"    generate text
+  farandole serve runs --port 8000          answer requests over HTTP
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
   farandole bench training                  measure ResNet training
   farandole bench collectives               measure collectives
@@ -57,6 +59,7 @@ app.command(cls=TrainCommand)(train)
 app.command(cls=KeysCommand)(plan)
 app.command(cls=ScheduleCommand)(schedule)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(serve)
 # options end at the program name; later words are the program's arguments
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 app.command(cls=Command)(info)

@@ -28,7 +28,7 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 10
+ABI = 11
 MAX_RANKS = 256
 NOTE_BYTES = 160
 KEY_BYTES = 32
@@ -192,6 +192,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_decode": (c_int, [c_int, c_void_p, c_void_p, c_float, c_size_t, c_size_t]),
     "frd_orthonormalise": (None, [c_void_p, c_size_t, c_size_t]),
     "frd_outer": (None, [c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t]),
+    "frd_packed_floats": (c_size_t, [c_size_t, c_size_t]),
+    "frd_pack": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
+    "frd_linear": (c_int, [c_void_p] * 4 + [c_size_t] * 3 + [c_int]),
+    "frd_attend": (c_int, [c_void_p] * 6 + [c_size_t] * 7 + [c_int64] * 3 + [c_float, c_int, c_int]),
+    "frd_store": (None, [c_void_p] * 6 + [c_size_t] * 6 + [POINTER(c_int64), c_int]),
 }
 
 
