@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from farandole.plan import LoRA, Plan, PlanError
     from farandole.serve.llm import LLM
 
-__all__ = ["LLM", "Communicator", "LoRA", "Plan", "PlanError", "Runtime", "__version__", "init", "parallelize"]
+__all__ = [
+    "LLM",
+    "Communicator",
+    "LoRA",
+    "Plan",
+    "PlanError",
+    "Runtime",
+    "__version__",
+    "init",
+    "parallelize",
+]
 
 __version__ = "0.1.0"
 

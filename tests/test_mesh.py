@@ -97,7 +97,7 @@ def test_ranks_of_a_host_are_adjacent() -> None:
         (lambda: Mesh.of_stages(4, [{"spatial": 4}, {}]), r"stages of 4, 1 ranks needs 5 ranks, got 4"),
         (lambda: Mesh.box(4, tensors=4), "unknown axes tensors; expected data, pipeline"),
         (lambda: Mesh.box(4, tensor=0), "at least 1 rank, got {'tensor': 0}"),
-        (lambda: Mesh.box(4, pipeline=4, mirror=3), "expected mirror 1, or 2 .*, got 3"),
+        (lambda: Mesh.box(4, pipeline=4, mirror=3), "expected mirror=1, or mirror=2 .*, got mirror=3"),
         (lambda: Mesh([Cell(rank=0), Cell(rank=1)]), "the same coordinates"),
         (lambda: Mesh([Cell(rank=0), Cell(data=1, rank=2)]), "a cell for each of the 3 ranks"),
     ],

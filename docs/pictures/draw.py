@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import matplotlib
 
@@ -28,19 +28,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DATA = DOCS / "benchmarks"
 DIGEST = "sources"
-PLAN = [
-    "plan",
-    "gpt2-small",
-    "batch=16",
-    "-n",
-    "2",
-    "--memory",
-    "5GiB",
-    "--flops",
-    "100G",
-    "--bandwidth",
-    "8G",
-]
+FLOPS = {"fp32": 50e9, "bf16": 100e9, "fp16": 100e9}
+SPEEDS = {"flops": FLOPS, "stream": 8e9, "bandwidth": 8e9, "process": 250 << 20, "libraries": 110 << 20}
+"""The speeds and the process memory for the picture of the plans, which does not depend on the machine that draws it."""
 
 ABOUT = {
     "cli": "commands",
@@ -142,9 +132,13 @@ def _of_data(data: Path, path: Path, code: Path, draw: Callable[..., None]) -> P
 
 
 def draw_plans(path: Path) -> None:
-    """Draw the plans for a GPT on a machine with fixed speeds; some of the plans do not fit."""
-    command = [sys.executable, "-m", "farandole", *PLAN, "--picture", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    """Draw the plans for a GPT on two ranks with fixed speeds; some of the plans do not fit."""
+    from farandole.bench import plan_picture, planning
+    from farandole.bench.machine import Speeds
+
+    setup = planning.PlanSetup(("gpt2-small", "batch=16", "plan.precision=bf16"), ranks=2, memory=5 << 30)
+    with mock.patch.object(planning, "speeds", return_value=Speeds(**SPEEDS)):
+        plan_picture.draw(planning.plan(setup), str(path))
 
 
 def imports() -> set[tuple[str, str]]:

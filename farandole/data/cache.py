@@ -23,7 +23,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from farandole._extras import optional_import
 from farandole.data.errors import DataError
 from farandole.data.sources import Source
 
@@ -40,8 +39,7 @@ Progress = Callable[[str, float], None]
 
 def default_cache() -> Path:
     """Return the user's cache folder on this platform."""
-    with optional_import():
-        from platformdirs import user_cache_path
+    from platformdirs import user_cache_path
 
     return user_cache_path("farandole", appauthor=False)
 

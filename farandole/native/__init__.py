@@ -234,14 +234,14 @@ def library() -> ctypes.CDLL:
             "the C core of farandole was not compiled; install a C compiler and reinstall the package"
         )
     core = ctypes.CDLL(str(path))
+    if core.frd_abi() != ABI:  # another version may lack some of the functions
+        raise OSError(
+            f"{path.name}: expected interface version {ABI}, got version {core.frd_abi()}; reinstall the package"
+        )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(core, name)
         function.restype = result
         function.argtypes = arguments
-    if core.frd_abi() != ABI:
-        raise OSError(
-            f"{path.name}: expected interface version {ABI}, got version {core.frd_abi()}; reinstall the package"
-        )
     _connect_signals(core)
     return core
 

@@ -37,7 +37,7 @@ class Limits:
 
 
 def read_keys(path: Path) -> list[bytes]:
-    """Return the hashes in a file with the SHA-256 of an API key, in hexadecimal digits, per line.
+    """Return the SHA-256 hashes of the API keys in a file, which has one hash in hexadecimal digits per line.
 
     Raises:
         RequestError: if the file cannot be read or a line is not a hash.

@@ -141,7 +141,7 @@ class ChatRequest(_Generation):
     def sampling(self) -> Sampling:
         """Return the parameters of the engine."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise RequestError("max_completion_tokens", "expected no max_tokens as well; omit one of them")
+            raise RequestError("max_completion_tokens", "max_tokens is also set; omit one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs", "expected logprobs=true, got logprobs=false")
         most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens

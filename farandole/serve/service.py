@@ -28,10 +28,10 @@ class Ticket:
 
 
 class Service:
-    """Owns an engine.
+    """Runs an engine in a thread.
 
     Args:
-        engine: is used by the service's thread only, after `start`.
+        engine: the engine; after `start`, only the service's thread may use it.
     """
 
     def __init__(self, engine: GenerationEngine) -> None:

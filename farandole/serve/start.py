@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from pathlib import Path
 
 from farandole._extras import optional_import
@@ -12,6 +11,7 @@ from farandole._extras import optional_import
 with optional_import():
     import uvicorn
 
+from farandole.launch.reports import notify
 from farandole.serve.app import Server
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import read_model
@@ -90,17 +90,12 @@ def start(
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     memory = positions * per_position / GIB
-    print(
+    notify(
         f"serving {model_name} on http://{shown}:{address[1]} ({precision}, context {found.context}, up to {max_running} "
-        f"sequences, {memory:.2g} GiB for {positions} positions)",
-        file=sys.stderr,
-        flush=True,
+        f"sequences, {memory:.2g} GiB for {positions} positions)"
     )
     if not keys and not address[0].startswith("127.") and address[0] != "::1":
-        print(
-            "anyone who can reach this address can use the model: --api-keys FILE requires keys",
-            file=sys.stderr,
-        )
+        notify("anyone who can reach this address can use the model: --api-keys FILE requires keys")
     uvicorn.Server(config).run(sockets=[listener])
 
 

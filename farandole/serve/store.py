@@ -103,7 +103,7 @@ class Store(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise RuntimeError if the books are inconsistent."""
+        """Raise RuntimeError if the bookkeeping is inconsistent."""
         ...
 
 
@@ -188,7 +188,7 @@ class SlotStore:
             self.keys, self.values = _empty(self._shapes, 0, 0)
 
     def check(self) -> None:
-        """Raise RuntimeError if the books are inconsistent."""
+        """Raise RuntimeError if the bookkeeping is inconsistent."""
         for slot, blocks in enumerate(self._sequences):
             if blocks is not None and blocks.numbers != [slot]:
                 raise RuntimeError(f"slot {slot} belongs to a sequence with slots {blocks.numbers}")
@@ -230,7 +230,7 @@ class PageStore:
         self._users = [0] * self._pages
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        self._promised = 0  # pages that running sequences may still take
+        self._reserved = 0  # pages reserved for the running sequences
         self._sequences: set[Blocks] = set()
         self.shared = 0
 
@@ -256,11 +256,11 @@ class PageStore:
                 digests.append(digest)
         more = -(-most // TILE) - len(found)
         unused = sum(self._users[page] == 0 for page in found)
-        if more + unused + self._promised > len(self._free) + len(self._cached):
+        if more + unused + self._reserved > len(self._free) + len(self._cached):
             return None
         for page in found:
             self._use(page)
-        self._promised += more
+        self._reserved += more
         self.shared += len(found) * TILE
         blocks = Blocks(most, found, len(found) * TILE, digests)
         self._sequences.add(blocks)
@@ -275,7 +275,7 @@ class PageStore:
                 page, digest = self._cached.popitem(last=False)
                 del self._page_of[digest], self._digest_of[page]
             self._users[page] = 1
-            self._promised -= 1
+            self._reserved -= 1
             blocks.numbers.append(page)
 
     def commit(self, blocks: Blocks, tokens: Sequence[int], stored: int) -> None:
@@ -294,7 +294,7 @@ class PageStore:
 
     def release(self, blocks: Blocks) -> None:
         """Remove a sequence.  Its last pages are reused first."""
-        self._promised -= -(-blocks.most // TILE) - len(blocks.numbers)
+        self._reserved -= -(-blocks.most // TILE) - len(blocks.numbers)
         for page in reversed(blocks.numbers):
             self._users[page] -= 1
             if self._users[page] == 0:
@@ -309,7 +309,7 @@ class PageStore:
         """Do nothing: pages leave no holes."""
 
     def check(self) -> None:
-        """Raise RuntimeError if the books are inconsistent."""
+        """Raise RuntimeError if the bookkeeping is inconsistent."""
         users = [0] * self._pages
         for blocks in self._sequences:
             for page in blocks.numbers:
@@ -319,9 +319,9 @@ class PageStore:
         unused = [page for page, count in enumerate(users) if not count]
         if sorted([*self._free, *self._cached]) != unused:
             raise RuntimeError("an unused page is missing, or a used page is free")
-        promised = sum(-(-each.most // TILE) - len(each.numbers) for each in self._sequences)
-        if promised != self._promised:
-            raise RuntimeError(f"{self._promised} pages are promised, expected {promised}")
+        reserved = sum(-(-each.most // TILE) - len(each.numbers) for each in self._sequences)
+        if reserved != self._reserved:
+            raise RuntimeError(f"{self._reserved} pages are reserved, expected {reserved}")
 
     def _use(self, page: int) -> None:
         if self._users[page] == 0:

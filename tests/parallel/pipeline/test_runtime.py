@@ -268,17 +268,15 @@ def test_a_rank_cannot_call_the_model_alone(ranks: Any) -> None:
         assert "call engine.forward_backward or engine.evaluate" in message
 
 
-def _uneven(rank: int, size: int) -> str:
+def _uneven(rank: int, size: int) -> None:
     engine = farandole.parallelize(_build("gpt"), Plan(pipeline=2))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="2 on rank 0, 3 on rank 1"):
         engine.forward_backward(_batches(0, 0, 2 + rank), _loss)
     engine.close()
-    return str(error.value)
 
 
 def test_stages_need_the_same_micro_batches(ranks: Any) -> None:
-    for message in ranks(2).run(_uneven):
-        assert "2 on rank 0, 3 on rank 1" in message
+    ranks(2).run(_uneven)
 
 
 def _recomputed(rank: int, size: int) -> list[float]:
