@@ -154,6 +154,10 @@ class GenerationEngine:
                 raise RequestError(name, f"expected tokens from 0 to {self.vocabulary - 1}, got {odd}")
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop", "expected no strings, because the engine has no tokenizer")
+        if sampling.n > self.max_waiting:
+            raise RequestError(
+                "n", f"expected at most max_waiting={self.max_waiting} sequences, got {sampling.n}"
+            )
         room = self.context - len(prompt)
         most = room if sampling.max_tokens is None else sampling.max_tokens
         if most > room or (sampling.max_tokens is None and room < 1):

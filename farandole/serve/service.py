@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from farandole.serve.engine import GenerationEngine, QueueFullError
-from farandole.serve.request import Output, Sampling
+from farandole.serve.request import Output, RequestError, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,11 @@ class Service:
         for prompt, sampling in requests:
             self.engine.check(prompt, sampling)
         count = sum(sampling.n for _, sampling in requests)
+        if count > self.engine.max_waiting:
+            raise RequestError(
+                "prompt",
+                f"expected at most {self.engine.max_waiting} sequences in a request, got {count}",
+            )
         tickets = [Ticket(prompt, sampling) for prompt, sampling in requests]
         with self._condition:
             waiting = self.engine.waiting + self._queued

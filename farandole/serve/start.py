@@ -87,6 +87,7 @@ def start(
         timeout_graceful_shutdown=drain_timeout,
         server_header=False,
     )
+    listener.listen(2048)  # from now on, connections wait until the server answers
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     memory = positions * per_position / GIB
@@ -106,7 +107,7 @@ def _name_of(found: Path) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket, before the model is read."""
+    """Return a socket that has the address, to report a used port before the model is read."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

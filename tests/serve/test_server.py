@@ -194,6 +194,7 @@ def test_models_tokenize_health_and_metrics(server: tuple[str, Service], client:
         ("completions", {"temperature": 3}, "temperature"),
         ("completions", {"temperature": "hot"}, "temperature"),
         ("completions", {"n": 0}, "n"),
+        ("completions", {"n": 50, "prompt": ["a"] * 6}, "prompt"),
         ("completions", {"max_tokens": -1}, "max_tokens"),
         ("completions", {"max_tokens": CONTEXT}, "max_tokens"),
         ("completions", {"prompt": [1] * (CONTEXT + 1)}, "prompt"),
