@@ -18,12 +18,15 @@ or summands with `sequence=True`.  The layouts declare this, and the engine does
 
     register(MyAttention, Rule(column={"qkv": my_parts}, row={"out": my_heads}))
 
-The token embedding and the output projection are split by words: no rank holds the logits of all words (`Words`).
+The token embedding and the output projection are split by words (`Words`).  With targets, no rank holds the logits of all
+words.  Without targets, the model returns the logits of all words, which are gathered, or within `sharded_logits`, the
+logits of this rank's words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -272,6 +275,29 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             _split_words(module, rule, position, layouts, tokens)
 
 
+@contextmanager
+def sharded_logits(model: nn.Module) -> Iterator[slice]:
+    """Return a context in which `model` returns the logits of this rank's words only, and does not gather logits.
+
+        with sharded_logits(model) as words:
+            logits = engine(tokens)  # (batch, positions, words): logits[..., words] of the complete logits
+
+    The backward pass expects, on each rank, the gradient of the total loss with respect to the rank's logits.
+
+    Yields:
+        The slice of the vocabulary that contains this rank's words.  Without tensor parallelism, it contains all words.
+    """
+    found = [module.__dict__.get("vocabulary") for module in model.modules()]
+    shards = [words for words in found if isinstance(words, Words)]
+    for words in shards:
+        words.gathered = False
+    try:
+        yield shards[-1].words if shards else slice(None)
+    finally:
+        for words in shards:
+            words.gathered = True
+
+
 def _rule(module: nn.Module) -> Rule | None:
     kind = type(module)
     return RULES.get(getattr(kind, "_plain", kind))
@@ -346,7 +372,8 @@ def _split_words(
             continue
         layouts.shard(parameter, AXIS, Shard(0), position)
         count = layouts.of(parameter).shape[0]
-        words = Words(comm, count, chunk(count, position.size(AXIS), position.coordinate(AXIS))[0], tokens)
+        own = slice(*chunk(count, position.size(AXIS), position.coordinate(AXIS)))
+        words = Words(comm, count, own, tokens)
         if isinstance(child, nn.Embedding):
             child.num_embeddings = len(child.weight)
             wrap_calls(child, _EmbedWords(words))
@@ -476,21 +503,16 @@ class _GatherHead:
 
 
 class Words(Vocabulary):
-    """The operations on a vocabulary of `count` words that is split over ranks; this rank's first word is `first`.
+    """The operations on a vocabulary of `count` words that is split over ranks; this rank has the slice `words` of it."""
 
-    `logits` returns the logits of all words if `gathered` is true, and of this rank's words otherwise.
-    """
+    gathered = True
+    """Whether `logits` returns the logits of all words, instead of this rank's words (`sharded_logits`)."""
 
     def __init__(
-        self,
-        comm: Communicator | None,
-        count: int,
-        first: int,
-        tokens: _Tokens | None = None,
-        gathered: bool = True,
+        self, comm: Communicator | None, count: int, words: slice, tokens: _Tokens | None = None
     ) -> None:
-        self.comm, self.count, self.tokens, self.gathered = comm, count, tokens, gathered
-        self._shard = VocabularyShard(first, self._all_statistics)
+        self.comm, self.count, self.words, self.tokens = comm, count, words, tokens
+        self._shard = VocabularyShard(words.start, self._all_statistics)
 
     def _all_statistics(self, own: Tensor) -> Tensor:
         if self.comm is None:
