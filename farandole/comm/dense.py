@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 reachable = {"cpu"}
 """The devices whose memory the communication library can address; other tensors are copied to the host and back."""
@@ -44,6 +45,10 @@ def plain(tensor: Tensor) -> Tensor:
     """Return the tensor itself, or the tensor inside the result of a functional collective."""
     if type(tensor) is Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
         return tensor
+    if isinstance(tensor, FakeTensor):
+        raise TypeError(
+            "expected a tensor with values, got a fake tensor, which has only a shape; a dry run cannot transfer it"
+        )
     if not tensor.numel() or tensor.data_ptr():
         return tensor
     wait = getattr(tensor, "trigger_wait", None)  # AsyncCollectiveTensor

@@ -160,8 +160,8 @@ class Transformer(nn.Sequential):
 
         Returns:
             Logits (batch, positions, vocabulary).  With `targets`, the summed cross-entropy in nats as an fp32 scalar,
-            and the number of targets that are not ignored.  In training mode, the sum includes the losses of routers.  In this case, the head computes logits for a few positions
-            at a time (`loss.head_loss`).
+            and the number of targets that are not ignored; the head computes logits for a few positions at a time
+            (`loss.head_loss`).  In training mode, the sum includes the losses of routers.
         """
         info = self.prepare(inputs, info or SequenceInfo())
         if targets is not None and self.training:

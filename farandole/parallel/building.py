@@ -107,7 +107,7 @@ def build(
 
 
 def connect(mesh: Mesh, comm: Communicator, layouts: Iterable[Layout], zero: int) -> Groups:
-    """Return the groups that reduce and shard the tensors in `layouts`.  This is a collective call."""
+    """Return the groups that reduce and shard the tensors in `layouts`, also along axes.  This is a collective call."""
     alike = {(layout.stages, layout.shards, layout.same): layout for layout in layouts}
     sets = {
         ranks
@@ -116,7 +116,8 @@ def connect(mesh: Mesh, comm: Communicator, layouts: Iterable[Layout], zero: int
         for found in (ranks_of(mesh, layout, rank, zero),)
         for ranks in (found.shards, found.replicas, found.copies)
     }
-    return mesh.connect(comm, rank_sets=sets)
+    axes = {tuple(axis for axis, _ in layout.shards) for layout in alike.values()}
+    return mesh.connect(comm, axes - {()}, sets)
 
 
 def _number(bucket: BucketPlan, rank: int, zero: int) -> int:

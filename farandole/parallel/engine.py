@@ -50,7 +50,6 @@ from farandole.parallel.building import build, connect
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import safetensors_files
 from farandole.parallel.checkpoint.folder import PendingSave, fail_on_all
-from farandole.parallel.checkpoint.ranges import Place
 from farandole.parallel.data import GradientReducer
 from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, first_of
 from farandole.parallel.hidden_parameters import unchecked
@@ -71,11 +70,17 @@ from farandole.parallel.optimizers.shards import GradientNorms
 from farandole.parallel.optimizers.updates import Updates
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
 from farandole.parallel.precision import cast_floating
-from farandole.parallel.sharding import BUCKET_BYTES, box_mesh, plan_sharding, ranks_of, replicated_layouts
+from farandole.parallel.sharding import (
+    BUCKET_BYTES,
+    box_mesh,
+    moves_parameters,
+    plan_sharding,
+    ranks_of,
+    replicated_layouts,
+)
 from farandole.parallel.weights import FlatWeights, Masters
 from farandole.parallel.whole_parameters import WholeParameters
-from farandole.plan import Offloaded
-from farandole.plan import Place as StoragePlace
+from farandole.plan import Offloaded, Place
 
 
 class Engine:
@@ -85,7 +90,7 @@ class Engine:
     a tied parameter is reduced once.  If a parameter has a gradient on some ranks only, the other ranks contribute zeros.
     If it has no gradient on any rank, its `.grad` remains None.  An engine on a single rank does not communicate.
 
-    With `zero` >= 1, optimizers update this rank's shards of the parameters.  The `.grad` of a parameter is then a
+    With `zero` >= 1, or if an axis shards parameters, optimizers update this rank's shards of the parameters.  The `.grad` of a parameter is then a
     placeholder for the averaged gradient, because each rank stores only a shard of the gradient (`optimizers.shards`).
     Ranks that share memory use one common copy of the weights.
 
@@ -138,7 +143,7 @@ class Engine:
         layouts: Mapping[str, Layout] | None = None,
     ) -> None:
         _check_options(zero, compression, rounding, offload, dtype)
-        flat = zero > 0 or dtype is not None or offload != "none"
+        flat = moves_parameters(zero, dtype, offload, layouts or {})
         check_model(model, moved=flat)
         source: WeightSource | None = getattr(model, "weight_source", None) if is_deferred(model) else None
         if is_deferred(model) != (initialise is not None or source is not None):
@@ -149,7 +154,7 @@ class Engine:
         self.rounding = rounding
         self.swapped: Swap | None = None
         self._pending_save: PendingSave | None = None
-        self._dtype, self._offload = dtype, StoragePlace.parse(offload)
+        self._dtype, self._offload = dtype, Place.parse(offload)
         types: dict[int, torch.dtype] = {}
         in_memory: set[str] | None = None
         if is_deferred(model):
@@ -196,7 +201,7 @@ class Engine:
         shared = {id(weights.comm): weights.comm for weights in built.weights if weights.shared}
         self._sharing = [each for each in shared.values() if each is not None]
         self._divides = any(bucket.plan.ranks.holders != comm.size for bucket in built.buckets)
-        self._whole = WholeParameters(model, built.weights, comm, self._is_whole)
+        self._whole = WholeParameters(model, built.weights, groups, self._is_whole, self.layouts)
         self._norms = GradientNorms(
             self.layouts, self._gradient_norms, self.device, comm if self._divides else None
         )
@@ -460,9 +465,10 @@ class Engine:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context with unsharded parameters, in which ranks can run the model independently.
+        """Return a context in which data-parallel ranks can run the model independently.
 
-        All ranks must enter and exit the context together.
+        All ranks must enter and exit the context together.  Ranks that share layers, sequences or experts must run the
+        model together, because their parameters remain split.
         """
         with self._gatherer.whole() if self._gatherer is not None else nullcontext():
             yield
@@ -489,10 +495,15 @@ class Engine:
         return self._whole.state_dict()
 
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every parameter with its unsharded value, gathering one bucket at a time.
+        """Yield every parameter with its unsharded value, gathering one bucket or parameter at a time.
 
         All ranks must iterate together.
         """
+        for parameter, value in self._gathered_parameters():
+            yield parameter, self._whole.complete(parameter, value)
+
+    def _gathered_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter with the value with which this rank computes: a part, if an axis shards the parameter."""
         gathered: set[int] = set()
         if self._gatherer is not None:
             for parameters in self._gatherer.one_by_one():
@@ -608,28 +619,14 @@ class Engine:
 
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         values = {
-            names[id(p)]: self.complete(names[id(p)], value).cpu()
-            for p, value in self.whole_parameters()
+            names[id(p)]: self._whole.complete(p, value).cpu()
+            for p, value in self._gathered_parameters()
             if p.requires_grad
         }
         path = Path(folder).expanduser()
         with fail_on_all(self.comm, path):
             if self.comm.rank == 0:
                 save_adapter(self.model, path, base_model, values)
-
-    def complete(self, name: str, value: Tensor) -> Tensor:
-        """Return a complete tensor, given this rank's part as `value`.  This is a collective call."""
-        layout = self.layouts[name]
-        if not layout.shards:
-            return value
-        complete = value.new_zeros(layout.shape)
-        cell = self.mesh.of_rank(self.rank)[0]
-        place = Place.of_boxes(layout.shape, value.shape, layout.boxes(self.mesh, cell))
-        for local, box in place.regions:
-            if layout.replicas(self.mesh, box)[0] == cell:  # one rank contributes each element
-                complete[tuple(slice(*ends) for ends in box)] = value[tuple(slice(*ends) for ends in local)]
-        self.comm.all_reduce(complete)
-        return complete
 
     def load_weights(self, path: str | Path) -> None:
         """Load parameters and buffers from a safetensors file, or from the files in a folder.  This is a collective call.

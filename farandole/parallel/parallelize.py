@@ -29,6 +29,7 @@ from farandole.data.wording import counted, size
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
 from farandole.parallel import context, expert, tensor
+from farandole.parallel.agreed_errors import agreed_errors
 from farandole.parallel.axes import Layouts, Position, hosts_of
 from farandole.parallel.engine import Engine
 from farandole.parallel.initial_values import Initialise, broadcast_from_first, is_deferred
@@ -37,7 +38,7 @@ from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.model_checks import check_model
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.precision import TYPES, check_float8, use_float8
-from farandole.parallel.sharding import box_mesh
+from farandole.parallel.sharding import box_mesh, moves_parameters
 from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
 
 _log = logging.getLogger(__name__)
@@ -82,37 +83,25 @@ def parallelize(
         RuntimeError: if no process group exists.
     """
     plan = plan or Plan()
-    check_model(model, moved=False)  # before the plan's transforms change the model
     if comm is None:
         if not dist.is_initialized() or dist.group.WORLD is None:
             raise RuntimeError("parallelize requires a process group: call farandole.init() first")
         comm = Communicator(dist.group.WORLD)
-    sizes = plan.sizes(comm.size)
-    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    wanted = TYPES[plan.precision]
-    if plan.precision == "fp32" and types - {torch.float32, torch.float64}:
-        odd = next(n for n, p in model.named_parameters() if p.dtype not in (torch.float32, torch.float64))
-        raise PlanError(
-            f"precision='fp32' requires fp32 parameters, but {odd} has type "
-            f"{dict(model.named_parameters())[odd].dtype}: create the model in fp32, the type of the "
-            "master weights for lower precisions"
-        )
-    if diagnose and plan.precision != "fp16":
-        raise PlanError(
-            f"diagnose=True requires precision='fp16', because only fp16 steps are skipped, got {plan.precision!r}; "
-            "nearest plan: diagnose=False"
-        )
-    if plan.lora is not None:
-        _add_lora(model, plan.lora)
-    if plan.precision == "fp8":
-        check_float8(_device_of(model))
-        use_float8(model)
+    with agreed_errors(comm):
+        sizes = plan.sizes(comm.size)
+        _check(model, plan, diagnose=diagnose)
+        if plan.lora is not None:
+            _add_lora(model, plan.lora)
+        if plan.precision == "fp8":
+            check_float8(_device_of(model))
+            use_float8(model)
     position, layouts = _split(model, plan, comm, sizes)
-    _recompute(model, plan, example, loss)
+    with agreed_errors(comm):
+        _recompute(model, plan, example, loss)
     options: dict[str, Any] = {
         "zero": plan.zero,
         "hybrid": plan.hybrid,
-        "dtype": None if plan.precision == "fp32" else wanted,
+        "dtype": _compute_type(plan),
         "offload": plan.offload,
         "offloaded": plan.offloaded,
         "initialise": initialise,
@@ -129,8 +118,39 @@ def parallelize(
     engine = Engine(model, comm, **options)
     _share_generators(position)
     if plan.swap != "none":
-        engine.swap(_swap(model, plan))
+        with agreed_errors(comm):
+            engine.swap(_swap(model, plan))
     return engine
+
+
+def _compute_type(plan: Plan) -> torch.dtype | None:
+    """Return the type in which the model computes; None for the types of its parameters."""
+    return None if plan.precision == "fp32" else TYPES[plan.precision]
+
+
+def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
+    """Check the model and the options before the plan's transforms change the model."""
+    inner = any(getattr(plan, axis) > 1 for axis in MODEL_AXES)
+    moved = moves_parameters(plan.zero, _compute_type(plan), plan.offload, {})
+    check_model(model, moved=moved or plan.tensor > 1 or plan.expert > 1)
+    wide = (torch.float32, torch.float64)
+    odd = [(n, p.dtype) for n, p in model.named_parameters() if p.is_floating_point() and p.dtype not in wide]
+    if plan.precision == "fp32" and odd:
+        raise PlanError(
+            f"precision='fp32' requires fp32 parameters, but {odd[0][0]} has type {odd[0][1]}: create the model in fp32, "
+            "the type of the master weights for lower precisions"
+        )
+    if diagnose and plan.precision != "fp16":
+        raise PlanError(
+            f"diagnose=True requires precision='fp16', because only fp16 steps are skipped, got {plan.precision!r}; "
+            "nearest plan: diagnose=False"
+        )
+    if inner and plan.lora is not None and plan.lora.base is not None:
+        axis = next(axis for axis in MODEL_AXES if getattr(plan, axis) > 1)
+        raise PlanError(
+            f"lora.base={plan.lora.base!r} with {axis}={getattr(plan, axis)}: quantized weights are supported only with data "
+            f"parallelism; nearest plan: lora.base=None, or {axis}=1 with more ranks on the data axis"
+        )
 
 
 def _split(
@@ -144,24 +164,17 @@ def _split(
     groups = mesh.connect(comm, [(axis,) for axis in MODEL_AXES]) if inner else None
     position = Position(mesh, mesh.of_rank(comm.rank)[0], groups)
     if inner:
-        _check_whole(model, plan)
         broadcast_from_first(model, comm)
-        for axis in APPLIED:
-            axis(model, position, plan, layouts)
+        with agreed_errors(comm):
+            for axis in APPLIED:
+                axis(model, position, plan, layouts)
+        position.connect()
     return position, layouts
-
-
-def _check_whole(model: nn.Module, plan: Plan) -> None:
-    if plan.lora is not None and plan.lora.base is not None:
-        raise PlanError(
-            f"lora.base={plan.lora.base!r} with tensor={plan.tensor}: quantized weights cannot be split; nearest plan: "
-            "base=None, or tensor=1"
-        )
 
 
 def _share_generators(position: Position) -> None:
     """Give ranks that compute a layer together the same state of torch's random number generator, for dropout."""
-    comm = position.comm("tensor")
+    comm = None if position.groups is None else position.groups.of(position.cell, "tensor").comm
     if comm is None:
         return
     state = torch.get_rng_state()
@@ -200,10 +213,14 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any], Tensor] | None) -> None:
     """Apply the plan's recomputation, measured in the plan's precision."""
-    kind = None if plan.precision == "fp32" else TYPES[plan.precision]
     try:
         done = apply_recompute(
-            model, plan.recompute, example=example, loss=loss, budget_bytes=plan.activation_bytes, dtype=kind
+            model,
+            plan.recompute,
+            example=example,
+            loss=loss,
+            budget_bytes=plan.activation_bytes,
+            dtype=_compute_type(plan),
         )
     except ValueError as error:
         raise PlanError(str(error).replace("budget_bytes", "activation_bytes")) from error

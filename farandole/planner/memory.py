@@ -16,6 +16,7 @@ from farandole.parallel.sharding import (
     BucketPlan,
     ShardingPlan,
     box_mesh,
+    moves_parameters,
     plan_sharding,
     ranks_of,
     replicated_layouts,
@@ -169,7 +170,7 @@ def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> S
         workload.rank,
         zero=plan.zero,
         dtype=dtype,
-        flat=plan.zero > 0 or dtype is not None or plan.offload != "none",
+        flat=moves_parameters(plan.zero, dtype, plan.offload, layouts),
         gathered=plan.zero == 3
         and (plan.offloaded == "parameters" or (apart and any(len(shards) > 1 for shards in dividing))),
     )

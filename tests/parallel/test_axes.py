@@ -29,7 +29,6 @@ from farandole.models.deepseek import build_deepseek
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.mixtral import MixtralConfig, build_mixtral
 from farandole.models.moe import Balance
-from farandole.parallel.axes import own_part
 from farandole.parallel.checkpoint.ranges import Range
 from farandole.parallel.checkpoint.state import state_of
 from farandole.parallel.engine import Engine
@@ -234,30 +233,18 @@ def _train(rank: int, size: int, name: str, plans: Sequence[Plan], folder: Path)
     return found
 
 
-def _with_expected(
-    engine: Engine, rank: int, complete: dict[str, Tensor]
-) -> list[tuple[str, Tensor, Tensor]]:
-    """Return the name, this rank's part, and the expected part of each parameter."""
-    names = {id(parameter): key for key, parameter in engine.model.named_parameters()}
-    cell = engine.mesh.of_rank(rank)[0]
-    found = [(names[id(p)], value.detach().clone()) for p, value in engine.whole_parameters()]
-    return [
-        (key, value, own_part(complete[key], engine.layouts[key], engine.mesh, cell)) for key, value in found
-    ]
-
-
 def _load(rank: int, size: int, name: str, plan: Plan, folders: Sequence[Path]) -> list[str]:
     """Load checkpoints one after the other; return the names of tensors that are not equal to the saved ones."""
     engine, _ = _make_engine(rank, size, name, plan, moved=True)
+    names = {id(parameter): key for key, parameter in engine.model.named_parameters()}
     wrong = []
     for folder in folders:
         engine.load(folder)
         saved = torch.load(folder.with_suffix(".pt"), mmap=True)
-        parameters = {key.removeprefix("model."): value for key, value in saved.items()}
         wrong += [
-            f"{folder.name}: {key}"
-            for key, value, part in _with_expected(engine, rank, parameters)
-            if not torch.equal(value, part)
+            f"{folder.name}: {names[id(parameter)]}"
+            for parameter, value in engine.whole_parameters()
+            if not torch.equal(value, saved[f"model.{names[id(parameter)]}"])
         ]
         for key, own in state_of(engine, rank).items():
             if isinstance(own, Range):

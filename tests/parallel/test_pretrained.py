@@ -526,9 +526,12 @@ def _pickle(folder: Path) -> None:
         ),
         (
             lambda f: _change(f, rope_parameters=_longrope([1.0, 2.0], [1.0])),
-            r"config.json: expected \d short factors and long factors for \d rotated values, got 2 and 1",
+            r"config.json has an invalid field: expected \d short factors and long factors for \d rotated values, got 2 and 1",
         ),
-        (lambda f: _change(f, rope_parameters=_longrope(["a"], [1.0])), "config.json: could not convert"),
+        (
+            lambda f: _change(f, rope_parameters=_longrope(["a"], [1.0])),
+            "config.json has an invalid field: could not convert",
+        ),
         (
             lambda f: _change(f, partial_rotary_factor=0.5),
             "partial_rotary_factor=0.5, which transformers ignores",

@@ -191,8 +191,11 @@ class Updates:
         reason = why_not_elementwise(optimizer)
         if not reason:
             return True
+        nearest = "zero=0 without offload"
         if split:
-            where = f"{split[0]}, which is split over ranks"
+            axes = [axis for axis, _ in self._layouts[split[0]].shards]
+            where = f"{split[0]}, which {' and '.join(axes)} parallelism splits"
+            nearest = " and ".join(f"{axis}=1" for axis in axes)
         elif offload != "none":
             where = "offload, which updates shards of parameters"
         elif self._rounding is not None:
@@ -202,8 +205,7 @@ class Updates:
             where = f"zero={self._zero}, where each parameter is updated by one rank"
         if reason:
             raise ValueError(
-                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an "
-                "elementwise optimizer such as AdamW"
+                f"{name} cannot be used with {where}: {reason}; use {nearest}, or an elementwise optimizer such as AdamW"
             )
         return False
 
