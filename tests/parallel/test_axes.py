@@ -33,6 +33,7 @@ from farandole.parallel.checkpoint.ranges import Range
 from farandole.parallel.checkpoint.state import state_of
 from farandole.parallel.engine import Engine
 from farandole.parallel.lora import add_lora
+from farandole.parallel.precision import TYPES
 from farandole.plan import LoRA, Plan
 from tests.comm.hosts import hierarchical_group, on_hosts
 from tests.parallel.plans import DEEPSEEK, WORDS, inputs_of
@@ -220,14 +221,18 @@ def _train(rank: int, size: int, name: str, plans: Sequence[Plan], folder: Path)
         with named(plan):
             engine, optimizer = _make_engine(rank, size, name, plan)
             mine = range(BATCHES)[engine.mesh.replica_of(rank) :: engine.mesh.replicas]
-            result = engine.forward_backward(
-                batches_of(mine),
-                lambda output, _: output,
-                lambda batch: {"inputs": batch[0], "targets": batch[1]},
-            )
-            found.append((result.loss, engine.clip(CLIP)))
-            optimizer.step()
-            optimizer.zero_grad()
+            skipped = True
+            while skipped:  # fp16 lowers the loss scale until the gradients do not overflow
+                result = engine.forward_backward(
+                    batches_of(mine),
+                    lambda output, _: output,
+                    lambda batch: {"inputs": batch[0], "targets": batch[1]},
+                )
+                norm = engine.clip(CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+                skipped = engine.skipped
+            found.append((result.loss, norm))
             engine.save(folder / str(number))
             engine.close()
     return found
@@ -332,20 +337,25 @@ def test_axes_with_other_options(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_axes_in_low_precision(ranks: Any, tmp_path: Path, precision: Any) -> None:
-    for name, sizes in [("llama", THREE), ("mixtral", WITH_EXPERTS)]:
-        for number, plan in enumerate(
-            [Plan(data=1, precision=precision), Plan(zero=2, precision=precision, **sizes)]
-        ):
-            (tmp_path / f"{name}{number}").mkdir()
-            results = ranks(ranks_of(plan)).run(_train, name, [plan], tmp_path / f"{name}{number}")
-            print(name, results[0], alone(name).loss, alone(name).norm)
-        one, many = (contents(tmp_path / f"{name}{n}" / "0") for n in range(2))
-        for key, value in one.items():
-            ref = alone(name).gradients.get(key.removeprefix("optimizer.").removesuffix("/momentum_buffer"))
-            print(
-                key,
-                float((many[key] - value).norm() / value.norm()),
-                ref is not None and float((value - ref).norm() / ref.norm()),
-            )
-    raise AssertionError
+@pytest.mark.parametrize(("name", "sizes"), [("llama", THREE), ("mixtral", {"data": 2, "expert": 2})])
+def test_axes_in_low_precision(
+    ranks: Any, tmp_path: Path, name: str, sizes: dict[str, Any], precision: Any
+) -> None:
+    """Compare with one process in the same precision.
+
+    The outputs and gradients of all modules are rounded.  These n errors add up like a random walk, to u sqrt(n) with the
+    unit roundoff u = eps / 2.  We allow 4 times this error.
+    """
+    roundings = 2 * sum(1 for _ in make(name).modules())
+    error = 4 * torch.finfo(TYPES[precision]).eps / 2 * math.sqrt(roundings)
+    found = []
+    for plan in (Plan(data=1, precision=precision), Plan(zero=2, precision=precision, **sizes)):
+        folder = tmp_path / str(ranks_of(plan))
+        folder.mkdir()
+        results = ranks(ranks_of(plan)).run(_train, name, [plan], folder)
+        found.append(([each for (each,) in results], contents(folder / "0")))
+    (alone_in_precision, expected), (pairs, saved) = found
+    for pair in pairs:
+        assert pair == pytest.approx(alone_in_precision[0], rel=error)
+    for key, value in expected.items():
+        assert float((saved[key] - value).norm()) <= error * float(value.norm()), key
