@@ -46,13 +46,14 @@ from farandole.layout import Layout
 from farandole.memory.swap import Swap
 from farandole.mesh import Mesh
 from farandole.parallel.axes import hosts_of
+from farandole.parallel.buffers import ReplicatedBuffers, buffer_layouts
 from farandole.parallel.building import build, connect
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import safetensors_files
 from farandole.parallel.checkpoint.folder import PendingSave, fail_on_all
 from farandole.parallel.checkpoint.ranges import Place
 from farandole.parallel.data import GradientReducer
-from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, first_of
+from farandole.parallel.global_mean import GlobalMean, Loss, Step, first_of
 from farandole.parallel.hidden_parameters import unchecked
 from farandole.parallel.initial_values import (
     Initialise,
@@ -158,7 +159,8 @@ class Engine:
         if mesh is None:
             mesh = box_mesh(comm.size, hosts_of(comm) if hybrid else (), hybrid=hybrid)
         self.mesh, self.layouts = mesh, layouts or replicated_layouts(model)
-        groups = connect(mesh, comm, self.layouts.values(), zero)
+        layouts_of_buffers = buffer_layouts(model, mesh, self.layouts)
+        groups = connect(mesh, comm, (*self.layouts.values(), *layouts_of_buffers.values()), zero)
         dividing = {
             ranks_of(mesh, self.layouts[name], comm.rank, zero).shards for name, _ in model.named_parameters()
         }
@@ -207,6 +209,7 @@ class Engine:
             model,
             built.buckets,
             built.shards,
+            ReplicatedBuffers(model, mesh, self.layouts, groups),
             comm,
             self._norms,
             every_pass=zero >= 2,
@@ -250,7 +253,7 @@ class Engine:
 
     def forward_backward(
         self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any] = first_of
-    ) -> StepLoss:
+    ) -> Step:
         """Compute the gradients of the global mean loss over all micro-batches; call it on all ranks, once per step.
 
             step = engine.forward_backward(batches, lambda logits, batch: (masked_sum(logits, batch), batch.mask.sum()))
@@ -267,7 +270,7 @@ class Engine:
                 arguments.  The default returns the first element of a tuple or list, or else the batch itself.
 
         Returns:
-            The global mean loss and the global count, equal on all ranks.
+            The global mean loss, the global count, and whether the update will be skipped; equal on all ranks.
 
         Raises:
             ValueError: on all ranks, if the global count is 0.
@@ -335,6 +338,12 @@ class Engine:
         """Whether the last optimizer step was skipped because fp16 gradients overflowed."""
         return self.overflow is not None
 
+    def will_skip(self) -> bool:
+        """Return whether the next optimizer step will be skipped.  With fp16, this is a collective call."""
+        if self.scaler.enabled:
+            self.gradient_norm()
+        return not self._steps.finite
+
     @property
     def overflow(self) -> Overflow | None:
         """The overflow that caused the last step to be skipped, or None."""
@@ -372,8 +381,13 @@ class Engine:
         """Return whether a parameter is stored in a flat buffer, which may be sharded."""
         return any(each is parameter for weights in self._weights for each in weights.parameters)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
         """Make `optimizer` update this rank's shards of the model's parameters, and return `optimizer`.
+
+            optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+            optimizer = engine.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=3e-4))
 
         If the plan shards parameters, the optimizer must update every element independently (SGD, Adam, AdamW) or every
         parameter independently (Muon, Adafactor; see `optimizers.owned_parameters`).  If states are offloaded, the optimizer
@@ -384,16 +398,22 @@ class Engine:
 
         With offload, this method moves master weights and states to the offload store and is a collective call.
 
+        Args:
+            optimizer: an optimizer of the model's parameters, or a function that creates one from the list of all parameters
+                that the engine trains.
+
         Raises:
-            TypeError: if `optimizer` is a class, or not an optimizer.
+            TypeError: if `optimizer` is a class, or neither an optimizer nor a function that returns one.
             ValueError: if the optimizer would compute different results with shards, or has parameters of another model.
             OffloadError: if the disk or the host memory has too little space for the states.
         """
-        checked: object = optimizer
-        if not isinstance(checked, torch.optim.Optimizer):
-            given = checked.__name__ if isinstance(checked, type) else type(checked).__name__
+        if callable(optimizer) and not isinstance(optimizer, type | torch.optim.Optimizer):
+            optimizer = optimizer([p for p in self.model.parameters() if id(p) in self._trained])
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
             raise TypeError(
-                f"engine.optimizer expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {given}"
+                "engine.optimizer expected a function that creates an optimizer, such as lambda parameters: "
+                f"torch.optim.AdamW(parameters), or an optimizer, such as torch.optim.AdamW(model.parameters()), got {given}"
             )
         if any(given is optimizer for given in self.optimizers):
             raise ValueError(

@@ -341,6 +341,21 @@ class Gatherer:
         else:
             self._order.advance(self._is_ready)
 
+    def reduce_early(self, number: int) -> bool:
+        """Reduce bucket `number` without its missing gradients, unless the order of the pass is agreed already.
+
+        Returns:
+            Whether the reduction has started.
+        """
+        if not self._order.negotiates:
+            return False
+        self._order.request(len(self._groups) + number)
+        return True
+
+    def forget_order(self) -> None:
+        """Agree on another order in the next backward pass; all ranks call this method."""
+        self._order.forget("backward")
+
     def release(self) -> None:
         """Release all groups after a pass has ended or the weights have changed."""
         for group in self._groups:
@@ -419,7 +434,7 @@ class Gatherer:
         return [
             len(self._groups) + number
             for number, bucket in enumerate(self._buckets)
-            if number not in self._reduced or (any(bucket.received) and not bucket.in_flight)
+            if number not in self._reduced or bucket.is_late
         ]
 
     def _begin_pass(self, kind: Kind) -> None:
