@@ -32,7 +32,7 @@ from farandole.comm.compression import Compression
 from farandole.comm.compression.call import check
 from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.tracker import memory_tag
-from farandole.parallel.sharding import BucketPlan
+from farandole.parallel.zero.sharding import BucketPlan
 
 Change = Callable[[Tensor], object]
 """A function that changes the result of a bucket in place, element by element."""

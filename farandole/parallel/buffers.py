@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from farandole.layout import Layout
 from farandole.mesh import Groups, Mesh
-from farandole.parallel.sharding import ranks_of
+from farandole.parallel.zero.sharding import ranks_of
 
 
 def buffer_layouts(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout]) -> dict[str, Layout]:

@@ -3,7 +3,8 @@
 A bucket is reduced as soon as all its gradients are complete, during the backward pass (Li et al., 2020, "PyTorch
 Distributed: Experiences on Accelerating Data Parallel Training").  Ranks that reduce the same buckets use the same
 order: in the first step, from the last parameter to the first; in later steps, the order in which buckets were
-completed in the first step.  If weights are gathered, reductions and gathers share one order (`call_order`).
+completed in the first step.  If weights are gathered, reductions and gathers share one order
+(`zero.call_order`).
 
 With `zero` 2 and 3, a rank holds few unsharded gradients at a time (`bucket.BufferPool`).  If the next bucket in the
 order is incomplete and too many later buckets wait for it, the rank reduces the bucket without the missing gradients.
@@ -35,8 +36,8 @@ from torch.autograd import Variable
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.buffers import ReplicatedBuffers
-from farandole.parallel.gathered_weights import Gatherer
 from farandole.parallel.optimizers.shards import GradientNorms, OptimizerShards
+from farandole.parallel.zero.gathered_weights import Gatherer
 
 _REENTRANT = (
     "a reentrant checkpoint runs backward passes of its own within one: give torch.utils.checkpoint use_reentrant=False, "
@@ -204,18 +205,18 @@ class GradientReducer:
                 if self.buckets[number].is_late:
                     flags.fill_(1)
                     self._mark_used(number)
+        some_unused = not bool(self._used.all())
         if self._comm.size > 1:
             flags = self._used.new_zeros((2, len(self._norms.names) + 1))
             flags[0, self._numbers], flags[1, self._numbers] = self._used, late
-            flags[0, -1] = self.buffers.changed
-            flags[1, -1] = not bool(self._used.all())
+            flags[0, -1], flags[1, -1] = self.buffers.changed, some_unused
             self._comm.all_reduce(flags, "max")
-            late = flags[1, self._numbers]
+            late, some_unused = flags[1, self._numbers], bool(flags[1, -1])
             if last:
                 self._used.copy_(flags[0, self._numbers])
                 self.buffers_changed = bool(flags[0, -1])
-                if self._completed is not None and self._gatherer is not None and bool(flags[1, -1]):
-                    self._gatherer.forget_order()  # the next order is agreed without the unused parameters
+        if last and some_unused and self._completed is not None and self._gatherer is not None:
+            self._gatherer.forget_order()  # the next order is agreed without the unused parameters
         if bool(late.any()):
             again = {
                 number

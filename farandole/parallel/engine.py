@@ -19,7 +19,7 @@ averaged gradient equals the gradient that one process computes from all samples
 passes, as in PyTorch.
 
 The engine reads layouts instead of mesh axes: the `Layout` of a tensor determines which ranks reduce its gradient and
-which ranks shard it (`sharding`).  One engine implements all ZeRO stages (Rajbhandari et al., 2020, "ZeRO: Memory
+which ranks shard it (`zero.sharding`).  One engine implements all ZeRO stages (Rajbhandari et al., 2020, "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models").
 
 To support pipelines, `forward_backward` controls the order of forward passes, backward passes and reductions.  A pipeline
@@ -31,8 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +45,23 @@ from farandole.memory.swap import Swap
 from farandole.mesh import Mesh
 from farandole.parallel.axes import hosts_of
 from farandole.parallel.buffers import ReplicatedBuffers, buffer_layouts
-from farandole.parallel.building import build, connect
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import safetensors_files
 from farandole.parallel.checkpoint.folder import PendingSave, fail_on_all
 from farandole.parallel.checkpoint.ranges import Place
 from farandole.parallel.data import GradientReducer
 from farandole.parallel.global_mean import GlobalMean, Loss, Step, first_of
-from farandole.parallel.hidden_parameters import unchecked
-from farandole.parallel.initial_values import (
+from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
+from farandole.parallel.optimizers.offloading import OffloadedUpdate, stores_at
+from farandole.parallel.optimizers.rounding import StochasticRounding
+from farandole.parallel.optimizers.shards import GradientNorms
+from farandole.parallel.optimizers.updates import Updates
+from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
+from farandole.parallel.precision import cast_floating
+from farandole.parallel.whole_parameters import WholeParameters, check_gradients, check_model
+from farandole.parallel.zero.building import build, connect
+from farandole.parallel.zero.hidden_parameters import unchecked
+from farandole.parallel.zero.initial_values import (
     Initialise,
     WeightSource,
     allocate,
@@ -64,17 +70,14 @@ from farandole.parallel.initial_values import (
     is_deferred,
     stand_in,
 )
-from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
-from farandole.parallel.model_checks import check_gradients, check_model
-from farandole.parallel.optimizers.offloading import OffloadedUpdate, stores_at
-from farandole.parallel.optimizers.rounding import StochasticRounding
-from farandole.parallel.optimizers.shards import GradientNorms
-from farandole.parallel.optimizers.updates import Updates
-from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
-from farandole.parallel.precision import cast_floating
-from farandole.parallel.sharding import BUCKET_BYTES, box_mesh, plan_sharding, ranks_of, replicated_layouts
-from farandole.parallel.weights import FlatWeights, Masters
-from farandole.parallel.whole_parameters import WholeParameters
+from farandole.parallel.zero.sharding import (
+    BUCKET_BYTES,
+    box_mesh,
+    plan_sharding,
+    ranks_of,
+    replicated_layouts,
+)
+from farandole.parallel.zero.weights import Masters
 from farandole.plan import Offloaded
 from farandole.plan import Place as StoragePlace
 
@@ -102,7 +105,7 @@ class Engine:
         offload: "host" or "disk:FOLDER": where master weights and optimizer states are stored between steps.
         offloaded: "gradients" (with `zero` >= 2) or "parameters" (with `zero=3`) to offload these too.
         initialise: a function that fills a model on the meta device block by block, so that each rank allocates only its
-            shards (`initial_values`).
+            shards (`zero.initial_values`).
         watch: check each rank's gradients before they are averaged, so that `locate_nonfinite` can name the rank.  The check
             reads each full bucket once.
         rounding: stochastic rounding for updates of bf16 weights, instead of master weights.
@@ -188,7 +191,7 @@ class Engine:
             model, plan, groups, zero=zero, masters=masters, compression=compression, stores=self._stores
         )
         self.buckets, self.shards_of_buckets = built.buckets, built.shards
-        self._weights, self._gatherer = built.weights, built.gatherer
+        self.weights, self._gatherer = built.weights, built.gatherer
         if initialise is not None:
             fill_model(model, built.weights, mesh, self.layouts, comm, initialise, types)
         elif source is not None:
@@ -363,24 +366,6 @@ class Engine:
         """Yield (parameter, tensor, start) for all tensors that can have optimizer states: shards and whole parameters."""
         return self._updates.tensors()
 
-    def stored_parts(self) -> Iterator[StoredPart]:
-        """Yield this rank's parts of trained parameters, and of frozen parameters in flat buffers."""
-        for shards in self.shards_of_buckets:
-            for index, (parameter, tensor) in enumerate(zip(shards.parameters, shards.tensors, strict=True)):
-                if tensor is not None:
-                    values = partial(shards.values, index)
-                    weights = None if shards.has_masters else shards.weights
-                    yield StoredPart(parameter, shards.starts[index], values, weights, trained=True)
-        for weights in self._weights:
-            if not weights.trained:
-                for parameter, part, start in weights.ranges():
-                    values = partial(_part_of, weights, part)
-                    yield StoredPart(parameter, start, values, weights, trained=False)
-
-    def divides(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is stored in a flat buffer, which may be sharded."""
-        return any(each is parameter for weights in self._weights for each in weights.parameters)
-
     def optimizer(
         self, optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
@@ -467,7 +452,7 @@ class Engine:
             frozen: also distribute the shards of frozen parameters.
         """
         self._release_gathered()
-        changed = [each for each in self._weights if frozen or each.trained]
+        changed = [each for each in self.weights if frozen or each.trained]
         with torch.no_grad():
             for weights in changed:
                 weights.all_gather_async()
@@ -809,25 +794,6 @@ class Engine:
         self._updates.close()
         self.zero_grad()
         self._stores.close()
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """A rank's part of a parameter: consecutive elements of the flattened parameter, beginning at element `start`.
-
-    `values()` returns a mutable view of the elements.  If `weights` are offloaded, the view is valid only while they are in
-    memory.
-    """
-
-    parameter: nn.Parameter
-    start: int
-    values: Callable[[], Tensor]
-    weights: FlatWeights | None
-    trained: bool
-
-
-def _part_of(weights: FlatWeights, part: slice) -> Tensor:
-    return weights.shard[part]
 
 
 def _gathers(model: nn.Module, shards: Communicator | None) -> bool:

@@ -11,8 +11,8 @@ from torch import nn
 from farandole.memory.blocks import blocks_of
 from farandole.memory.offloaded_tensor import WRITES
 from farandole.parallel.bucket import DEPTH, buffer_lengths
-from farandole.parallel.gathered_weights import CAPACITY, READ_AHEAD
-from farandole.parallel.sharding import (
+from farandole.parallel.zero.gathered_weights import CAPACITY, READ_AHEAD
+from farandole.parallel.zero.sharding import (
     BucketPlan,
     ShardingPlan,
     box_mesh,

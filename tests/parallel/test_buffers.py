@@ -12,7 +12,7 @@ from farandole.comm.communicator import Communicator
 from farandole.layout import Layout, Part, Shard
 from farandole.mesh import Mesh
 from farandole.parallel.engine import Engine
-from farandole.parallel.sharding import replicated_layouts
+from farandole.parallel.zero.sharding import replicated_layouts
 
 ROWS = 6
 

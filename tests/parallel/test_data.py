@@ -18,7 +18,7 @@ from benchmarks.resident import in_shared_memory
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.engine import Engine
-from farandole.parallel.sharding import box_mesh, fill, plan_sharding, replicated_layouts
+from farandole.parallel.zero.sharding import box_mesh, fill, plan_sharding, replicated_layouts
 
 SHARE, STEPS, CLIP = 4, 3, 0.5
 

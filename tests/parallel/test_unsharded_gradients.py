@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.engine import Engine
-from farandole.parallel.sharding import box_mesh, plan_sharding, replicated_layouts
+from farandole.parallel.zero.sharding import box_mesh, plan_sharding, replicated_layouts
 from farandole.planner.memory import _pools, whole_bytes
 
 WIDTH, BLOCKS, STEPS = 64, 8, 3

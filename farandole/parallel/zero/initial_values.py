@@ -27,8 +27,8 @@ from farandole.memory.tracker import memory_tag
 from farandole.mesh import Groups, Mesh
 from farandole.parallel.axes import own_part
 from farandole.parallel.buffers import buffer_layouts
-from farandole.parallel.sharding import ranks_of
-from farandole.parallel.weights import FlatWeights, is_placeholder
+from farandole.parallel.zero.sharding import ranks_of
+from farandole.parallel.zero.weights import FlatWeights, is_placeholder
 
 Initialise = Callable[[str, nn.Module], None]
 """A function `initialise(name, block)` that fills a block's undefined parameters and buffers in place.

@@ -32,10 +32,10 @@ from farandole.memory.disk_file import aligned_buffer
 from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.tracker import memory_tag
 from farandole.parallel.bucket import Bucket
-from farandole.parallel.call_order import CallOrder, Kind
-from farandole.parallel.hidden_parameters import hide, show
-from farandole.parallel.sharding import BucketPlan
-from farandole.parallel.weights import FlatWeights, Masters, is_same_memory, nowhere
+from farandole.parallel.zero.call_order import CallOrder, Kind
+from farandole.parallel.zero.hidden_parameters import hide, show
+from farandole.parallel.zero.sharding import BucketPlan
+from farandole.parallel.zero.weights import FlatWeights, Masters, is_same_memory, nowhere
 
 CAPACITY = 3
 """The number of groups that are gathered at a time: for the current, the previous and the next block."""
