@@ -267,9 +267,9 @@ class GradientReducer:
                     f"{_REENTRANT}"
                 )
             gradient = shards.take_accumulated(index)
+            self._start_early(bucket)
             if bucket.in_flight:  # it was reduced in order without this gradient, and is reduced again
                 bucket.wait()
-            self._start_early(bucket)
             for earlier in bucket.in_the_way():
                 earlier.wait()
             bucket.accumulate(index, gradient)

@@ -90,4 +90,4 @@ def _reductions(rank: int, size: int, zero: int) -> tuple[int, int, int]:
 def test_reductions_start_during_the_backward_pass(ranks: Any, zero: int, backend: str) -> None:
     for count, before, after in ranks(2, backend).run(_reductions, zero):
         assert before + after == count > LAYERS / 2
-        assert before >= count - 1
+        assert before >= LAYERS - 1  # all but the weight of the first layer, and the biases
