@@ -6,7 +6,7 @@ order: in the first step, from the last parameter to the first; in later steps, 
 completed in the first step.  If weights are gathered, reductions and gathers share one order
 (`zero.call_order`).
 
-With `zero` 2 and 3, a rank holds few unsharded gradients at a time (`bucket.BufferPool`).  If the next bucket in the
+With `zero` 2 and 3, a rank holds few unsharded gradients at a time (`zero.buffer_pool`).  If the next bucket in the
 order is incomplete and too many later buckets wait for it, the rank reduces the bucket without the missing gradients.
 The order stays the same on all ranks.  At the end of the pass, ranks agree on the buckets with gradients that arrived
 after their reduction, and reduce these buckets again; results are sums, so a late gradient is added.  After the first
@@ -37,7 +37,7 @@ from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.buffers import ReplicatedBuffers
 from farandole.parallel.optimizers.shards import GradientNorms, OptimizerShards
-from farandole.parallel.zero.gathered_weights import Gatherer
+from farandole.parallel.zero.gatherer import Gatherer
 
 _REENTRANT = (
     "a reentrant checkpoint runs backward passes of its own within one: give torch.utils.checkpoint use_reentrant=False, "
