@@ -32,15 +32,15 @@ from farandole.parallel import context, expert, tensor
 from farandole.parallel.agreed_errors import agreed_errors
 from farandole.parallel.axes import Layouts, Position, hosts_of
 from farandole.parallel.engine import Engine
-from farandole.parallel.initial_values import Initialise, broadcast_from_first, is_deferred
 from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
-from farandole.parallel.model_checks import check_model
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.pipeline import apply as pipeline
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.precision import TYPES, check_float8, use_float8
-from farandole.parallel.sharding import box_mesh, moves_parameters
+from farandole.parallel.whole_parameters import check_model
+from farandole.parallel.zero.initial_values import Initialise, broadcast_from_first, is_deferred
+from farandole.parallel.zero.sharding import box_mesh, moves_parameters
 from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from farandole.mesh import Mesh
 from farandole.parallel.axes import Layouts, Position
 from farandole.parallel.parallelize import APPLIED
 from farandole.parallel.precision import TYPES
-from farandole.parallel.sharding import box_mesh
+from farandole.parallel.zero.sharding import box_mesh
 from farandole.plan import MODEL_AXES, Plan
 from farandole.planner.trace import Trace, trace
 

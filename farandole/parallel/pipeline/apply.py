@@ -8,10 +8,10 @@ from torch import nn
 
 from farandole.models.moe import MixtureOfExperts
 from farandole.parallel.axes import Layouts, Position
-from farandole.parallel.initial_values import is_deferred
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
 from farandole.parallel.pipeline.stage import split
+from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import MODEL_AXES, Plan, PlanError
 
 _log = logging.getLogger(__name__)
