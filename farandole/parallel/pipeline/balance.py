@@ -123,7 +123,8 @@ def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list
     finally:
         for handle in handles:
             handle.remove()
-    return [_measure(name, block, *calls[block], repeats) for name, block in model.named_children()]
+    blocks = [(name, block) for name, block in model._modules.items() if block is not None]
+    return [_measure(name, block, *calls[block], repeats) for name, block in blocks]
 
 
 def _measure(

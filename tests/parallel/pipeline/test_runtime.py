@@ -270,7 +270,7 @@ def test_a_rank_cannot_call_the_model_alone(ranks: Any) -> None:
 
 def _uneven(rank: int, size: int) -> str:
     engine = farandole.parallelize(_build("gpt"), Plan(pipeline=2))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="same number of micro-batches") as error:
         engine.forward_backward(_batches(0, 0, 2 + rank), _loss)
     engine.close()
     return str(error.value)
