@@ -132,13 +132,14 @@ def _measure(
 ) -> BlockCost:
     parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
     inputs = tuple(_leaf(value) for value in given)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     seconds, kept = [], 0
     for _ in range(repeats):
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                storage = tensor.untyped_storage()
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
                 saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
