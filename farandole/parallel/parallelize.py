@@ -143,7 +143,8 @@ def _split(
     axes = ("pipeline", *MODEL_AXES)
     inner = any(sizes[axis] > 1 for axis in axes)
     hosts = hosts_of(comm) if inner or plan.hybrid else ()
-    mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes)
+    mirrored = plan.pipeline > 1 and pipeline.schedule_of(plan).mirrored
+    mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes, mirror=2 if mirrored else 1)
     layouts = Layouts(model)
     groups = mesh.connect(comm, [(axis,) for axis in axes]) if inner else None
     position = Position(mesh, mesh.of_rank(comm.rank)[0], groups)

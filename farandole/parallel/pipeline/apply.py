@@ -23,7 +23,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     Raises:
         PlanError: if the plan or the model is not supported.
     """
-    schedule = _schedule(plan)
+    schedule = schedule_of(plan)
     _check_plan(plan, schedule)
     sequential = _check_model(model)
     rank = position.coordinate("pipeline")
@@ -35,7 +35,12 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     return Pipeline(stages, plan.schedule, comm, places, rank)
 
 
-def _schedule(plan: Plan) -> Schedule:
+def schedule_of(plan: Plan) -> Schedule:
+    """Return the schedule of a plan for one micro-batch.
+
+    Raises:
+        PlanError: if the schedule does not exist for the number of stages.
+    """
     try:
         return build(plan.schedule, plan.pipeline, 1)
     except ScheduleError as error:
@@ -44,11 +49,6 @@ def _schedule(plan: Plan) -> Schedule:
 
 def _check_plan(plan: Plan, schedule: Schedule) -> None:
     asked = f"pipeline={plan.pipeline}"
-    if schedule.mirrored:
-        raise PlanError(
-            f"schedule={plan.schedule!r} needs two replicas of the model on each rank, which only the simulator supports; "
-            "nearest plan: schedule='layer-w' or '1f1b'"
-        )
     for axis in MODEL_AXES:
         if (size := getattr(plan, axis)) > 1:
             raise PlanError(

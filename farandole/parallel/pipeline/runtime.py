@@ -71,8 +71,8 @@ class Pipeline:
         rank: int,
     ) -> None:
         self._stages, self._name, self._comm, self._places, self._rank = stages, name, comm, places, rank
-        self.has_loss = max(stages) == build(name, len(places), 1).stages - 1
-        """Whether this rank has the last stage."""
+        self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
+        """Whether this rank has the last stage of a replica."""
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - an engine has one pipeline
     def schedule(self, micro_batches: int) -> Schedule:

@@ -131,7 +131,13 @@ def split(
                 holders[layouts.of(parameter).name].add(placement[number])
     for name, stages in holders.items():
         layouts[name] = replace(layouts[name], stages=frozenset(stages))
-    own = {number: found.ranges[number] for number in range(schedule.stages) if placement[number] == rank}
+    own = {
+        number: blocks
+        for number, blocks in enumerate(found.ranges)
+        if any(
+            row[number] == rank for row in schedule.placement
+        )  # a mirrored rank has a stage of each replica
+    }
     kept = {place for blocks in own.values() for place in blocks}
     needed = {id(p): p for place in kept for p in children[place][1].parameters()}
     for place, (name, child) in enumerate(children):
