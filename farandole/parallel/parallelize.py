@@ -69,7 +69,8 @@ def parallelize(
         model: the model on a CPU or accelerator, or on the meta device with `initialise` or a `weight_source`.
         plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
-        example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations.
+        example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations, and
+            `pipeline` measures the time of blocks, to divide them into stages.
         loss: a function of the output for this measurement.
         initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
@@ -109,7 +110,7 @@ def parallelize(
     if plan.precision == "fp8":
         check_float8(_device_of(model))
         use_float8(model)
-    position, layouts, stages = _split(model, plan, comm, sizes)
+    position, layouts, stages = _split(model, plan, comm, sizes, example)
     _recompute(model, plan, example, loss)
     options: dict[str, Any] = {
         "zero": plan.zero,
@@ -137,7 +138,7 @@ def parallelize(
 
 
 def _split(
-    model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int]
+    model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int], example: Any
 ) -> tuple[Position, Layouts, Pipeline | None]:
     """Apply the plan's axes to `model`.  This is a collective call."""
     axes = ("pipeline", *MODEL_AXES)
@@ -153,7 +154,7 @@ def _split(
         _check_whole(model, plan)
         broadcast_from_first(model, comm)
         if plan.pipeline > 1:
-            stages = pipeline.apply(model, position, plan, layouts)
+            stages = pipeline.apply(model, position, plan, layouts, example)
         for axis in APPLIED:
             axis(model, position, plan, layouts)
     return position, layouts, stages

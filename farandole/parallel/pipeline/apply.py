@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import nn
 
 from farandole.models.moe import MixtureOfExperts
 from farandole.parallel.axes import Layouts, Position
 from farandole.parallel.initial_values import is_deferred
+from farandole.parallel.pipeline.balance import measure_blocks
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
 from farandole.parallel.pipeline.stage import split
@@ -17,8 +19,14 @@ from farandole.plan import MODEL_AXES, Plan, PlanError
 _log = logging.getLogger(__name__)
 
 
-def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> Pipeline:
+def apply(
+    model: nn.Module, position: Position, plan: Plan, layouts: Layouts, example: Any = None
+) -> Pipeline:
     """Remove the blocks of other stages from `model`, and return the pipeline that runs the stages.
+
+    Args:
+        example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
+            default, stages have similar numbers of parameters.
 
     Raises:
         PlanError: if the plan or the model is not supported.
@@ -27,7 +35,11 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     _check_plan(plan, schedule)
     sequential = _check_model(model)
     rank = position.coordinate("pipeline")
-    stages, balance = split(sequential, schedule, rank, layouts)
+    costs = None
+    if example is not None and position.groups is not None:
+        seconds = [cost.seconds for cost in measure_blocks(sequential, example)]
+        costs = position.groups.comm.broadcast_object(seconds)  # ranks measure different times
+    stages, balance = split(sequential, schedule, rank, layouts, costs)
     _log.info("pipeline=%d, schedule=%s: %s", plan.pipeline, plan.schedule, balance)
     comm, places = position.comm("pipeline"), list(range(plan.pipeline))
     if position.groups is not None:

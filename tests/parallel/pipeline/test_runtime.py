@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,26 @@ def test_invalid_plans_are_refused() -> None:
         Plan(pipeline=0)
     with pytest.raises(PlanError, match="pipeline=4: expected a multiple of 4 ranks, got 6"):
         Plan(pipeline=4).sizes(6)
+
+
+class Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.03)
+        return super().forward(x)
+
+
+def _measured(rank: int, size: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 99), nn.Linear(99, 4), Slow(4, 4), Slow(4, 4))
+    engine = farandole.parallelize(model, Plan(pipeline=2), example=torch.randn(2, 4))
+    names = [name for name, _ in model.named_parameters()]
+    engine.close()
+    return names
+
+
+def test_blocks_are_divided_by_measured_time(ranks: Any) -> None:
+    first, last = ranks(2).run(_measured)
+    assert first == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert last == ["3.weight", "3.bias"]
 
 
 def _called_directly(rank: int, size: int) -> str:
