@@ -111,7 +111,7 @@ def parallelize(
         check_float8(_device_of(model))
         use_float8(model)
     position, layouts, stages = _split(model, plan, comm, sizes, example)
-    _recompute(model, plan, example, loss)
+    _recompute(model, plan, example if stages is None else None, loss)  # no rank can run a model in stages alone
     options: dict[str, Any] = {
         "zero": plan.zero,
         "hybrid": plan.hybrid,
