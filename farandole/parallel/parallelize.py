@@ -9,8 +9,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The parts of a plan are applied in this order: LoRA, 8-bit floats, pipeline stages, experts, tensor parallelism, context
-parallelism, recomputation, then data parallelism and ZeRO in the engine.
+The parts of a plan are applied in this order: LoRA, 8-bit floats, experts, tensor parallelism, context parallelism, pipeline
+stages, recomputation, then data parallelism and ZeRO in the engine.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def parallelize(
         check_float8(_device_of(model))
         use_float8(model)
     position, layouts, stages = _split(model, plan, comm, sizes, example)
-    _recompute(model, plan, example if stages is None else None, loss)  # no rank can run a model in stages alone
+    _recompute(
+        model, plan, example if stages is None else None, loss
+    )  # no rank can run a model in stages alone
     options: dict[str, Any] = {
         "zero": plan.zero,
         "hybrid": plan.hybrid,
@@ -144,6 +146,8 @@ def _split(
     axes = ("pipeline", *MODEL_AXES)
     inner = any(sizes[axis] > 1 for axis in axes)
     hosts = hosts_of(comm) if inner or plan.hybrid else ()
+    if plan.pipeline > 1:
+        pipeline.check(model, plan)
     mirrored = plan.pipeline > 1 and pipeline.schedule_of(plan).mirrored
     mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes, mirror=2 if mirrored else 1)
     layouts = Layouts(model)
@@ -153,10 +157,10 @@ def _split(
     if inner:
         _check_whole(model, plan)
         broadcast_from_first(model, comm)
-        if plan.pipeline > 1:
-            stages = pipeline.apply(model, position, plan, layouts, example)
         for axis in APPLIED:
             axis(model, position, plan, layouts)
+        if plan.pipeline > 1:  # last, so that all ranks declare the layouts of the complete model
+            stages = pipeline.apply(model, position, plan, layouts, example)
     return position, layouts, stages
 
 

@@ -197,6 +197,25 @@ def test_stages_combine_with_data_parallelism(ranks: Any, zero: int, schedule: s
     _compare(results, _alone("gpt", 3, replicas=2), 2)
 
 
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (4, {"schedule": "zb-v"}),
+        (4, {"schedule": "gems-w", "zero": 1}),
+        (8, {"data": 2, "zero": 1}),
+    ],
+    ids=["zb-v", "gems-w", "data"],
+)
+def test_stages_combine_with_tensor_parallelism(ranks: Any, size: int, options: dict[str, Any]) -> None:
+    plan = Plan(pipeline=2, tensor=2, **options)
+    for name in ("gpt", "llama"):
+        _, losses, norms, metric = _alone(name, 3, replicas=size // 4)
+        for _, found, found_norms, found_metric in ranks(size).run(_train, name, plan, 3, True):
+            assert found == pytest.approx(losses, rel=1e-5)
+            assert found_norms == pytest.approx(norms, rel=1e-4)
+            assert found_metric == pytest.approx(metric, rel=1e-4)
+
+
 def test_the_middle_rank_of_a_mirrored_pipeline_has_a_stage_twice(ranks: Any) -> None:
     for zero in (0, 1):
         results = ranks(3).run(_train, "gpt", Plan(pipeline=3, schedule="gems", zero=zero), 5, False)
