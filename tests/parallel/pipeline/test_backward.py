@@ -106,16 +106,35 @@ def test_both_halves_together_are_a_backward_pass(name):
             parameter.register_post_accumulate_grad_hook(seen.append)
     with FlopCounterMode(display=False) as halves:
         found = split.input_gradients(gradients)
-        assert not seen
+        early = {id(parameter) for parameter in seen}
         split.weight_gradients()
     torch.testing.assert_close(found, expected_inputs, check_dtype=False)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key], msg=key)
     assert {id(p) for p in seen} == {id(p) for p in model.parameters() if p.requires_grad}
-    if name in ("gpt", "norm"):
-        assert halves.get_total_flops() == whole.get_total_flops()
-    if name == "custom":  # both gradients are computed in each half
-        assert halves.get_total_flops() == 2 * whole.get_total_flops()
+    assert halves.get_total_flops() == whole.get_total_flops()
+    names = {n for n, p in model.named_parameters() if id(p) in early}
+    assert names == {"several": {"linear.weight", "linear.bias", "scale"}, "custom": {"weight"}}.get(
+        name, set()
+    )
+
+
+def test_a_loss_that_frees_its_gradients_runs_once():
+    torch.manual_seed(0)
+    model = build_gpt(GPTConfig(29, 16, 1, 4, 16, tied=False))
+    targets = torch.randint(0, 29, (2, 9))
+    inputs = torch.randn(2, 9, 16, requires_grad=True)
+    total, _ = model[-1](inputs, SequenceInfo(), targets)
+    total.backward()
+    expected, expected_input = {n: p.grad for n, p in model[-1].named_parameters()}, inputs.grad
+    model.zero_grad()
+    inputs = inputs.detach().requires_grad_()
+    total, _ = model[-1](inputs, SequenceInfo(), targets)
+    split = SplitBackward([total], [inputs])
+    torch.testing.assert_close(split.input_gradients([torch.ones(())]), [expected_input])
+    split.weight_gradients()
+    for key, parameter in model[-1].named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], msg=key)
 
 
 def test_without_inputs_the_second_half_is_the_backward_pass():
