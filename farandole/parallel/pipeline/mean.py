@@ -27,11 +27,11 @@ class PipelineMean(GlobalMean):
     def __init__(self, engine: Engine, mesh: Mesh, pipeline: Pipeline, dtype: torch.dtype | None) -> None:
         super().__init__(engine, mesh)
         self._pipeline, self._dtype = pipeline, dtype
-        rank = engine.comm.rank
-        last = [cell for cell in mesh.cells if cell.pipeline == mesh.of_rank(rank)[0].pipeline]
-        place = mesh.of_rank(rank)[0].at(LOSS_AXES)
-        first = min(cell.rank for cell in last if cell.at(LOSS_AXES) == place)
-        self._counts = pipeline.has_loss and first == rank
+        # ranks that compute a stage together have the same loss, which is counted once
+        axes = ("pipeline", "mirror", *LOSS_AXES)
+        own = mesh.of_rank(engine.comm.rank)[0]
+        first = min(cell.rank for cell in mesh.cells if cell.at(axes) == own.at(axes))
+        self._counts = pipeline.has_loss and first == own.rank
 
     def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> Step:
         """Run the schedule on all micro-batches; see `Engine.forward_backward`."""
