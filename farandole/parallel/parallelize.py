@@ -167,8 +167,6 @@ def _split(
     axes = ("pipeline", *MODEL_AXES)
     inner = any(sizes[axis] > 1 for axis in axes)
     hosts = hosts_of(comm) if inner or plan.hybrid else ()
-    if plan.pipeline > 1:
-        pipeline.check(model, plan)
     mirrored = plan.pipeline > 1 and pipeline.schedule_of(plan).mirrored
     mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes, mirror=2 if mirrored else 1)
     layouts = Layouts(model)
