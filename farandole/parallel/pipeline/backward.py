@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +145,7 @@ class _Graph:
         at_once: dict[Node, nn.Parameter] = {}
         for node, leaves in found.items():
             parameters = {leaf: self._parameters[leaf] for leaf in leaves}
-            if isinstance(node, BackwardCFunction) or any(uses[leaf] > 1 for leaf in leaves):
+            if isinstance(cast(object, node), BackwardCFunction) or any(uses[leaf] > 1 for leaf in leaves):
                 at_once |= parameters
             else:
                 branches.append(_Branch(node, list(parameters.values())))
