@@ -32,8 +32,8 @@ from farandole.parallel.gathered_weights import Gatherer
 from farandole.parallel.optimizers.shards import GradientNorms, OptimizerShards
 
 _REENTRANT = (
-    "a reentrant checkpoint runs backward passes of its own within one: give torch.utils.checkpoint use_reentrant=False, "
-    "or use recompute= of the plan"
+    "a reentrant checkpoint runs a nested backward pass: pass use_reentrant=False to torch.utils.checkpoint, or use "
+    "Plan(recompute=...)"
 )
 
 
@@ -381,5 +381,5 @@ class BufferAverage:
         self._known = self._versions()
 
     def _versions(self) -> list[tuple[int, int]]:
-        # of all buffers: BatchNorm's kernel does not increment the version of its statistics, but that of its batch counter
+        # BatchNorm's kernel increments the version of its batch counter only, so the versions of all buffers are compared
         return [(id(buffer), buffer._version) for buffer in self._model.buffers()]

@@ -69,6 +69,8 @@ from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.optimizers.shards import GradientNorms
 from farandole.parallel.optimizers.updates import Updates
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
+from farandole.parallel.pipeline.mean import PipelineMean
+from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.precision import cast_floating
 from farandole.parallel.sharding import (
     BUCKET_BYTES,
@@ -115,6 +117,7 @@ class Engine:
         report: log one line per overflow on rank 0.
         mesh: the device mesh; by default a single data axis.
         layouts: the parameter layouts by name; by default every rank has every parameter.
+        pipeline: the stages of this rank, if the model is divided into stages.
 
     Raises:
         TypeError, ValueError: if an option is invalid, options conflict, or the model's gradients cannot be compressed.
@@ -141,6 +144,7 @@ class Engine:
         report: bool = True,
         mesh: Mesh | None = None,
         layouts: Mapping[str, Layout] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         _check_options(zero, compression, rounding, offload, dtype)
         flat = moves_parameters(zero, dtype, offload, layouts or {})
@@ -218,7 +222,7 @@ class Engine:
             events=self._steps,
             gatherer=built.gatherer,
         )
-        self._mean = GlobalMean(self, mesh)
+        self._mean = GlobalMean(self, mesh) if pipeline is None else PipelineMean(self, mesh, pipeline, dtype)
         self._updates = Updates(
             built.shards,
             comm,

@@ -37,9 +37,20 @@ def first_of(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple | list) else batch
 
 
+def scalar_sum(result: tuple[Tensor, Tensor | float]) -> tuple[Tensor, Tensor | float]:
+    """Return the result of a loss function, with a sum in at least fp32; raise ValueError if the sum is not a scalar."""
+    total, count = result
+    if total.dim():
+        raise ValueError(
+            "expected loss(output, batch) to return a scalar sum and a count, got a sum of shape "
+            f"{tuple(total.shape)}; sum the losses of the batch"
+        )
+    return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total, count
+
+
 def _computing_together(mesh: Mesh) -> list[tuple[int, ...]]:
     """Return the sets of ranks that communicate in forward passes."""
-    axes = [axis for axis in MODEL_AXES if mesh.width(axis) > 1]
+    axes = [axis for axis in ("pipeline", *MODEL_AXES) if mesh.width(axis) > 1]
     if not axes:
         return []
     return sorted({ranks_of(mesh.peers(cell, *axes)) for cell in mesh.cells})
@@ -86,18 +97,26 @@ class GlobalMean:
         engine, own_batches = self._engine, list(batches)
         modes = [(module, module.training) for module in engine.model.modules()]
         engine.model.eval()
-        sums, counts = [], []
         try:
             with torch.no_grad():
-                for number in range(self._most(len(own_batches))):
-                    total, count = self._run(own_batches, number, metric, inputs)
-                    if total is not None:
-                        sums.append(total.double())
-                        counts.append(count)
+                sums, counts = self._evaluate(own_batches, metric, inputs)
         finally:
             for module, mode in modes:
                 module.training = mode
         return self._mean(sums, counts).loss
+
+    def _evaluate(
+        self, batches: Sequence[Any], metric: Loss, inputs: Callable[[Any], Any]
+    ) -> tuple[list[Tensor], list[Tensor | float]]:
+        """Return the sums and counts of this rank's micro-batches."""
+        sums: list[Tensor] = []
+        counts: list[Tensor | float] = []
+        for number in range(self._most(len(batches))):
+            total, count = self._run(batches, number, metric, inputs)
+            if total is not None:
+                sums.append(total.double())
+                counts.append(count)
+        return sums, counts
 
     def _most(self, own: int) -> int:
         """Return the maximum number of micro-batches on any rank.
@@ -114,7 +133,7 @@ class GlobalMean:
             if len({counts[rank] for rank in ranks}) > 1:
                 found = ", ".join(f"{counts[rank]} on rank {rank}" for rank in ranks)
                 raise ValueError(
-                    "expected the same number of micro-batches on ranks that share layers, sequences or experts, got "
+                    "expected the same number of micro-batches on ranks that share layers, stages, sequences or experts, got "
                     f"{found}; pass equally many batches on these ranks"
                 )
         return max(counts)
@@ -131,13 +150,7 @@ class GlobalMean:
             output = self._engine(**arguments)
         else:
             output = self._engine(*arguments) if isinstance(arguments, tuple) else self._engine(arguments)
-        total, count = loss(output, batches[number])
-        if total.dim():
-            raise ValueError(
-                "expected loss(output, batch) to return a scalar sum and a count, got a sum of shape "
-                f"{tuple(total.shape)}; sum the losses of the batch"
-            )
-        return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total, count
+        return scalar_sum(loss(output, batches[number]))
 
     def _estimate(self, count: Tensor | float, passes: int) -> float:
         """Estimate the count of the first step, assuming that all micro-batches have the same count as the first."""

@@ -183,12 +183,13 @@ def broadcast_parameters(
     names: Collection[str] | None = None,
 ) -> None:
     """Broadcast parameters and buffers from the first rank that stores them.  This is a collective call.  `names` selects tensors by name."""
-    everywhere = frozenset(range(mesh.stages))
+    # buffers have no layouts: each stage has its own
+    stages = frozenset(cell.pipeline for cell in mesh.of_rank(groups.comm.rank))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if names is not None and name not in names:
                 continue
-            layout = layouts.get(name) or Layout(name, tuple(tensor.shape), everywhere)
+            layout = layouts.get(name) or Layout(name, tuple(tensor.shape), stages)
             comm = groups.of_ranks(ranks_of(mesh, layout, groups.comm.rank, 0).copies)
             if comm is not None and comm.size > 1:
                 for part in _stored(tensor.detach()):

@@ -9,8 +9,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The parts of a plan are applied in this order: LoRA, 8-bit floats, experts, tensor parallelism, context parallelism,
-recomputation, then data parallelism and ZeRO in the engine.
+The parts of a plan are applied in this order: LoRA, 8-bit floats, pipeline stages, experts, tensor parallelism, context
+parallelism, recomputation, then data parallelism and ZeRO in the engine.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.model_checks import check_model
 from farandole.parallel.optimizers.rounding import StochasticRounding
+from farandole.parallel.pipeline import apply as pipeline
+from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.precision import TYPES, check_float8, use_float8
 from farandole.parallel.sharding import box_mesh, moves_parameters
 from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
@@ -95,7 +97,7 @@ def parallelize(
         if plan.precision == "fp8":
             check_float8(_device_of(model))
             use_float8(model)
-    position, layouts = _split(model, plan, comm, sizes)
+    position, layouts, stages = _split(model, plan, comm, sizes)
     with agreed_errors(comm):
         _recompute(model, plan, example, loss)
     options: dict[str, Any] = {
@@ -110,6 +112,7 @@ def parallelize(
         "report": report,
         "mesh": position.mesh,
         "layouts": layouts,
+        "pipeline": stages,
     }
     if plan.precision == "fp16":
         options |= {"scaler": LossScaler(), "diagnose": diagnose}
@@ -130,7 +133,7 @@ def _compute_type(plan: Plan) -> torch.dtype | None:
 
 def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
     """Check the model and the options before the plan's transforms change the model."""
-    inner = any(getattr(plan, axis) > 1 for axis in MODEL_AXES)
+    inner = any(getattr(plan, axis) > 1 for axis in ("pipeline", *MODEL_AXES))
     moved = moves_parameters(plan.zero, _compute_type(plan), plan.offload, {})
     check_model(model, moved=moved or plan.tensor > 1 or plan.expert > 1)
     wide = (torch.float32, torch.float64)
@@ -146,7 +149,7 @@ def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
             "nearest plan: diagnose=False"
         )
     if inner and plan.lora is not None and plan.lora.base is not None:
-        axis = next(axis for axis in MODEL_AXES if getattr(plan, axis) > 1)
+        axis = next(axis for axis in ("pipeline", *MODEL_AXES) if getattr(plan, axis) > 1)
         raise PlanError(
             f"lora.base={plan.lora.base!r} with {axis}={getattr(plan, axis)}: quantized weights are supported only with data "
             f"parallelism; nearest plan: lora.base=None, or {axis}=1 with more ranks on the data axis"
@@ -155,21 +158,25 @@ def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
 
 def _split(
     model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int]
-) -> tuple[Position, Layouts]:
+) -> tuple[Position, Layouts, Pipeline | None]:
     """Apply the plan's axes to `model`.  This is a collective call."""
-    inner = any(sizes[axis] > 1 for axis in MODEL_AXES)
+    axes = ("pipeline", *MODEL_AXES)
+    inner = any(sizes[axis] > 1 for axis in axes)
     hosts = hosts_of(comm) if inner or plan.hybrid else ()
     mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes)
     layouts = Layouts(model)
-    groups = mesh.connect(comm, [(axis,) for axis in MODEL_AXES]) if inner else None
+    groups = mesh.connect(comm, [(axis,) for axis in axes]) if inner else None
     position = Position(mesh, mesh.of_rank(comm.rank)[0], groups)
+    stages = None
     if inner:
         broadcast_from_first(model, comm)
         with agreed_errors(comm):
+            if plan.pipeline > 1:
+                stages = pipeline.apply(model, position, plan, layouts)
             for axis in APPLIED:
                 axis(model, position, plan, layouts)
         position.connect()
-    return position, layouts
+    return position, layouts, stages
 
 
 def _share_generators(position: Position) -> None:

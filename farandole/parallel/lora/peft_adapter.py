@@ -459,7 +459,7 @@ def _others_that_differ(model: nn.Module, lora: LoRA, saved: Saved) -> list[str]
 
 
 def _shape(name: str, found: Tensor, wanted: tuple[int, ...]) -> str:
-    """Return the difference between the shapes of a tensor, or nothing."""
+    """Return how the two shapes of a tensor differ, or "" if they are equal."""
     if tuple(found.shape) == wanted:
         return ""
     return f"{name} is {_times(found.shape)} in the adapter, but {_times(wanted)} in the model"

@@ -128,10 +128,10 @@ class OffloadedUpdate:
         self._shards: list[OptimizerShards] = []
         units: list[list[nn.Parameter]] = []
         for each in shards:
-            mine = [shard for shard in each.tensors if shard is not None and id(shard) in own]
-            if mine:
+            updated = [shard for shard in each.tensors if shard is not None and id(shard) in own]
+            if updated:
                 self._shards.append(each)
-                units.append(mine)
+                units.append(updated)
         weights = [each.weights for each in self._shards if each.weights is not None]
         apart = any(weight.has_master_copy for weight in weights)
         self._elsewhere = any(each.parameters[0].is_cuda for each in self._shards)

@@ -219,11 +219,9 @@ class OptimizerShards:
 
     def _assigned(self, index: int) -> RuntimeError:
         return RuntimeError(
-            f"{self.bucket.plan.names[index]} was assigned a gradient, which ranks have not averaged: call "
-            "loss.backward() or "
-            "engine.backward(loss) in place of torch.autograd.grad(); engine.gradients() and "
-            "engine.scale_gradients(factor) change "
-            f"averaged gradients"
+            f"{self.bucket.plan.names[index]} was assigned a gradient that ranks have not averaged: call "
+            "loss.backward() or engine.backward(loss) instead of torch.autograd.grad(); engine.gradients() and "
+            "engine.scale_gradients(factor) change averaged gradients"
         )
 
     def _is_cleared(self, index: int) -> bool:
