@@ -25,11 +25,18 @@ Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
 
 @dataclass(frozen=True)
-class StepLoss:
-    """The mean loss of a step over all ranks, and the total count."""
+class Step:
+    """The gradients of a step; all values are equal on all ranks.
+
+    Args:
+        loss: the mean loss over all ranks.
+        count: the total count.
+        skipped: whether the optimizer will skip the step because fp16 gradients overflowed; False with other precisions.
+    """
 
     loss: float
     count: float
+    skipped: bool = False
 
 
 def first_of(batch: Any) -> Any:
@@ -68,7 +75,7 @@ class GlobalMean:
         self.expected: float | None = None
         """The total count of the last step; None before the first step."""
 
-    def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> StepLoss:
+    def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> Step:
         """Run forward and backward passes over micro-batches; see `Engine.forward_backward`."""
         engine, own_batches = self._engine, list(batches)
         passes = self._most(len(own_batches))
@@ -86,11 +93,11 @@ class GlobalMean:
             with nullcontext() if last else engine.no_sync():
                 # gradients are averaged over the ranks with different losses
                 engine.backward(total * (self._losses / self.expected))
-        step = self._mean(sums, counts)
-        if self.expected is not None and step.count != self.expected:
-            engine.scale_all(self.expected / step.count)
-        self.expected = step.count
-        return step
+        mean, total_count = self._mean(sums, counts)
+        if self.expected is not None and total_count != self.expected:
+            engine.scale_all(self.expected / total_count)
+        self.expected = total_count
+        return Step(mean, total_count, skipped=engine.will_skip())
 
     def evaluate(self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any]) -> float:
         """Evaluate over micro-batches; see `Engine.evaluate`."""
@@ -103,7 +110,7 @@ class GlobalMean:
         finally:
             for module, mode in modes:
                 module.training = mode
-        return self._mean(sums, counts).loss
+        return self._mean(sums, counts)[0]
 
     def _evaluate(
         self, batches: Sequence[Any], metric: Loss, inputs: Callable[[Any], Any]
@@ -159,7 +166,8 @@ class GlobalMean:
             self._comm.all_reduce(expected, "sum")
         return max(1.0, float(expected)) * passes
 
-    def _mean(self, sums: Sequence[Tensor], counts: Sequence[Tensor | float]) -> StepLoss:
+    def _mean(self, sums: Sequence[Tensor], counts: Sequence[Tensor | float]) -> tuple[float, float]:
+        """Return the mean over all ranks, and the total count."""
         values = torch.zeros(2, dtype=torch.float64)
         if sums and self._counts:
             values[0] = torch.stack(list(sums)).sum().cpu()
@@ -171,4 +179,4 @@ class GlobalMean:
             raise ValueError(
                 "the counts that loss(output, batch) returned on all ranks sum to 0: at least one count must be positive"
             )
-        return StepLoss(total / count, count)
+        return total / count, count

@@ -18,7 +18,9 @@ or partial sums with `sequence=True`.  The layouts declare this, and the engine 
 
     register(MyAttention, Rule(column={"qkv": my_parts}, row={"out": my_heads}))
 
-The token embedding and the output projection are split by words: no rank holds the logits of all words (`Words`).
+The token embedding and the output projection are split by words (`Words`).  With targets, no rank holds the logits of all
+words.  Without targets, the model returns the logits of all words, which are gathered, or within `sharded_logits`, the
+logits of this rank's words.
 """
 
 from __future__ import annotations
@@ -272,6 +274,29 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             wrap_calls(module, _Region(comm, rule.inputs) if tokens is None else _TokenRegion(tokens))
         if rule.words:
             _split_words(module, rule, position, layouts, tokens)
+
+
+@contextmanager
+def sharded_logits(model: nn.Module) -> Iterator[slice]:
+    """Return a context in which `model` returns the logits of this rank's words only, and does not gather logits.
+
+        with sharded_logits(model) as words:
+            logits = engine(tokens)  # (batch, positions, words): logits[..., words] of the complete logits
+
+    The backward pass expects, on each rank, the gradient of the total loss with respect to the rank's logits.
+
+    Yields:
+        The slice of the vocabulary that contains this rank's words.  Without tensor parallelism, it contains all words.
+    """
+    found = [module.__dict__.get("vocabulary") for module in model.modules()]
+    shards = [words for words in found if isinstance(words, Words)]
+    for words in shards:
+        words.gathered = False
+    try:
+        yield shards[-1].words if shards else slice(None)
+    finally:
+        for words in shards:
+            words.gathered = True
 
 
 def _rule(module: nn.Module) -> Rule | None:
@@ -551,10 +576,10 @@ class _GatherHead:
 
 
 class Words(Vocabulary):
-    """The operations on a vocabulary of `count` words that is split over ranks.
+    """The operations on a vocabulary of `count` words that is split over ranks; this rank has the slice `words` of it."""
 
-    `logits` returns the logits of all words if `gathered` is true, and of this rank's words otherwise.
-    """
+    gathered = True
+    """Whether `logits` returns the logits of all words, instead of this rank's words (`sharded_logits`)."""
 
     def __init__(
         self,
@@ -562,12 +587,11 @@ class Words(Vocabulary):
         count: int,
         position: Position,
         tokens: _Tokens | None = None,
-        gathered: bool = True,
     ) -> None:
-        self.comm, self.count, self.tokens, self.gathered = comm, count, tokens, gathered
+        self.comm, self.count, self.tokens = comm, count, tokens
         ranks = position.size(AXIS)
-        first, _ = chunk(count, ranks, position.coordinate(AXIS))
-        self._shard = VocabularyShard(first, count, -(-count // ranks), self._all_statistics)
+        self.words = slice(*chunk(count, ranks, position.coordinate(AXIS)))
+        self._shard = VocabularyShard(self.words.start, count, -(-count // ranks), self._all_statistics)
 
     def _all_statistics(self, own: Tensor) -> Tensor:
         if self.comm is None:

@@ -38,13 +38,9 @@ class TextStream:
             return ""
         complete = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         rest = complete[len(self._decoded) :] if complete.startswith(self._decoded) else ""
-        text = self._advance(rest) if rest else ""
-        if self.stopped:
-            return text
-        start, self._sent = self._sent, len(self._decoded)
-        return text + self._decoded[start:]
+        return self._advance(rest, is_last=True)
 
-    def _advance(self, new: str) -> str:
+    def _advance(self, new: str, is_last: bool = False) -> str:
         searched = max(self._sent, 0)
         self._decoded += new
         found = [at for stop in self._stop if (at := self._decoded.find(stop, searched)) >= 0]
@@ -52,7 +48,8 @@ class TextStream:
             self.stopped = True
             end = min(found)
         else:
-            end = len(self._decoded) - max((_overlap(self._decoded, stop) for stop in self._stop), default=0)
+            overlaps = [0 if is_last else _overlap(self._decoded, stop) for stop in self._stop]
+            end = len(self._decoded) - max(overlaps, default=0)
         start, self._sent = self._sent, max(self._sent, end)
         return self._decoded[start : self._sent]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import farandole
 from farandole.parallel.axes import Position
-from farandole.parallel.sharding import box_mesh
+from farandole.parallel.zero.sharding import box_mesh
 from farandole.plan import Plan, PlanError
 from tests.parallel.plans import build
 

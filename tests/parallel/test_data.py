@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.resident import in_shared_memory
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.engine import Engine
-from farandole.parallel.sharding import box_mesh, fill, plan_sharding, replicated_layouts
+from farandole.parallel.zero.sharding import box_mesh, fill, plan_sharding, replicated_layouts
 from tests.parallel.odd import SHARE, loss_of, make_odd, world
 
 STEPS, CLIP = 3, 0.5

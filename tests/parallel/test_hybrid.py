@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.engine import Engine
-from farandole.parallel.sharding import box_mesh
+from farandole.parallel.zero.sharding import box_mesh
 from farandole.plan import Plan, PlanError
 from tests.comm.hosts import hierarchical_group, on_hosts
 from tests.parallel.odd import SHARE, loss_of, make_odd, world

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import random
 from typing import Any
 
@@ -184,6 +185,37 @@ def test_all_ranks_skip_and_report_the_overflow(ranks: Any, zero: int, accumulat
     ]
     for clip in (False, True):
         assert ranks(2).run(_skip, zero, accumulate, clip) == [expected] * 2
+
+
+def _skipped_steps(rank: int, size: int, zero: int) -> list[bool]:
+    """Whether each step is skipped, as `forward_backward` reports it before the update."""
+    model = _blocks()
+    when = [False]
+    if rank == 1:
+        _spoil(model.blocks[1].weight, when, INF)
+    scaler = LossScaler(2.0**12)
+    engine = Engine(model, world(), 300, scaler=scaler, zero=zero, dtype=torch.float16, report=False)
+    optimizer = engine.optimizer(lambda parameters: torch.optim.SGD(parameters, 0.1))
+    found = []
+    for number in range(4):
+        when[0] = number in (1, 2)
+        batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))] * (1 + rank)
+        step = engine.forward_backward(
+            batches, lambda output, _: (output.float().square().sum(), output.numel())
+        )
+        norm = engine.clip(0.1)
+        assert step.skipped == (not math.isfinite(norm))
+        optimizer.step()
+        assert step.skipped == engine.skipped
+        optimizer.zero_grad()
+        found.append(step.skipped)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_step_reports_on_all_ranks_whether_it_is_skipped(ranks: Any, zero: int) -> None:
+    assert ranks(2).run(_skipped_steps, zero) == [[False, True, True, False]] * 2
 
 
 def test_overflows_with_gathered_weights(ranks: Any) -> None:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.tracker import DeviceMemory
-from farandole.parallel.bucket import DEPTH
 from farandole.parallel.engine import Engine
+from farandole.parallel.zero.buffer_pool import DEPTH
 from tests.parallel.odd import loss_of
 
 WIDTH, SHARE, STEPS = 64, 4, 3

@@ -23,9 +23,9 @@ from farandole.memory.offloaded_optimizer import OffloadedOptimizer, ShardState
 from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.record_stream import RecordStream, disk_records, host_records
 from farandole.memory.tracker import memory_tag
-from farandole.parallel.building import Stores
 from farandole.parallel.optimizers.shards import OptimizerShards
-from farandole.parallel.sharding import ShardingPlan
+from farandole.parallel.zero.building import Stores
+from farandole.parallel.zero.sharding import ShardingPlan
 from farandole.plan import Offloaded, Place
 
 Records = Callable[[Sequence[int]], RecordStream]

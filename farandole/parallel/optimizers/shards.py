@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket, Change, norm_of
-from farandole.parallel.hidden_parameters import unchecked
-from farandole.parallel.weights import FlatWeights
+from farandole.parallel.zero.hidden_parameters import unchecked
+from farandole.parallel.zero.weights import FlatWeights
 
 
 class OptimizerShards:

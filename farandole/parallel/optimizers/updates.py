@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from farandole.comm.communicator import Communicator
 from farandole.layout import Layout
-from farandole.parallel.hidden_parameters import unchecked
 from farandole.parallel.optimizers.offloading import OffloadedUpdate, records_at
 from farandole.parallel.optimizers.owned_parameters import OwnedParameters
 from farandole.parallel.optimizers.probe import why_not_by_parameter, why_not_elementwise
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.optimizers.shards import OptimizerShards
 from farandole.parallel.optimizers.state_dicts import StateDicts, refuse_state_dicts, state_of_shard
+from farandole.parallel.zero.hidden_parameters import unchecked
 from farandole.plan import Place
 
 _PLAIN = (bool, int, float, str, tuple, type(None))

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import nn
 
 from farandole.models.moe import MixtureOfExperts
 from farandole.parallel.axes import Layouts, Position
-from farandole.parallel.initial_values import is_deferred
+from farandole.parallel.pipeline.balance import measure_blocks
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
 from farandole.parallel.pipeline.stage import split
-from farandole.plan import MODEL_AXES, Plan, PlanError
+from farandole.parallel.zero.initial_values import is_deferred
+from farandole.plan import Plan, PlanError
 
 _log = logging.getLogger(__name__)
 
 
-def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> Pipeline:
+def apply(
+    model: nn.Module, position: Position, plan: Plan, layouts: Layouts, example: Any = None
+) -> Pipeline:
     """Remove the blocks of other stages from `model`, and return the pipeline that runs the stages.
 
+    Args:
+        model: a model that `check` accepts.
+        example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
+            default, stages have similar numbers of parameters.
+
     Raises:
-        PlanError: if the plan or the model is not supported.
+        PlanError: if the model has too few blocks.
     """
-    schedule = _schedule(plan)
-    _check_plan(plan, schedule)
-    sequential = _check_model(model)
+    schedule, sequential = schedule_of(plan), _sequential(model)
     rank = position.coordinate("pipeline")
-    stages, balance = split(sequential, schedule, rank, layouts)
+    costs = None
+    if example is not None and position.groups is not None:
+        seconds = [cost.seconds for cost in measure_blocks(sequential, example)]
+        costs = position.groups.comm.broadcast_object(seconds)  # ranks measure different times
+    stages, balance = split(sequential, schedule, rank, layouts, costs)
     _log.info("pipeline=%d, schedule=%s: %s", plan.pipeline, plan.schedule, balance)
     comm, places = position.comm("pipeline"), list(range(plan.pipeline))
     if position.groups is not None:
@@ -35,7 +46,22 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     return Pipeline(stages, plan.schedule, comm, places, rank)
 
 
-def _schedule(plan: Plan) -> Schedule:
+def check(model: nn.Module, plan: Plan) -> None:
+    """Check that stages support the plan and the model, before the model is changed.
+
+    Raises:
+        PlanError: with the nearest plan that works.
+    """
+    _check_plan(plan, schedule_of(plan))
+    _check_model(_sequential(model))
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """Return the schedule of a plan for one micro-batch.
+
+    Raises:
+        PlanError: if the schedule does not exist for the number of stages.
+    """
     try:
         return build(plan.schedule, plan.pipeline, 1)
     except ScheduleError as error:
@@ -44,16 +70,15 @@ def _schedule(plan: Plan) -> Schedule:
 
 def _check_plan(plan: Plan, schedule: Schedule) -> None:
     asked = f"pipeline={plan.pipeline}"
-    if schedule.mirrored:
-        raise PlanError(
-            f"schedule={plan.schedule!r} needs two replicas of the model on each rank, which only the simulator supports; "
-            "nearest plan: schedule='layer-w' or '1f1b'"
-        )
-    for axis in MODEL_AXES:
+    for axis in ("context", "expert"):
         if (size := getattr(plan, axis)) > 1:
             raise PlanError(
                 f"{asked} with {axis}={size}: stages cannot be combined with {axis} parallelism; nearest plan: {axis}=1"
             )
+    if plan.sequence:
+        raise PlanError(
+            f"{asked} with sequence=True: stages exchange complete hidden states; nearest plan: sequence=False"
+        )
     if plan.precision in ("fp16", "fp8"):
         raise PlanError(
             f"{asked} with precision={plan.precision!r}: stages support fp32 and bf16; nearest plan: precision='bf16'"
@@ -77,12 +102,16 @@ def _check_plan(plan: Plan, schedule: Schedule) -> None:
         )
 
 
-def _check_model(model: nn.Module) -> nn.Sequential:
+def _sequential(model: nn.Module) -> nn.Sequential:
     if not isinstance(model, nn.Sequential):
         raise PlanError(
             f"pipeline parallelism divides an nn.Sequential of blocks, got {type(model).__name__}; write the model as "
             "nn.Sequential, or use pipeline=1"
         )
+    return model
+
+
+def _check_model(model: nn.Sequential) -> None:
     if is_deferred(model):
         raise PlanError(
             "pipeline parallelism needs a model in memory, got a model on the meta device; use pipeline=1"
@@ -98,4 +127,3 @@ def _check_model(model: nn.Module) -> nn.Sequential:
             f"{name} is a buffer, and stages do not average or save buffers such as BatchNorm statistics; nearest plan: "
             "pipeline=1, or a model without buffers"
         )
-    return model

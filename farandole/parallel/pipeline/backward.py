@@ -11,29 +11,32 @@ matrix product of a linear layer, is a *branch*.  The first half of the backward
 only, and keeps the gradients that arrive at branches.  The second half starts at the branches and computes the gradients of
 parameters only.  Autograd skips outputs that are not needed, so that no product is computed twice.
 
-A function that computes all its gradients at once (a custom `autograd.Function` that ignores `ctx.needs_input_grad`) runs twice,
-with the same results.  If no input requires a gradient, as in the first stage, the second half is the complete backward pass.
+The first half also computes the gradients of parameters that cannot wait: those of a custom `autograd.Function`, which computes
+all its gradients at once, and of parameters with several branches.  If no input requires a gradient, as in the first stage,
+the second half is the complete backward pass.
 
 The idea is that of `torch.distributed.pipelining` (Qi et al., 2023, "Zero Bubble Pipeline Parallelism", describe the schedule).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 
-@dataclass
-class _Group:
-    """Branches that share parameters, which must be differentiated together."""
+@dataclass(frozen=True)
+class _Branch:
+    """A function, and the parameters behind it, which are behind no other branch."""
 
-    branches: list[Node] = field(default_factory=list)
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    node: Node
+    parameters: list[nn.Parameter]
 
 
 class SplitBackward:
@@ -46,8 +49,8 @@ class SplitBackward:
 
     def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         self._outputs, self._inputs = list(outputs), list(inputs)
-        self._groups: list[_Group] = []
-        self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+        self._branches: list[_Branch] = []
+        self._arrived: dict[Node, dict[int, Tensor]] = {}
         self._whole: tuple[list[Tensor], list[Tensor]] | None = None
 
     def input_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -57,25 +60,28 @@ class SplitBackward:
             self._whole = (outputs, list(gradients))
             return []
         graph = _Graph([_node(output) for output in outputs], self._inputs)
-        self._groups = graph.groups()
-        branches = {branch for group in self._groups for branch in group.branches}
-        for output, gradient in zip(outputs, gradients, strict=True):
-            if (node := _node(output)) in branches and node not in graph.path:
-                arrived = list(self._arrived.get(node, [None] * (output.output_nr + 1)))
-                arrived += [None] * (output.output_nr + 1 - len(arrived))
-                before = arrived[output.output_nr]
-                arrived[output.output_nr] = gradient if before is None else before + gradient
-                self._arrived[node] = tuple(arrived)
-        handles = [branch.register_prehook(self._keep(branch)) for branch in branches & graph.path]
+        self._branches, at_once = graph.branches()
+        handles = []
+        for branch in self._branches:
+            if branch.node in graph.path:
+                handles.append(branch.node.register_prehook(self._keep(branch.node)))
+                continue
+            for output, gradient in zip(outputs, gradients, strict=True):
+                if _node(output) is branch.node:
+                    arrived = self._arrived.setdefault(branch.node, {})
+                    before = arrived.get(output.output_nr)
+                    arrived[output.output_nr] = gradient if before is None else before + gradient
         try:
-            return list(
-                torch.autograd.grad(
-                    outputs, self._inputs, list(gradients), retain_graph=True, allow_unused=True
-                )
+            torch.autograd.backward(
+                outputs, list(gradients), inputs=[*self._inputs, *at_once], retain_graph=True
             )
         finally:
             for handle in handles:
                 handle.remove()
+        found = [each.grad for each in self._inputs]
+        for each in self._inputs:
+            each.grad = None
+        return found
 
     def weight_gradients(self) -> None:
         """Accumulate the gradients of the parameters, and release the graph."""
@@ -85,36 +91,18 @@ class SplitBackward:
             if outputs:
                 torch.autograd.backward(outputs, gradients)
             return
-        groups, self._groups = self._groups, []
-        arrived, self._arrived = self._arrived, {}
-        for group in groups:
-            edges: list[GradientEdge] = []
-            values: list[Tensor] = []
-            handles = []
-            for branch in group.branches:
-                for number, gradient in enumerate(arrived.get(branch, ())):
-                    if gradient is not None:
-                        edges.append(GradientEdge(branch, number))
-                        values.append(gradient)
-                if len(group.branches) > 1 and branch in arrived:
-                    # a branch that is reachable from another branch would receive its gradient twice
-                    handles.append(branch.register_prehook(_replacement(arrived[branch])))
-            try:
-                if edges:
-                    torch.autograd.backward(edges, values, inputs=group.parameters)
-            finally:
-                for handle in handles:
-                    handle.remove()
+        branches, self._branches = self._branches, []
+        for branch in branches:
+            arrived = self._arrived.pop(branch.node, {})
+            if arrived:
+                edges = [GradientEdge(branch.node, number) for number in arrived]
+                torch.autograd.backward(edges, list(arrived.values()), inputs=branch.parameters)
 
-    def _keep(self, branch: Node) -> Any:
+    def _keep(self, node: Node) -> Any:
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
-            self._arrived[branch] = gradients
+            self._arrived[node] = {n: each for n, each in enumerate(gradients) if each is not None}
 
         return keep
-
-
-def _replacement(kept: tuple[Tensor | None, ...]) -> Any:
-    return lambda _: kept
 
 
 def _node(tensor: Tensor) -> Node:
@@ -138,33 +126,30 @@ class _Graph:
             elif isinstance(variable := getattr(node, "variable", None), Tensor):
                 self._parameters[node] = variable  # type: ignore[assignment]
 
-    def groups(self) -> list[_Group]:
-        """Return the branches, in groups that share no parameters."""
+    def branches(self) -> tuple[list[_Branch], list[nn.Parameter]]:
+        """Return the branches, and the parameters whose gradients cannot wait."""
         behind: dict[Node, frozenset[Node]] = {}  # the parameters behind functions that are not on the path
+        found: dict[Node, frozenset[Node]] = {}
         for node in self._order:
+            others = [
+                after for after, _ in node.next_functions if after is not None and after not in self.path
+            ]
+            reached = frozenset().union(*(behind[after] for after in others))
             if node not in self.path:
-                found = {node} if node in self._parameters else set()
-                behind[node] = frozenset(
-                    found.union(*(behind[n] for n, _ in node.next_functions if n is not None))
-                )
-        branches: dict[Node, frozenset[Node]] = {}
-        for node in self._order:
-            if node in self.path:
-                own = [behind[n] for n, _ in node.next_functions if n is not None and n not in self.path]
-                if any(own):
-                    branches[node] = frozenset().union(*own)
-        for node in self._roots:
-            if node not in self.path and behind[node]:
-                branches[node] = behind[node]
-        groups: list[tuple[set[Node], _Group]] = []
-        for branch, leaves in branches.items():
-            joined = [each for each in groups if each[0] & leaves]
-            groups = [each for each in groups if not each[0] & leaves]
-            members = [member for _, group in joined for member in group.branches]
-            groups.append((set(leaves).union(*(each[0] for each in joined)), _Group([*members, branch])))
-        for nodes, group in groups:
-            group.parameters = [self._parameters[node] for node in nodes]
-        return [group for _, group in groups]
+                behind[node] = reached | {node} if node in self._parameters else reached
+            elif reached:
+                found[node] = reached
+        found |= {node: behind[node] for node in self._roots if behind.get(node)}
+        uses = Counter(leaf for leaves in found.values() for leaf in leaves)
+        branches: list[_Branch] = []
+        at_once: dict[Node, nn.Parameter] = {}
+        for node, leaves in found.items():
+            parameters = {leaf: self._parameters[leaf] for leaf in leaves}
+            if isinstance(node, BackwardCFunction) or any(uses[leaf] > 1 for leaf in leaves):
+                at_once |= parameters
+            else:
+                branches.append(_Branch(node, list(parameters.values())))
+        return branches, list(at_once.values())
 
 
 def _post_order(roots: Sequence[Node]) -> Iterator[Node]:

@@ -123,7 +123,8 @@ def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list
     finally:
         for handle in handles:
             handle.remove()
-    return [_measure(name, block, *calls[block], repeats) for name, block in model.named_children()]
+    blocks = [(name, block) for name, block in model._modules.items() if block is not None]
+    return [_measure(name, block, *calls[block], repeats) for name, block in blocks]
 
 
 def _measure(
@@ -131,13 +132,14 @@ def _measure(
 ) -> BlockCost:
     parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
     inputs = tuple(_leaf(value) for value in given)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     seconds, kept = [], 0
     for _ in range(repeats):
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                storage = tensor.untyped_storage()
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
                 saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farandole.mesh import LOSS_AXES, Mesh
-from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, scalar_sum
+from farandole.parallel.global_mean import GlobalMean, Loss, Step, scalar_sum
 from farandole.parallel.pipeline.runtime import Arguments, Pipeline
 from farandole.parallel.precision import cast_floating
 
@@ -27,13 +27,13 @@ class PipelineMean(GlobalMean):
     def __init__(self, engine: Engine, mesh: Mesh, pipeline: Pipeline, dtype: torch.dtype | None) -> None:
         super().__init__(engine, mesh)
         self._pipeline, self._dtype = pipeline, dtype
-        rank = engine.comm.rank
-        last = [cell for cell in mesh.cells if cell.pipeline == mesh.of_rank(rank)[0].pipeline]
-        place = mesh.of_rank(rank)[0].at(LOSS_AXES)
-        first = min(cell.rank for cell in last if cell.at(LOSS_AXES) == place)
-        self._counts = pipeline.has_loss and first == rank
+        # ranks that compute a stage together have the same loss, which is counted once
+        axes = ("pipeline", "mirror", *LOSS_AXES)
+        own = mesh.of_rank(engine.comm.rank)[0]
+        first = min(cell.rank for cell in mesh.cells if cell.at(axes) == own.at(axes))
+        self._counts = pipeline.has_loss and first == own.rank
 
-    def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> StepLoss:
+    def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> Step:
         """Run the schedule on all micro-batches; see `Engine.forward_backward`."""
         engine, own_batches = self._engine, list(batches)
         self._most(len(own_batches))
@@ -43,11 +43,11 @@ class PipelineMean(GlobalMean):
                 own_batches, loss, inputs, train=True, factor=self._losses / expected
             )
         engine.join_backward(last=True)
-        step = self._mean(sums, counts)
-        if step.count != expected:
-            engine.scale_all(expected / step.count)
-        self.expected = step.count
-        return step
+        mean, count = self._mean(sums, counts)
+        if count != expected:
+            engine.scale_all(expected / count)
+        self.expected = count
+        return Step(mean, count, skipped=engine.will_skip())
 
     def _evaluate(
         self, batches: Sequence[Any], metric: Loss, inputs: Callable[[Any], Any]

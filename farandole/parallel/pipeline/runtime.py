@@ -71,8 +71,8 @@ class Pipeline:
         rank: int,
     ) -> None:
         self._stages, self._name, self._comm, self._places, self._rank = stages, name, comm, places, rank
-        self.has_loss = max(stages) == build(name, len(places), 1).stages - 1
-        """Whether this rank has the last stage."""
+        self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
+        """Whether this rank has the last stage of a replica."""
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - an engine has one pipeline
     def schedule(self, micro_batches: int) -> Schedule:
@@ -160,13 +160,15 @@ class _Step:
             self._send_output(stage, m, output)
 
     def _backward(self, stage: int, m: int) -> None:
-        found, gradients = self._passes.pop((stage, m)), self._output_gradients(stage, m)
+        gradients = self._output_gradients(stage, m)
+        found = self._passes.pop((stage, m))
         if found.outputs:
             torch.autograd.backward(found.outputs, gradients)
         self._send_gradients(stage, m, found.inputs, [each.grad for each in found.inputs])
 
     def _backward_input(self, stage: int, m: int) -> None:
-        found, gradients = self._passes[stage, m], self._output_gradients(stage, m)
+        gradients = self._output_gradients(stage, m)
+        found = self._passes[stage, m]
         inputs = found.inputs
         own: list[Tensor | None] = [None] * len(inputs)
         if found.outputs:
@@ -176,9 +178,8 @@ class _Step:
         self._send_gradients(stage, m, inputs, own)
 
     def _output_gradients(self, stage: int, m: int) -> list[Tensor]:
-        outputs = self._passes[stage, m].outputs if (stage, m) in self._passes else []
         if stage == self._schedule.stages - 1:
-            return [torch.ones_like(output) for output in outputs]
+            return [torch.ones_like(output) for output in self._passes[stage, m].outputs]
         return list(self._receive("I", stage, m, stage + 1))
 
     # ---- messages ----

@@ -141,7 +141,7 @@ def _candidates(
 
 
 def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
-    """Return a lower bound: the most loaded rank computes everything, after its first input has arrived."""
+    """Return a lower bound: each rank computes its stages after its first input has arrived, and ranks share all work."""
     numbers = tuple(m % len(placement) for m in range(micro_batches))
     ranks = max(placement[0]) + 1
     schedule = Schedule("", ((),) * ranks, placement, numbers)
@@ -150,7 +150,7 @@ def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
         + (costs.at("forward", schedule, stage) if costs.recompute else 0.0)
         for stage in range(schedule.stages)
     ]
-    bounds = []
+    bounds = [micro_batches * sum(total) / ranks]
     for rank in range(ranks):
         heads = []
         for row in placement:

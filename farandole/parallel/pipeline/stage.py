@@ -34,7 +34,7 @@ class Stage:
         self._before = _Before()
         self._view = copy.copy(model)
         after = _After()
-        children = list(model.named_children())
+        children = blocks_of(model)
         self._view._modules = {
             name: child if place in blocks else self._before if place < blocks.start else after
             for place, (name, child) in enumerate(children)
@@ -94,6 +94,11 @@ class Absent(nn.Module):
         )
 
 
+def blocks_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """Return the names and blocks of a model; unlike `named_children`, a block that occurs twice is listed twice."""
+    return [(name, block) for name, block in model._modules.items() if block is not None]
+
+
 def split(
     model: nn.Sequential,
     schedule: Schedule,
@@ -118,7 +123,7 @@ def split(
     except ScheduleError as error:
         raise PlanError(f"pipeline={schedule.ranks}, schedule={schedule.name!r}: {error}") from error
     placement = schedule.placement[0]
-    children = list(model.named_children())
+    children = blocks_of(model)
     holders: dict[str, set[int]] = {name: set() for name in layouts}
     for number, blocks in enumerate(found.ranges):
         for place in blocks:
@@ -126,7 +131,13 @@ def split(
                 holders[layouts.of(parameter).name].add(placement[number])
     for name, stages in holders.items():
         layouts[name] = replace(layouts[name], stages=frozenset(stages))
-    own = {number: found.ranges[number] for number in range(schedule.stages) if placement[number] == rank}
+    own = {
+        number: blocks
+        for number, blocks in enumerate(found.ranges)
+        if any(
+            row[number] == rank for row in schedule.placement
+        )  # a mirrored rank has a stage of each replica
+    }
     kept = {place for blocks in own.values() for place in blocks}
     needed = {id(p): p for place in kept for p in children[place][1].parameters()}
     for place, (name, child) in enumerate(children):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ WORDS, STEPS, CLIP = 29, 2, 0.3
 
 SCHEDULES = [
     "layer", "layer-w", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min", "dualpipe-v",
+    "gems", "gems-master", "gems-w", "chimera",
 ]  # fmt: skip
 
 
@@ -162,7 +164,7 @@ def _compare(results: list[Any], alone: Any, stages: int) -> None:
                 value, expected[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
             )
         seen |= set(weights)
-        assert len(weights) < len(expected) or stages == 1
+        assert len(weights) < len(expected) or stages < 4
     assert seen == set(expected)
 
 
@@ -188,11 +190,36 @@ def test_the_chunked_loss_of_the_head_runs_on_the_last_stage(ranks: Any) -> None
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("schedule", ["1f1b", "v-min"])
+@pytest.mark.parametrize("schedule", ["1f1b", "v-min", "gems-w"])
 def test_stages_combine_with_data_parallelism(ranks: Any, zero: int, schedule: str) -> None:
     plan = Plan(data=2, pipeline=2, schedule=schedule, zero=zero)
     results = ranks(4).run(_train, "gpt", plan, 3, False)
     _compare(results, _alone("gpt", 3, replicas=2), 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (4, {"schedule": "zb-v"}),
+        (4, {"schedule": "gems-w", "zero": 1}),
+        (8, {"data": 2, "zero": 1}),
+    ],
+    ids=["zb-v", "gems-w", "data"],
+)
+def test_stages_combine_with_tensor_parallelism(ranks: Any, size: int, options: dict[str, Any]) -> None:
+    plan = Plan(pipeline=2, tensor=2, **options)
+    for name in ("gpt", "llama"):
+        _, losses, norms, metric = _alone(name, 3, replicas=size // 4)
+        for _, found, found_norms, found_metric in ranks(size).run(_train, name, plan, 3, True):
+            assert found == pytest.approx(losses, rel=1e-5)
+            assert found_norms == pytest.approx(norms, rel=1e-4)
+            assert found_metric == pytest.approx(metric, rel=1e-4)
+
+
+def test_the_middle_rank_of_a_mirrored_pipeline_has_a_stage_twice(ranks: Any) -> None:
+    for zero in (0, 1):
+        results = ranks(3).run(_train, "gpt", Plan(pipeline=3, schedule="gems", zero=zero), 5, False)
+        _compare(results, _alone("gpt", 5), 3)
 
 
 def test_gloo_carries_the_messages_too(ranks: Any) -> None:
@@ -201,7 +228,12 @@ def test_gloo_carries_the_messages_too(ranks: Any) -> None:
 
 
 def test_a_checkpoint_of_stages_loads_without_stages(ranks: Any, tmp_path: Path) -> None:
-    plans = [(2, Plan(pipeline=2, zero=1)), (1, Plan()), (4, Plan(pipeline=4, schedule="zb-v"))]
+    plans = [
+        (2, Plan(pipeline=2, zero=1)),
+        (1, Plan()),
+        (4, Plan(pipeline=4, schedule="zb-v")),
+        (2, Plan(pipeline=2, schedule="gems", zero=1)),
+    ]
     for number, (size, plan) in enumerate(plans):
         folder = tmp_path / f"state{number}"
         ranks(size).run(_train, "gpt", plan, 4, False, folder)
@@ -228,7 +260,6 @@ def _refused(rank: int, size: int, kind: str, plan: Plan) -> str:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("gpt", {"schedule": "gems"}, "only the simulator supports; nearest plan: schedule='layer-w'"),
         ("gpt", {"schedule": "1f1"}, "unknown schedule '1f1'; did you mean 1f1b"),
         ("gpt", {"precision": "fp16"}, "stages support fp32 and bf16; nearest plan: precision='bf16'"),
         ("gpt", {"schedule": "zb-h1", "recompute": "block"}, "nearest plan: schedule='1f1b'"),
@@ -253,6 +284,26 @@ def test_invalid_plans_are_refused() -> None:
         Plan(pipeline=0)
     with pytest.raises(PlanError, match="pipeline=4: expected a multiple of 4 ranks, got 6"):
         Plan(pipeline=4).sizes(6)
+
+
+class Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.03)
+        return super().forward(x)
+
+
+def _measured(rank: int, size: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 99), nn.Linear(99, 4), Slow(4, 4), Slow(4, 4))
+    engine = farandole.parallelize(model, Plan(pipeline=2), example=torch.randn(2, 4))
+    names = [name for name, _ in model.named_parameters()]
+    engine.close()
+    return names
+
+
+def test_blocks_are_divided_by_measured_time(ranks: Any) -> None:
+    first, last = ranks(2).run(_measured)
+    assert first == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert last == ["3.weight", "3.bias"]
 
 
 def _called_directly(rank: int, size: int) -> str:

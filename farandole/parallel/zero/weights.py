@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.tracker import memory_tag
-from farandole.parallel.sharding import BucketPlan
+from farandole.parallel.zero.sharding import BucketPlan
 
 Masters = Literal["memory", "offloaded", "none"]
 """Where master weights are: in memory, in an offload store, or only within an update (`optimizers.rounding`)."""
