@@ -128,7 +128,6 @@ def test_ranks_with_different_numbers_of_words_have_equal_chunks(ranks: Any) -> 
         ("llama", Plan(tensor=4, recompute="attention")),
         ("llama", Plan(context=2, ring=2, tensor=2, recompute="attention")),
         ("mixtral", Plan(expert=2, recompute="auto", activation_bytes=60_000)),
-        ("deepseek", Plan(context=2, recompute="auto", activation_bytes=100_000)),
     ],
 )
 def test_a_dry_run_chooses_recomputation(ranks: Any, name: str, plan: Plan) -> None:
