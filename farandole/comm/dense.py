@@ -36,8 +36,7 @@ def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
         ):
             raise ValueError(
                 f"{call}: expected an output whose elements do not overlap, got shape {list(output.shape)} with "
-                "strides "
-                f"{list(output.stride())}; pass output.clone()"
+                f"strides {list(output.stride())}; pass output.clone()"
             )
 
 
@@ -55,8 +54,7 @@ def plain(tensor: Tensor) -> Tensor:
     if wait is None:
         raise TypeError(
             f"expected a tensor that owns its memory, got {type(tensor).__name__}, which wraps another tensor; pass "
-            "the "
-            f"wrapped tensor (for a DTensor, tensor.to_local())"
+            f"the wrapped tensor (for a DTensor, tensor.to_local())"
         )
     inner: Tensor = wait()
     return inner

@@ -267,7 +267,7 @@ def head_loss(
         before: a function, such as a normalization, applied to the hidden states at positions with a target.
         chunk_bytes: the size of a logits chunk, by default `LOGITS_BYTES`.
         shard: the words of `weight` and `bias`, if the vocabulary is sharded.  The gradient with respect to `hidden` is
-            then this shard's summand.
+            then the part from these words.
 
     Returns:
         The sum in nats as an fp32 scalar, and the number of targets that are not negative.

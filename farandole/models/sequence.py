@@ -120,6 +120,10 @@ class KeyValueCache:
     The allocated length doubles when the cache is full.  `Transformer.forward` advances `length` after the last block.
     """
 
+    attend: Callable[..., Tensor] | None = None
+    """Computes attention over the stored positions, for a cache whose sequences have different lengths.  The arguments are
+    those of `attention.attention`, with the keys and values that `append` returned."""
+
     def __init__(self) -> None:
         self.length = 0
         self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}

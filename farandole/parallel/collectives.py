@@ -48,7 +48,7 @@ def reduce_and_gather(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def gather_same(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
-    """Return `rows` rows from the shards of all ranks, for a computation that is the same on all ranks."""
+    """Return `rows` rows from the shards of all ranks, for an identical computation on all ranks."""
     return shard if comm is None else _GatherSame.apply(shard, rows, comm)
 
 

@@ -2,7 +2,7 @@
 
 A *region* is a module, such as attention or a feed-forward network, whose first linear layers are split by columns (each
 rank computes some of the outputs, such as some heads) and whose last layer is split by rows (each rank computes a
-summand of the output).  Only the boundaries of a region communicate:
+partial sum of the output).  Only the boundaries of a region communicate:
 
               outside             enter a region           leave a region
     default   complete copies     identity                 all-reduce
@@ -11,8 +11,8 @@ summand of the output).  Only the boundaries of a region communicate:
 The backward pass runs the transposed collectives.  With `sequence=True`, normalization, dropout and residual connections
 process a shard of the tokens (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
-Inside a region, each rank's gradient of a replicated parameter is a summand.  Outside, gradients are equal on all ranks,
-or summands with `sequence=True`.  The layouts declare this, and the engine does the rest.
+Inside a region, each rank's gradient of a replicated parameter is a partial sum.  Outside, gradients are equal on all ranks,
+or partial sums with `sequence=True`.  The layouts declare this, and the engine does the rest.
 
 `RULES` describes the region of each kind of module; `register` adds a rule for another model's modules:
 
@@ -307,7 +307,7 @@ def _rule(module: nn.Module) -> Rule | None:
 def _with_equal_gradients(
     model: nn.Module, found: Mapping[str, tuple[nn.Module, Rule]], *, sequence: bool
 ) -> list[nn.Parameter]:
-    """Return the parameters whose gradients are equal on all ranks; other gradients are summands."""
+    """Return the parameters whose gradients are equal on all ranks; other gradients are partial sums."""
     if sequence:  # only the embedding processes all tokens
         return [p for module, _ in found.values() if type(module) in _EMBEDDINGS for p in module.parameters()]
     inside = {id(p) for module, rule in found.values() if rule.region for p in module.parameters()}
@@ -569,8 +569,8 @@ class _GatherHead:
     ) -> Any:
         projected: Tensor = call(*args, **kwargs)
         part = self._width // self._ranks
-        query, mine = projected.split((projected.shape[-1] - 2 * part, 2 * part), -1)
-        every = gather_and_reduce(mine[None], self._ranks, self._comm)  # (ranks, ..., keys and values)
+        query, own = projected.split((projected.shape[-1] - 2 * part, 2 * part), -1)
+        every = gather_and_reduce(own[None], self._ranks, self._comm)  # (ranks, ..., keys and values)
         both = every.unflatten(-1, (2, part)).movedim(0, -2)  # (..., 2, ranks, part)
         return torch.cat((query, both.flatten(-3)), -1)
 

@@ -60,7 +60,7 @@ class ChatTask(Task):
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model from the configured folder."""
-        return open_folder_model(config)
+        return open_folder_model(self._config)
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
         """Return the tokens, document numbers and targets."""

@@ -20,11 +20,11 @@ from farandole.models.gpt import GPTConfig
 from farandole.models.hf.architecture import decoders
 from farandole.models.meta import meta_device
 from farandole.parallel.lora import add_lora
-from farandole.plan import Plan
+from farandole.plan import Plan, PlanError
 from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
-from farandole.train.config import ConfigError, TrainConfig
+from farandole.train.config import ConfigError, TrainConfig, plan_config_error
 from farandole.train.folders import build_language_model, check_context, describe_folder
-from farandole.train.start import Start
+from farandole.train.start import Start, task_config
 
 _STAGES = (0, 1, 2, 3)
 
@@ -67,19 +67,19 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
         if not torch.cuda.is_available() and config.plan.swap == "none":
             check_step(config, ranks, available_memory())
         return
-    offload = config.plan.offload
-    copies = {stage: _copied(stage, offload, ranks) for stage in _STAGES}
+    offload, copies_of_model = config.plan.offload, ranks // config.plan.tensor
+    copies = {stage: _copied(stage, offload, copies_of_model) for stage in _STAGES}
     if torch.cuda.is_available():
         on_one = -(-ranks // torch.cuda.device_count())
         have = torch.cuda.get_device_properties(0).total_memory
-        share = {stage: _trained(stage, offload, ranks) * on_one / ranks for stage in _STAGES}
+        share = {stage: _trained(stage, offload, copies_of_model) * on_one / ranks for stage in _STAGES}
         _check_state(
             config, share, on_one, have, "each accelerator has", "weights, gradients and AdamW's moments"
         )
         each = copies
         parts = "copies for checkpoints"
     else:
-        each = {stage: _trained(stage, offload, ranks) + copies[stage] for stage in _STAGES}
+        each = {stage: _trained(stage, offload, copies_of_model) + copies[stage] for stage in _STAGES}
         parts = "weights, gradients and AdamW's moments, and copies of them for checkpoints"
     have = available_memory()
     _check_state(config, each, ranks, have, "this host has", parts)
@@ -89,15 +89,18 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
 
 def summary(start: Start) -> dict[str, str]:
     """Return the named lines that `farandole train --dry-run` prints for a checked run."""
-    config, ranks = start.config, start.ranks
+    config, ranks = task_config(start.config, start.checkpoint), start.ranks
     count, samples = config.micro_batches(ranks)
     micro_batches = "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
     plan = config.plan.model_dump(exclude_defaults=True)
+    together = config.plan.ranks_per_sample
+    groups = counted(ranks // together, "rank" if together == 1 else "group")
+    of = "" if together == 1 else f" of {together} ranks"
     lines = {
         "task": config.task,
         "ranks": f"{ranks} on this host",
         "steps": f"{config.steps:,}",
-        "batch": f"{counted(config.batch, 'sample')} = {counted(ranks, 'rank')} x {micro_batches} x {samples:,}",
+        "batch": f"{counted(config.batch, 'sample')} = {groups}{of} x {micro_batches} x {samples:,}",
         "plan": ", ".join(f"{key}={value}" for key, value in plan.items()) or "default",
     }
     if config.task in ("text", "sft"):
@@ -159,7 +162,10 @@ def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) 
     machine = Machine(
         memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any")
     )  # the disk speed is not used
-    return estimate_workload(workload_of(config, ranks), plan, ranks, machine)
+    try:
+        return estimate_workload(workload_of(config, ranks), plan, ranks, machine)
+    except PlanError as error:
+        raise plan_config_error(error) from None
 
 
 def _upper_bound(config: TrainConfig, ranks: int) -> float:
@@ -197,7 +203,8 @@ def _divided(config: TrainConfig, ranks: int, fitting: list[int], usable: float)
         return ""
     if fitting:
         return f"plan.zero={fitting[0]} fits; "
-    least = _trained(3, "disk:FOLDER", ranks) + _copied(3, "disk:FOLDER", ranks)
+    copies_of_model = ranks // config.plan.tensor
+    least = _trained(3, "disk:FOLDER", copies_of_model) + _copied(3, "disk:FOLDER", copies_of_model)
     if config.plan.offload == "none" and least * config.model.gpt().parameters <= usable:
         return "plan.zero=3 plan.offload=disk:FOLDER fits; "
     return ""

@@ -45,11 +45,12 @@ Record = dict[str, float]
 class MetricsWriter:
     """Appends metrics to the files of `run`, on rank 0.
 
-    A run that resumes from `resumed_step` deletes the metrics for later steps.  Files are open only during a write, so
-    there is no `close`.  If TensorBoard files cannot be written, the writer prints a warning and stops writing them.
+    A run that resumes from `resumed_step` deletes the metrics for later steps.  Files are open only during a write.  If
+    TensorBoard files cannot be written, the writer prints a warning and stops writing them.
 
     Raises:
         DiskError: if `metrics.jsonl` cannot be written.
+        ConfigError: if the Weights & Biases run cannot be started.
     """
 
     def __init__(
@@ -86,6 +87,12 @@ class MetricsWriter:
         self._write_tensorboard(step, [_text("sample/text_summary", text)])
         if self._wandb is not None:
             self._wandb.log({"sample": text}, step=step)
+
+    def close(self, failed: bool = False) -> None:
+        """Finish the Weights & Biases run, as failed or successful."""
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(failed))
+            self._wandb = None
 
     def _append(self, path: Path, record: Mapping[str, Any]) -> None:
         try:
@@ -124,14 +131,17 @@ class MetricsWriter:
 
 
 def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
-    """Start or continue the Weights & Biases run.  Raises `ConfigError` if wandb is not installed."""
+    """Start or continue the Weights & Biases run.  Raises `ConfigError` if this fails (`start.check_wandb`)."""
+    import wandb
+
     try:
-        import wandb
-    except ImportError:
-        raise ConfigError("log.wandb=true requires Weights & Biases: pip install wandb") from None
-    return wandb.init(
-        project="farandole", name=run.name, id=run.name, dir=str(run), config=dict(config), resume="allow"
-    )
+        return wandb.init(
+            project="farandole", name=run.name, id=run.name, dir=str(run), config=dict(config), resume="allow"
+        )
+    except Exception as error:  # wandb raises many types
+        raise ConfigError(
+            f"cannot start the Weights & Biases run: {error}; use WANDB_MODE=offline or log.wandb=false"
+        ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -83,6 +83,8 @@ class Observer:
     ) -> None:
         if self._active:
             self._line.__exit__(kind, error, trace)
+        if self._metrics is not None:
+            self._metrics.close(failed=error is not None)
 
     def stepped(self, result: StepResult, seconds: float) -> None:
         """Print and record a step that took `seconds`."""

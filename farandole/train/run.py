@@ -16,7 +16,7 @@ from farandole.launch.runtime import Runtime
 from farandole.train import checkpoint
 from farandole.train.checkpoint import CheckpointWriter
 from farandole.train.config import TrainConfig
-from farandole.train.folders import save_model
+from farandole.train.folders import save_base, save_model
 from farandole.train.observer import Observer
 from farandole.train.precision import PrecisionChoice, choose_precision
 from farandole.train.run_folder import RunLock, read_metadata
@@ -46,7 +46,8 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
             before = checkpoint.load(trainer, resume, runtime.comm)
             earlier_s, resumed_step = before.elapsed_s, before.step
         # Create the writer after loading, so that a damaged checkpoint does not cause later ones to be moved.
-        writer = CheckpointWriter(run, task.files(), config.checkpoint.keep, runtime.comm, resumed_step)
+        files = {**task.files(), **save_base(trainer.model, run, runtime.comm)}
+        writer = CheckpointWriter(run, files, config.checkpoint.keep, runtime.comm, resumed_step)
         limit = 0.0
         if trainer.flops is not None:
             limit = measured_flops(choice.name, runtime.device, runtime.comm)

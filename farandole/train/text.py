@@ -20,7 +20,7 @@ from farandole.data.tokenizer import END_OF_TEXT, load_tokenizer
 from farandole.models.generate import generate
 from farandole.models.gpt import build_gpt
 from farandole.models.hf.architecture import decoders
-from farandole.models.hf.pretrained import read_config
+from farandole.models.hf.pretrained import read_config, tensors_of
 from farandole.train.config import ConfigError, TrainConfig, saved_config
 from farandole.train.folders import (
     build_language_model,
@@ -89,7 +89,7 @@ class TextTask(Task):
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the GPT."""
-        return build_language_model(config)
+        return build_language_model(self._config)
 
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
@@ -157,13 +157,13 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
         raise CheckpointError(
             f"checkpoint {checkpoint} is damaged: {error}; use another checkpoint{see('is-damaged')}"
         ) from None
-    expected = dict(model.named_parameters())
+    expected = tensors_of(model)
     if weights.keys() != expected.keys():
         odd = sorted(weights.keys() ^ expected.keys())
         raise CheckpointError(
             f"checkpoint {checkpoint} does not match its configuration: missing or unexpected tensors "
             f"{', '.join(odd[:5])}; use another checkpoint"
         )
-    for name, parameter in expected.items():
-        parameter.data.copy_(weights[name])
+    for name, tensor in expected.items():
+        tensor.data.copy_(weights[name])
     return model.eval(), tokenizer, config

@@ -27,9 +27,9 @@ from farandole.comm.notices import warn_once
 from farandole.data.sampler import Sampler
 from farandole.memory.disk import OffloadError
 from farandole.models.moe import RouterLoad, take_loads
-from farandole.parallel.initial_values import is_deferred
 from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
+from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import PlanError, Precision
 from farandole.train.config import ConfigError, TrainConfig, plan_config_error
 from farandole.train.flops import count_flops
@@ -188,17 +188,24 @@ class Trainer:
         chosen = np.arange(wanted) * available // wanted
         mesh = self.engine.mesh
         own = chosen[mesh.replica_of(self._comm.rank) :: mesh.replicas]
+        batches = [(batch, True) for batch in self._batches(self.task.validation, own, np.zeros_like(own))]
+        # ranks that share experts must run equally many micro-batches, so some repeat a sample that does not count
+        missing = math.ceil(math.ceil(wanted / mesh.replicas) / self._size) - len(batches)
+        first = np.zeros(1, np.int64)
+        batches += [(batch, False) for batch in self._batches(self.task.validation, first, first)] * missing
         sums: dict[str, list[float]] = {}
 
-        def loss(output: Any, batch: Any) -> Mean:
+        def loss(output: Any, item: tuple[Any, bool]) -> Mean:
+            batch, counts = item
+            if not counts:
+                return torch.zeros((), device=self.device), 0
             for name, returned in self.task.metrics(output, batch).items():
                 both = sums.setdefault(name, [0.0, 0.0])
                 for index, value in enumerate(checked_mean(self.config, returned, f"metrics {name!r}")):
                     both[index] += float(value)
             return checked_mean(self.config, self.task.loss(output, batch))
 
-        batches = self._batches(self.task.validation, own, np.zeros_like(own))
-        found = {"loss": self.engine.evaluate(batches, loss, self.task.inputs)}
+        found = {"loss": self.engine.evaluate(batches, loss, lambda item: self.task.inputs(item[0]))}
         names: set[str] = set().union(*self._comm.all_gather_object(list(sums)))
         for name in sorted(names):  # a rank without samples has no metrics
             total, count = self._sums(*sums.get(name, (0.0, 0.0)))

@@ -43,8 +43,9 @@ def _agree(request: Request, runtime: Runtime) -> Order:
     if runtime.rank == 0:
         try:
             start = check(request, runtime.size)
-            check_memory(start.config, runtime.local_size)
-            make_task(task_config(start.config, start.checkpoint))
+            prepared = task_config(start.config, start.checkpoint)
+            check_memory(prepared, runtime.local_size)
+            make_task(prepared)
             text = order(start).dump()
         except REFUSALS as refusal:
             refused = str(refusal)

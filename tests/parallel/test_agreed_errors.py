@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import farandole
+from farandole.parallel.axes import Position
+from farandole.parallel.zero.sharding import box_mesh
 from farandole.plan import Plan, PlanError
 from tests.parallel.plans import build
 
@@ -59,3 +61,9 @@ def _all_fail(rank: int, size: int) -> str:
 def test_an_error_on_all_ranks_names_no_rank(ranks: Any) -> None:
     for message in ranks(2).run(_all_fail):
         assert message.startswith("expert=2: Transformer has no mixture of experts")
+
+
+def test_an_axis_over_hosts_whose_ranks_alternate_is_refused() -> None:
+    mesh = box_mesh(4, ["a", "b", "b", "a"], tensor=4)
+    with pytest.raises(PlanError, match="tensor: ranks 0, 3, 1, 2 share layers"):
+        Position(mesh, mesh.of_rank(0)[0], sent=[]).comm("tensor")

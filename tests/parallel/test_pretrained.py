@@ -23,7 +23,7 @@ from farandole.parallel.lora.peft_adapter import load_adapter, save_adapter
 from farandole.parallel.tensor import sharded_logits
 from farandole.plan import LoRA, Plan
 from tests.models.hf.families import FAMILIES, folder_of, reference, rope, transformers
-from tests.parallel.test_zero import _world
+from tests.parallel.odd import world
 from tests.pool import RankFailed
 
 STEPS, RATE = 4, 0.5
@@ -56,7 +56,7 @@ def _train(
         engine.save_pretrained(out, file_bytes=30_000)
         if plan.lora is not None:
             engine.save_adapter(out.with_name("adapter"))
-    _world().barrier()
+    world().barrier()
     engine.close()
     return losses
 
@@ -433,7 +433,7 @@ def _count_bytes(rank: int, size: int, folder: Path, plan: Plan) -> int:
         engine = farandole.parallelize(from_pretrained(folder, lazy=True), plan)
     finally:
         files_module._into = original
-    _world().barrier()
+    world().barrier()
     engine.close()
     return count
 
@@ -568,10 +568,10 @@ def test_missing_folder_is_refused(tmp_path: Path) -> None:
 
 def _vanish(rank: int, size: int, folder: Path) -> None:
     model = from_pretrained(folder, lazy=True)
-    _world().barrier()
+    world().barrier()
     if rank == 0:
         shutil.rmtree(folder)
-    _world().barrier()
+    world().barrier()
     with pytest.raises(CheckpointError, match="No such file"):
         farandole.parallelize(model, Plan(zero=3))
 

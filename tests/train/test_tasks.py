@@ -15,7 +15,7 @@ from PIL import Image
 
 from farandole.comm.communicator import Communicator
 from farandole.data.errors import DataError
-from farandole.parallel.hidden_parameters import is_hidden
+from farandole.parallel.zero.hidden_parameters import is_hidden
 from farandole.plan import Precision
 from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.config import ConfigError, load_config

@@ -48,9 +48,9 @@ from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
 from farandole.parallel.checkpoint.ranges import Place, Range, SavePlanner, read_state
 from farandole.parallel.checkpoint.state import Stored, state_of, stored_tensors
-from farandole.parallel.initial_values import WeightSource
 from farandole.parallel.lora.adapters import lora_layers
 from farandole.parallel.lora.quantized import is_wrapper
+from farandole.parallel.zero.initial_values import WeightSource
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine

@@ -35,7 +35,7 @@ from farandole.memory.offloaded_optimizer import ShardState, UnitReader
 from farandole.mesh import AXES
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.ranges import Place, Range, read_state
-from farandole.parallel.weights import FlatWeights
+from farandole.parallel.zero.weights import FlatWeights
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
@@ -158,17 +158,33 @@ class Stored:
 def stored_tensors(engine: Engine) -> Iterator[Stored]:
     """Yield this rank's parts of all parameters and buffers."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    trained = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
-    for part in engine.stored_parts():
-        name = names[id(part.parameter)]
-        place = _place(engine, name, part.parameter)
-        yield Stored(name, place, part.start, part.values, part.trained, part.weights)
-    for name, parameter in engine.model.named_parameters():
+    in_buckets = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
+    in_buckets |= {id(parameter) for weights in engine.weights for parameter in weights.parameters}
+
+    def place_of(parameter: nn.Parameter) -> tuple[str, Place]:
+        name = names[id(parameter)]
+        return name, _place(engine, name, parameter)
+
+    for shards in engine.shards_of_buckets:
+        for index, (parameter, tensor) in enumerate(zip(shards.parameters, shards.tensors, strict=True)):
+            if tensor is not None:
+                values, start = partial(shards.values, index), shards.starts[index]
+                weights = None if shards.has_masters else shards.weights
+                yield Stored(*place_of(parameter), start, values, trained=True, weights=weights)
+    for frozen in engine.weights:
+        if not frozen.trained:
+            for parameter, part, start in frozen.ranges():
+                yield Stored(*place_of(parameter), start, partial(_part_of, frozen, part), weights=frozen)
+    for parameter in engine.model.parameters():
         plain = type(parameter.data) is Tensor  # quantized tensors are not part of the state
-        if plain and id(parameter) not in trained and not engine.divides(parameter):
-            yield Stored(name, _place(engine, name, parameter), 0, parameter.detach)
+        if plain and id(parameter) not in in_buckets:
+            yield Stored(*place_of(parameter), 0, parameter.detach)
     for name, buffer in _persistent_buffers(engine.model):
         yield Stored(name, _place(engine, name, buffer), 0, partial(_itself, buffer))
+
+
+def _part_of(weights: FlatWeights, part: slice) -> Tensor:
+    return weights.shard[part]
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -13,11 +13,13 @@ from farandole.comm.compression import Compression
 from farandole.layout import Layout
 from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.mesh import Groups, Mesh
-from farandole.parallel.bucket import Bucket, BufferPool
-from farandole.parallel.gathered_weights import GatheredWeights, Gatherer
+from farandole.parallel.bucket import Bucket
 from farandole.parallel.optimizers.shards import OptimizerShards
-from farandole.parallel.sharding import BucketPlan, Filling, ShardingPlan, ranks_of
-from farandole.parallel.weights import FlatWeights, Masters, WholeWeights
+from farandole.parallel.zero.buffer_pool import BufferPool
+from farandole.parallel.zero.gathered_weights import GatheredWeights
+from farandole.parallel.zero.gatherer import Gatherer
+from farandole.parallel.zero.sharding import BucketPlan, Filling, ShardingPlan, ranks_of
+from farandole.parallel.zero.weights import FlatWeights, Masters, WholeWeights
 
 
 @dataclass(frozen=True)
