@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tarfile
 from pathlib import Path
 
@@ -29,18 +28,17 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_old_run_resumes_and_generates(run: Path) -> None:
-    expected, copy = losses(run), run.with_name("copy")
+def test_old_run_generates_and_resumes(run: Path) -> None:
+    expected = losses(run)
     assert list(expected) == list(range(1, STEPS + 1))
-    shutil.copytree(run, copy)
+    command = Command(run.parent, "generate", str(run), "--tokens", "5")
+    assert command.end() == 0, command.output
+    command = Command(run.parent, "train", "--resume", str(run), "plan.tensor=2")
+    assert command.end() != 0
+    assert "load the checkpoint with tensor=1 and expert=1, save it, and load" in command.output
     command = Command(run.parent, "train", "--resume", str(run), "plan.zero=3")
     assert command.end() == 0, command.output
     found = losses(run)
     assert list(found) == list(expected)
     for step in range(SAVED + 1, STEPS + 1):
         assert found[step] == pytest.approx(expected[step], rel=1e-6), step
-    command = Command(run.parent, "generate", str(copy), "--tokens", "5")
-    assert command.end() == 0, command.output
-    command = Command(run.parent, "train", "--resume", str(copy), "plan.tensor=2")
-    assert command.end() == 0, command.output
-    assert losses(copy)[SAVED + 1] == pytest.approx(expected[SAVED + 1], rel=0.01)  # other dropout masks

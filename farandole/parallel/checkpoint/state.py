@@ -287,8 +287,14 @@ def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: i
     found = _described(description)
     size = tuple(found.size)
     if size != place.shape:
-        if not place.is_whole or size != (math.prod(place.shape),):
+        if size != (math.prod(place.shape),):
             return None
+        if not place.is_whole:
+            raise CheckpointError(
+                "expected tensors with their shapes, got flattened tensors, which versions up to 2026-11 wrote and which can "
+                "be loaded only if tensors are not split; load the checkpoint with tensor=1 and expert=1, save it, and load "
+                "the new checkpoint"
+            )
         place = Place.whole(size)
     return Range.of(torch.empty(length, dtype=found.properties.dtype), start, place)
 
