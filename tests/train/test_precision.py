@@ -14,8 +14,8 @@ from torch import nn
 from farandole.comm.communicator import Communicator
 from farandole.train import precision
 from farandole.train.config import load_config
-from farandole.train.optimizer import build_optimizer, learning_rate
-from farandole.train.precision import choose_precision
+from farandole.train.hardware import choose_precision
+from farandole.train.trainer import build_optimizer, learning_rate
 
 CPU = torch.device("cpu")
 INTEL = "processor : 0\nflags\t\t: fpu sse avx512f avx512_bf16 amx_bf16\n\nprocessor : 1\nflags : fpu\n"
