@@ -113,10 +113,10 @@ def test_router_keys_are_refused_for_models_without_experts(folder: Path) -> Non
             "model=llama is a llama model without experts; use model.balance_loss=0",
         ),
     ):
-        command = Command(folder, "train", *words, *COMMON, "model.balance_loss=0.1", "out=refused")
+        command = Command(folder, "train", *words, *COMMON, "model.balance_loss=0.1", "out=routers")
         assert command.end() == 2, command.output
         assert says in " ".join(command.output.split())
-        assert not (folder / "refused").exists()
+        assert not (folder / "routers").exists()
 
 
 def test_a_capacity_drops_tokens_and_the_load_of_routers_is_recorded(folder: Path) -> None:
