@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -121,7 +122,7 @@ class _NoWeights:
         """Read nothing."""
 
 
-def _router_changes(config: TrainConfig, origin: Pretrained) -> dict[str, Balance]:
+def _router_changes(config: TrainConfig, origin: Pretrained) -> dict[str, Any]:
     """Return the configured losses and capacity of the routers as a change of the model's configuration."""
     routers = config.model.routers()
     if not routers:
