@@ -12,7 +12,7 @@ import typer
 from farandole._startup import uncollected
 from farandole.cli.config import complete_words
 from farandole.cli.invocation import command
-from farandole.cli.mistakes import Command
+from farandole.cli.mistakes import KeysCommand
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -26,7 +26,7 @@ WORDS = f"""A preset ({", ".join(sorted(Path(file.name).stem for file in PRESETS
 any number of KEY=VALUE arguments with full key names: steps=1000 model.width=384 optimizer.learning_rate=1e-3.  With --resume, also a run's folder."""
 
 
-class TrainCommand(Command):
+class TrainCommand(KeysCommand):
     """Accepts `--resume=RUN` as `--resume RUN`, where --resume is a flag and RUN is an argument."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

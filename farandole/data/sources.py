@@ -203,7 +203,8 @@ def _missing(path: Path) -> str:
         parent = parent.parent
     names = [entry.name for entry in parent.iterdir()] if os.access(parent, os.R_OK) else []
     near = difflib.get_close_matches(path.name, names, n=1)
-    hint = f"; did you mean {parent / near[0]}?" if near else f"; the nearest existing folder is {parent}"
+    nearest = f"; the nearest existing folder is {parent.resolve()}"
+    hint = f"; did you mean {parent / near[0]}?" if near else nearest
     return f"data.path={path}: no such file or folder{hint}"
 
 

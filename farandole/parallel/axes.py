@@ -9,15 +9,83 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.comm import endpoint
-from farandole.comm.communicator import Communicator
+from farandole.comm.communicator import Communicator, ReduceName
 from farandole.layout import Layout, LayoutError, Shard
 from farandole.mesh import Cell, Groups, Mesh
+from farandole.plan import PlanError
+
+
+class AxisCommunicator:
+    """The communicator of ranks along an axis.
+
+    In a dry run, tensors have no values (`memory.dry_run`).  They are not transferred, and the bytes that a rank would send
+    are appended to `sent`.  A ring sends (size - 1) / size of a tensor in a reduce-scatter or an all-gather, and twice as
+    much in an all-reduce.
+
+    Args:
+        comm: the ranks; None if they do not communicate, or until `Position.connect` creates the group.
+    """
+
+    def __init__(
+        self, size: int, rank: int, comm: Communicator | None = None, sent: list[float] | None = None
+    ) -> None:
+        self.size, self.rank = size, rank
+        self._comm, self._sent = comm, sent
+
+    def connect(self, parent: AxisCommunicator, members: Sequence[int]) -> None:
+        """Create the group of the ranks `members` of `parent`.  This is a collective call of these ranks."""
+        if parent._comm is not None:
+            self._comm = parent._comm.create_group(members)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceName = "sum", *, output: Tensor | None = None) -> None:
+        """Reduce a tensor; see `Communicator.all_reduce`."""
+        if not self._is_dry(2 * (self.size - 1) / self.size, tensor):
+            self._connected.all_reduce(tensor, op, output=output)
+
+    def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
+        """Gather all ranks' tensors; see `Communicator.all_gather`."""
+        if not self._is_dry(self.size - 1, input):
+            self._connected.all_gather(output, input)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor]) -> None:
+        """Reduce tensors and keep this rank's part; see `Communicator.reduce_scatter`."""
+        if not self._is_dry(self.size - 1, output):
+            self._connected.reduce_scatter(output, input)
+
+    def all_to_all(
+        self, output: Sequence[Tensor], input: Sequence[Tensor], *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Exchange tensors; see `Communicator.all_to_all`."""
+        dry = [self._is_dry(float(number != self.rank), part) for number, part in enumerate(input)]
+        return None if any(dry) else self._connected.all_to_all(output, input, async_op=async_op)
+
+    def isend(self, tensor: Tensor, to: int, tag: int = 0) -> dist.Work:
+        """Start sending a tensor; see `Communicator.isend`."""
+        return self._connected.isend(tensor, to, tag)
+
+    def irecv(self, tensor: Tensor, source: int, tag: int = 0) -> dist.Work:
+        """Start receiving a tensor; see `Communicator.irecv`."""
+        return self._connected.irecv(tensor, source, tag)
+
+    @property
+    def _connected(self) -> Communicator:
+        assert self._comm is not None  # only dry runs have no ranks
+        return self._comm
+
+    def _is_dry(self, times: float, tensor: Tensor) -> bool:
+        """Return whether a tensor has no values; append `times` its size to the bytes that are sent."""
+        if not isinstance(tensor, FakeTensor):
+            return False
+        if self._sent is not None:
+            self._sent.append(times * tensor.nbytes)
+        return True
 
 
 @dataclass(frozen=True)
@@ -32,7 +100,8 @@ class Position:
     cell: Cell
     groups: Groups | None = None
     sent: list[float] | None = None
-    _subgroups: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict, compare=False)
+    _axes: dict[tuple[str, ...], AxisCommunicator] = field(default_factory=dict, compare=False)
+    _parts: dict[tuple[str, tuple[int, ...]], AxisCommunicator] = field(default_factory=dict, compare=False)
 
     def size(self, axis: str) -> int:
         """Return the number of ranks on an axis."""
@@ -42,64 +111,53 @@ class Position:
         """Return this rank's coordinate on an axis."""
         return self.mesh.coordinate(self.cell, axis)
 
-    def comm(self, *axes: str) -> Communicator | None:
-        """Return the communicator of the ranks along these axes; None for a single rank."""
-        if self.groups is not None:
-            return self.groups.of(self.cell, *axes).comm
-        peers = self.mesh.peers(self.cell, *axes)
-        if self.sent is None or len(peers) == 1:
-            return None
-        return cast(Communicator, DryRun(len(peers), peers.index(self.cell), self.sent))
+    def along(self, axis: str) -> tuple[Cell, ...]:
+        """Return the cells that differ from this cell on an axis only."""
+        return self.mesh.peers(self.cell, axis)
 
-    def part_of(self, axis: str, coordinates: Sequence[int]) -> Communicator | None:
-        """Return the communicator of the ranks at `coordinates` on an axis; this rank must be one of them."""
+    def comm(self, *axes: str) -> AxisCommunicator | None:
+        """Return the communicator of the ranks along these axes; None for a single rank, or if ranks do not communicate."""
+        peers = self.mesh.peers(self.cell, *axes)
+        if len(peers) == 1 or (self.groups is None and self.sent is None):
+            return None
+        if axes not in self._axes:
+            ranks = [cell.rank for cell in peers]
+            if ranks != sorted(ranks):
+                raise PlanError(
+                    f"{', '.join(axes)}: ranks {', '.join(map(str, ranks))} share layers, but are on several hosts whose "
+                    "ranks are not consecutive; number the ranks host by host"
+                )
+            comm = None if self.groups is None else self.groups.of(self.cell, *axes).comm
+            self._axes[axes] = AxisCommunicator(len(peers), peers.index(self.cell), comm, self.sent)
+        return self._axes[axes]
+
+    def part_of(self, axis: str, coordinates: Sequence[int]) -> AxisCommunicator | None:
+        """Return the communicator of the ranks at `coordinates` on an axis; this rank must be one of them.
+
+        The communicator can be used after `connect`.
+        """
         comm, key = self.comm(axis), (axis, tuple(coordinates))
         if comm is None or len(coordinates) == 1:
             return None
-        if key not in self._subgroups:
-            self._subgroups[key] = comm.create_group(coordinates)
-        return self._subgroups[key]
+        if key not in self._parts:
+            rank = key[1].index(comm.rank)
+            self._parts[key] = AxisCommunicator(len(coordinates), rank, sent=self.sent)
+        return self._parts[key]
+
+    def connect(self) -> None:
+        """Create the groups of all communicators that `part_of` returned.  This is a collective call.
+
+        The groups are created after all axes have been applied, so that an axis can raise an error on one rank alone.
+        """
+        for (axis, coordinates), part in self._parts.items():
+            comm = self.comm(axis)
+            assert comm is not None
+            part.connect(comm, coordinates)
 
 
 def hosts_of(comm: Communicator) -> list[object]:
     """Return the host of each rank.  This is a collective call."""
     return comm.all_gather_object(endpoint.host_identity())
-
-
-class DryRun:
-    """Replaces a communicator of `size` ranks in a dry run: it transfers nothing, and counts the bytes that a rank would send.
-
-    A ring sends (size - 1) / size of a tensor in a reduce-scatter or an all-gather, and twice as much in an all-reduce.
-    """
-
-    def __init__(self, size: int, rank: int, sent: list[float]) -> None:
-        self.size, self.rank, self._sent = size, rank, sent
-
-    def create_group(self, members: Sequence[int]) -> DryRun:
-        """Return a communicator of some of the ranks."""
-        return DryRun(len(members), list(members).index(self.rank), self._sent)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, output: Tensor | None = None) -> None:
-        """Count an all-reduce."""
-        self._count(2 * (self.size - 1) / self.size, tensor)
-
-    def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
-        """Count an all-gather."""
-        self._count(self.size - 1, input)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor]) -> None:
-        """Count a reduce-scatter."""
-        self._count(self.size - 1, output)
-
-    def all_to_all(
-        self, output: Sequence[Tensor], input: Sequence[Tensor], *, async_op: bool = False
-    ) -> None:
-        """Count an all-to-all."""
-        for number, part in enumerate(input):
-            self._count(float(number != self.rank), part)
-
-    def _count(self, times: float, tensor: Tensor) -> None:
-        self._sent.append(times * tensor.nbytes)
 
 
 class Layouts(dict[str, Layout]):

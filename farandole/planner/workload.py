@@ -19,8 +19,8 @@ from farandole.mesh import Mesh
 from farandole.parallel.axes import Layouts, Position
 from farandole.parallel.parallelize import APPLIED
 from farandole.parallel.precision import TYPES
-from farandole.parallel.sharding import box_mesh
-from farandole.plan import MODEL_AXES, Plan
+from farandole.parallel.zero.sharding import box_mesh
+from farandole.plan import MODEL_AXES, Plan, PlanError
 from farandole.planner.trace import Trace, trace
 
 PROCESS_BYTES = 225 << 20
@@ -113,6 +113,11 @@ class Workload:
             PlanError: if the plan is invalid for the model or the number of ranks.
         """
         sizes = plan.sizes(ranks)
+        if plan.pipeline > 1:
+            raise PlanError(
+                f"pipeline={plan.pipeline}: the planner predicts no pipelines; nearest plan: pipeline=1 (`farandole schedule` "
+                "simulates schedules)"
+            )
         if all(sizes[axis] == 1 for axis in MODEL_AXES):
             return self
         names = [str(rank * hosts // ranks) for rank in range(ranks)]

@@ -74,18 +74,19 @@ class ProgressLine:
     """Shows `Progress` and prints notes above it.  On a terminal, `show` is fast enough to call in every step."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
-        self.is_live = self._stream.isatty()
+        stream = stream or sys.stdout
+        self.is_live = stream.isatty()
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._live: Live | None = None
         if self.is_live:
-            self._live = Live(console=Console(file=self._stream), refresh_per_second=5, transient=True)
+            self._live = Live(console=self._console, refresh_per_second=5, transient=True)
 
     def show(self, progress: Progress) -> None:
         """Update the live line, or print a new line."""
         if self._live is None:
-            print(progress, file=self._stream, flush=True)
+            self._console.print(str(progress))
             return
-        width = self._live.console.width
+        width = self._console.width
         text = progress.fit(width)
         bar = min(_LONGEST_BAR, width - len(text) - 1)
         row = Table.grid(padding=(0, 1))
@@ -97,10 +98,7 @@ class ProgressLine:
 
     def note(self, text: str) -> None:
         """Print a permanent line."""
-        if self._live is None:
-            print(text, file=self._stream, flush=True)
-        else:
-            self._live.console.print(text, highlight=False, markup=False)
+        self._console.print(text)
 
     def __enter__(self) -> ProgressLine:
         if self._live is not None:

@@ -3,7 +3,7 @@
 Built-in tasks have names.  `task = "MODULE:FUNCTION"` names a function that takes the configuration and returns a
 `Task`:
 
-    class Sines(Task):                          # in mine.py: farandole train task=mine:Sines options.points=1000
+    class Sines(Task):                          # in sines.py: farandole train task=sines:Sines options.points=1000
         def __init__(self, config):
             self.train, self.validation = SineDataset(config.options["points"]), SineDataset(100)
 

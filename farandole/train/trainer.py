@@ -30,9 +30,9 @@ from farandole.comm.notices import warn_once
 from farandole.data.sampler import Sampler
 from farandole.memory.disk import OffloadError
 from farandole.models.moe import RouterLoad, take_loads
-from farandole.parallel.initial_values import is_deferred
 from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
+from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import PlanError, Precision
 from farandole.train.config import ConfigError, OptimizerSection, TrainConfig, plan_config_error
 from farandole.train.flops import count_flops

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.tracker import memory_tag
-from farandole.parallel.sharding import BucketPlan
+from farandole.parallel.zero.sharding import BucketPlan
 
 Masters = Literal["memory", "offloaded", "none"]
 """Where master weights are: in memory, in an offload store, or only within an update (`optimizers.rounding`)."""
@@ -197,7 +197,7 @@ class WholeWeights(FlatWeights):
         """Return the buffer, filled with zeros; its pages are not touched."""
         length, dtype = self._layout.length, self.plan.dtype
         if self.comm is not None and self.shared:
-            buffer = self.comm.common(length, dtype=dtype, device=self.plan.device)
+            buffer = self.comm.shared(length, dtype=dtype, device=self.plan.device)
             assert buffer is not None
             return buffer
         return torch.zeros(length, dtype=dtype, device=self.plan.device)

@@ -26,8 +26,9 @@ from farandole.memory.blocks import blocks_of
 from farandole.memory.tracker import memory_tag
 from farandole.mesh import Groups, Mesh
 from farandole.parallel.axes import own_part
-from farandole.parallel.sharding import ranks_of
-from farandole.parallel.weights import FlatWeights, is_placeholder
+from farandole.parallel.buffers import buffer_layouts
+from farandole.parallel.zero.sharding import ranks_of
+from farandole.parallel.zero.weights import FlatWeights, is_placeholder
 
 Initialise = Callable[[str, nn.Module], None]
 """A function `initialise(name, block)` that fills a block's undefined parameters and buffers in place.
@@ -183,13 +184,12 @@ def broadcast_parameters(
     names: Collection[str] | None = None,
 ) -> None:
     """Broadcast parameters and buffers from the first rank that stores them.  This is a collective call.  `names` selects tensors by name."""
-    everywhere = frozenset(range(mesh.stages))
+    layouts = {**layouts, **buffer_layouts(model, mesh, layouts, groups.comm.rank)}
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if names is not None and name not in names:
                 continue
-            layout = layouts.get(name) or Layout(name, tuple(tensor.shape), everywhere)
-            comm = groups.of_ranks(ranks_of(mesh, layout, groups.comm.rank, 0).copies)
+            comm = groups.of_ranks(ranks_of(mesh, layouts[name], groups.comm.rank, 0).copies)
             if comm is not None and comm.size > 1:
                 for part in _stored(tensor.detach()):
                     comm.broadcast(part, root=0)

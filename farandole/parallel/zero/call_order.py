@@ -111,6 +111,10 @@ class CallOrder:
             self._agreed[self._kind] = []  # ranks need items outside of the order
         self._kind = None
 
+    def forget(self, kind: Kind) -> None:
+        """Negotiate the next pass of a kind; all ranks call this method between passes."""
+        self._agreed[kind] = []
+
     def abandon(self) -> None:
         """Discard a failed pass."""
         self._kind = None

@@ -13,11 +13,13 @@ from farandole.comm.compression import Compression
 from farandole.layout import Layout
 from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.mesh import Groups, Mesh
-from farandole.parallel.bucket import Bucket, BufferPool
-from farandole.parallel.gathered_weights import GatheredWeights, Gatherer
+from farandole.parallel.bucket import Bucket
 from farandole.parallel.optimizers.shards import OptimizerShards
-from farandole.parallel.sharding import BucketPlan, Filling, ShardingPlan, ranks_of
-from farandole.parallel.weights import FlatWeights, Masters, WholeWeights
+from farandole.parallel.zero.buffer_pool import BufferPool
+from farandole.parallel.zero.gathered_weights import GatheredWeights
+from farandole.parallel.zero.gatherer import Gatherer
+from farandole.parallel.zero.sharding import BucketPlan, Filling, ShardingPlan, ranks_of
+from farandole.parallel.zero.weights import FlatWeights, Masters, WholeWeights
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def build(
 
 
 def connect(mesh: Mesh, comm: Communicator, layouts: Iterable[Layout], zero: int) -> Groups:
-    """Return the groups that reduce and shard the tensors in `layouts`.  This is a collective call."""
+    """Return the groups that reduce and shard the tensors in `layouts`, also along axes.  This is a collective call."""
     alike = {(layout.stages, layout.shards, layout.same): layout for layout in layouts}
     sets = {
         ranks
@@ -116,7 +118,8 @@ def connect(mesh: Mesh, comm: Communicator, layouts: Iterable[Layout], zero: int
         for found in (ranks_of(mesh, layout, rank, zero),)
         for ranks in (found.shards, found.replicas, found.copies)
     }
-    return mesh.connect(comm, rank_sets=sets)
+    axes = {tuple(axis for axis, _ in layout.shards) for layout in alike.values()}
+    return mesh.connect(comm, axes - {()}, sets)
 
 
 def _number(bucket: BucketPlan, rank: int, zero: int) -> int:

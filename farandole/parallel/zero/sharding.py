@@ -216,6 +216,18 @@ def plan_sharding(
     )
 
 
+def moves_parameters(
+    zero: int, dtype: torch.dtype | None, offload: str, layouts: Mapping[str, Layout]
+) -> bool:
+    """Return whether parameters are moved into flat buffers, so that the optimizer updates other tensors than the parameters.
+
+    This is necessary if ranks update different elements, because an axis or ZeRO shards parameters, or if the optimizer
+    updates master weights.
+    """
+    sharded = any(layout.shards for layout in layouts.values())
+    return zero > 0 or dtype is not None or offload != "none" or sharded
+
+
 def ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRanks:
     """Return the ranks that reduce and shard the gradient of a tensor on `rank`.
 
