@@ -24,8 +24,8 @@ from farandole.plan import Offloaded, Place, Plan, PlanError, Precision, Recompu
 from farandole.planner import Estimate, Machine, Workload, estimate_workload
 from farandole.planner.search import estimates_of, in_order
 from farandole.train.config import ConfigError, TrainConfig, load_config
+from farandole.train.hardware import bf16_unit
 from farandole.train.memory import workload_of
-from farandole.train.precision import bf16_unit
 from farandole.train.start import default_ranks, read_request
 
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")

@@ -144,7 +144,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
                 f"--dry-run runs without ranks, but {placement.launcher} started this process as a rank; "
                 f"run farandole train --dry-run without the launcher"
             )
-        from farandole.train.worker import join
+        from farandole.train.run import join
 
         run = join(request)
         if placement.rank == 0:
@@ -193,7 +193,7 @@ def _launch(order: Order, ranks: int) -> int:
     """Run the ranks, and then print the next command."""
     from farandole.launch.local import launch
 
-    status = launch("farandole.train.worker", [order.dump()], ranks=ranks, module=True)
+    status = launch("farandole.train.run", [order.dump()], ranks=ranks, module=True)
     _print_next_step(order.run, status)
     return status
 

@@ -58,6 +58,11 @@ SYNONYMS = {
     **dict.fromkeys(("n_embd", "d_model", "dim", "hidden_size"), "model.width"),
     "vocab_size": "model.vocabulary",
     **dict.fromkeys(("block_size", "seq_len", "seq_length", "max_length", "n_positions"), "model.context"),
+    **dict.fromkeys(
+        ("router_aux_loss_coef", "moe_aux_loss_coeff", "load_balance_loss_weight"), "model.balance_loss"
+    ),
+    **dict.fromkeys(("router_z_loss_coef", "moe_z_loss_coeff"), "model.z_loss"),
+    **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor"), "model.capacity"),
     **dict.fromkeys(("dataset", "data_path"), "data.path"),
     **dict.fromkeys(("precision", "dtype", "fp16", "bf16", "mixed_precision"), "plan.precision"),
     **dict.fromkeys(("stage", "zero_stage"), "plan.zero"),

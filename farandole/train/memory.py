@@ -20,7 +20,7 @@ from farandole.models.gpt import GPTConfig
 from farandole.models.hf.architecture import decoders
 from farandole.models.meta import meta_device
 from farandole.parallel.lora import add_lora
-from farandole.plan import Plan, PlanError
+from farandole.plan import MODEL_AXES, Plan, PlanError
 from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig, plan_config_error
 from farandole.train.folders import build_language_model, check_context, describe_folder
@@ -58,9 +58,17 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` if a GPT does not fit in this host's memory.  Other models are not checked."""
+    """Raise `ConfigError` if a language model does not suit the plan or does not fit in this host's memory.
+
+    Other models are not checked.
+    """
     if config.task not in ("text", "sft"):
         return
+    if any(getattr(config.plan, axis) > 1 for axis in MODEL_AXES):
+        try:
+            workload_of(config, ranks).split(_plan_of(config), ranks)
+        except PlanError as error:
+            raise plan_config_error(error) from None
     if (
         config.plan.lora_rank or config.model.folder
     ):  # count only a step's estimate, because few parameters may have gradients and states
@@ -157,8 +165,7 @@ def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) 
     """Estimate a rank's memory, with fp32 weights if the precision is "auto"."""
     if micro_batch is not None:
         config = config.model_copy(update={"micro_batch": micro_batch})
-    plan = config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
-    plan = replace(plan, lora=None)  # the workload's model contains the adapters
+    plan = _plan_of(config)
     machine = Machine(
         memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any")
     )  # the disk speed is not used
@@ -166,6 +173,12 @@ def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) 
         return estimate_workload(workload_of(config, ranks), plan, ranks, machine)
     except PlanError as error:
         raise plan_config_error(error) from None
+
+
+def _plan_of(config: TrainConfig) -> Plan:
+    """Return the plan for `workload_of(config, ranks)`, whose model contains the adapters."""
+    plan = config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
+    return replace(plan, lora=None)
 
 
 def _upper_bound(config: TrainConfig, ranks: int) -> float:

@@ -21,7 +21,7 @@ from farandole.data.sources import find_source
 from farandole.data.wording import counted
 from farandole.launch.limits import offered_ranks
 from farandole.memory.disk import OffloadError
-from farandole.plan import PlanError
+from farandole.plan import MODEL_AXES, PlanError
 from farandole.train.config import (
     ConfigError,
     TrainConfig,
@@ -238,11 +238,19 @@ def _resumed(request: Request, ranks: int | None) -> Start:
     else:
         config = load_config(request.source, request.overrides)
     ranks = ranks or saved.ranks
-    if ranks != saved.ranks and before.plan.compression != "none":
-        raise CheckpointError(
-            f"checkpoint {checkpoint} has residuals of plan.compression={before.plan.compression} for "
-            f"{counted(saved.ranks, 'rank')}, and this job has {ranks}: resume with --ranks {saved.ranks}"
-        )
+    if before.plan.compression != "none":
+        kept = f"residuals of plan.compression={before.plan.compression}"
+        if ranks != saved.ranks:
+            raise CheckpointError(
+                f"checkpoint {checkpoint} has {kept} for {counted(saved.ranks, 'rank')}, and this job has {ranks}: resume "
+                f"with --ranks {saved.ranks}"
+            )
+        for axis in MODEL_AXES:
+            if (old := getattr(before.plan, axis)) != (new := getattr(config.plan, axis)):
+                raise CheckpointError(
+                    f"checkpoint {checkpoint} has {kept} for plan.{axis}={old}, got plan.{axis}={new}: resume with "
+                    f"plan.{axis}={old}"
+                )
     together = config.plan.ranks_per_sample
     if config.batch * together % ranks and config.batch == before.batch:
         fitting = [n for n in range(1, max(ranks, saved.ranks) + 1) if config.batch * together % n == 0]

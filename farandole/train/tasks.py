@@ -39,9 +39,9 @@ Mean = tuple["Tensor", "Tensor | float"]
 
 TASKS = {
     "text": "farandole.train.text:TextTask",
-    "masked-text": "farandole.train.masked_text:MaskedTextTask",
+    "masked-text": "farandole.train.text:MaskedTextTask",
     "images": "farandole.train.images:ImagesTask",
-    "sft": "farandole.train.chat:ChatTask",
+    "sft": "farandole.train.text:ChatTask",
     "classify": "farandole.train.classify:ClassifyTask",
 }
 

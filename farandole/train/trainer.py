@@ -1,5 +1,7 @@
-"""Run training steps for a task's model under a plan, with samples, optimizer and learning rate.
+"""Run training steps for a task's model under a plan, with samples, AdamW, and warm-up and cosine decay.
 
+Weight decay applies to matrices but not to vectors (biases and normalization weights), as in GPT-3.  See Loshchilov and
+Hutter, 2019, "Decoupled Weight Decay Regularization".
 The module `run` prints, saves and decides when to stop.
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from farandole.comm.communicator import Communicator
@@ -31,9 +34,8 @@ from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
 from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import PlanError, Precision
-from farandole.train.config import ConfigError, TrainConfig, plan_config_error
+from farandole.train.config import ConfigError, OptimizerSection, TrainConfig, plan_config_error
 from farandole.train.flops import count_flops
-from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from farandole.train.tasks import Mean, Samples, Task, checked_mean
 from farandole.train.weights import load_initial_weights
 
@@ -277,3 +279,30 @@ def _captured_logs() -> Iterator[list[logging.LogRecord]]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+
+
+def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Optimizer:
+    """Return a fused AdamW optimizer with two groups, for the trainable parameters of `model`."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8, fused=True
+    )
+
+
+def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
+    """Return the learning rate for `step` (0 to steps - 1): linear warm-up, then cosine decay to the final share."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return config.learning_rate * (config.final_share + (1 - config.final_share) * cosine)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate in all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

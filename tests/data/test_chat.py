@@ -68,13 +68,9 @@ def test_samples_have_the_tokens_and_the_assistants_tokens_of_transformers(folde
 
 def test_a_datasets_folder_has_the_samples_of_json_lines(folder: Path) -> None:
     (folder / "own.jinja").write_text(TEMPLATES["tools"])
-    records = [*conversations(12, 2), TOOL_CALLS]
-    for record in records:
-        record["tools"] = json.dumps(TOOL_CALLS["tools"]) if record is TOOL_CALLS else None
+    lines = [*conversations(12, 2), TOOL_CALLS]
+    records = [{**line, "tools": json.dumps(line["tools"]) if "tools" in line else None} for line in lines]
     text = [{**record, "messages": json.dumps(record["messages"])} for record in records]
-    lines = [
-        {**record, "tools": json.loads(record["tools"]) if record["tools"] else None} for record in records
-    ]
     options = {"template": str(folder / "own.jinja"), "context": 400}
     expected = _documents(_prepare(folder, write_jsonl(folder / "chat.jsonl", lines), **options))
     for kind, rows in (("structs", records), ("text", text)):

@@ -12,9 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from farandole.train.config import ConfigError
-from farandole.train.loss_curve import _smooth, draw_loss_curve
-from farandole.train.metrics import MetricsWriter, read_metrics
-from farandole.train.progress import Progress, ProgressLine, minutes
+from farandole.train.metrics import MetricsWriter, _smooth, draw_loss_curve, read_metrics
+from farandole.train.observer import Progress, ProgressLine, minutes
 from farandole.train.run import StopSignals
 from farandole.train.run_folder import DiskError
 from farandole.train.start import check_wandb
