@@ -324,10 +324,12 @@ class GenerationEngine:
             raw = selected.clone() if wanted >= 0 else None
             draws = [each.draw for each in ready if each.draw is not None]
             tokens = self._sampler.draw(selected, draws)
-            logprobs = None if raw is None else logprobs_of(raw, tokens, wanted)
+            logprobs: Sequence[Logprob | None] = (
+                [None] * len(ready) if raw is None else logprobs_of(raw, tokens, wanted)
+            )
             now = time.monotonic()
-            for index, (sequence, token) in enumerate(zip(ready, tokens, strict=True)):
-                outputs.append(self._extend(sequence, token, logprobs and logprobs[index], now))
+            for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
+                outputs.append(self._extend(sequence, token, logprob, now))
         self.store.compact()
         return outputs
 

@@ -150,7 +150,8 @@ class Runner:
             hidden: Any = tokens
             for block in list(self.model)[:-1]:
                 hidden = block(hidden, info)
-            selected, end = [], 0
+            selected: list[int] = []
+            end = 0
             for span in spans:
                 end += len(span.tokens)
                 selected += range(end - span.logits, end)

@@ -34,8 +34,9 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the remaining text after the last token."""
-        if self.stopped:
-            return ""
+        return "" if self.stopped else self._rest()
+
+    def _rest(self) -> str:
         complete = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         rest = complete[len(self._decoded) :] if complete.startswith(self._decoded) else ""
         text = self._advance(rest) if rest else ""
@@ -45,7 +46,7 @@ class TextStream:
         return text + self._decoded[start:]
 
     def _advance(self, new: str) -> str:
-        searched = max(self._sent, 0)
+        searched = self._sent
         self._decoded += new
         found = [at for stop in self._stop if (at := self._decoded.find(stop, searched)) >= 0]
         if found:
