@@ -4,7 +4,7 @@
 
 The model is a Llama with 24 M parameters in fp32.  Prompts have 8 to 128 tokens and answers 32 to 128 tokens, so that
 requests join and leave the batch at different times.  The limit is the time of the matrix products alone, at the
-speed of a large product of torch, or of reading the weights once per step, whichever is longer.
+speed of a large product of torch.
 """
 
 from __future__ import annotations

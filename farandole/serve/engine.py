@@ -251,7 +251,7 @@ class GenerationEngine:
         return outputs
 
     def check_idle(self) -> None:
-        """Raise RuntimeError if memory is in use without a sequence, or the store's bookkeeping is inconsistent."""
+        """Raise RuntimeError if memory is in use without a sequence, or the books of the store are inconsistent."""
         self.store.check()
         if not self._running and self.store.used:
             raise RuntimeError(f"{self.store.used} positions are in use, but no sequence is running")
@@ -324,9 +324,9 @@ class GenerationEngine:
             raw = selected.clone() if wanted >= 0 else None
             draws = [each.draw for each in ready if each.draw is not None]
             tokens = self._sampler.draw(selected, draws)
-            logprobs: Sequence[Logprob | None] = [None] * len(ready)
-            if raw is not None:
-                logprobs = logprobs_of(raw, tokens, wanted)
+            logprobs: Sequence[Logprob | None] = (
+                [None] * len(ready) if raw is None else logprobs_of(raw, tokens, wanted)
+            )
             now = time.monotonic()
             for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
                 outputs.append(self._extend(sequence, token, logprob, now))

@@ -18,6 +18,18 @@ class RequestError(ValueError):
         self.field = field
 
 
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
+_OPTIONAL = ("max_tokens", "logprobs")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are selected, and when a sequence ends.
@@ -67,6 +79,14 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in (*_INTEGERS, *_NUMBERS):
+            kinds = int if name in _INTEGERS else int | float
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                what = "an integer" if name in _INTEGERS else "a number"
+                raise RequestError(name, f"expected {what}, got {value!r}")
         for name, low, high in (
             ("max_tokens", 0, math.inf),
             ("min_tokens", 0, math.inf),

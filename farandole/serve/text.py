@@ -34,22 +34,26 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the remaining text after the last token."""
-        if self.stopped:
-            return ""
+        return "" if self.stopped else self._rest()
+
+    def _rest(self) -> str:
         complete = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         rest = complete[len(self._decoded) :] if complete.startswith(self._decoded) else ""
-        return self._advance(rest, is_last=True)
+        text = self._advance(rest) if rest else ""
+        if self.stopped:
+            return text
+        start, self._sent = self._sent, len(self._decoded)
+        return text + self._decoded[start:]
 
-    def _advance(self, new: str, is_last: bool = False) -> str:
-        searched = max(self._sent, 0)
+    def _advance(self, new: str) -> str:
+        searched = self._sent
         self._decoded += new
         found = [at for stop in self._stop if (at := self._decoded.find(stop, searched)) >= 0]
         if found:
             self.stopped = True
             end = min(found)
         else:
-            overlaps = [0 if is_last else _overlap(self._decoded, stop) for stop in self._stop]
-            end = len(self._decoded) - max(overlaps, default=0)
+            end = len(self._decoded) - max((_overlap(self._decoded, stop) for stop in self._stop), default=0)
         start, self._sent = self._sent, max(self._sent, end)
         return self._decoded[start : self._sent]
 

@@ -35,8 +35,8 @@ def test_prompts_are_completed_in_order(folder: Path) -> None:
     assert [each.text for each in found] == [each.text for each in alone]
     assert [each.prompt_tokens for each in found] == [llm.encode(prompt) for prompt in prompts]
     assert len(llm.generate(["a"], max_tokens=3, n=4)[0].completions) == 4
-    with pytest.raises(RequestError, match=r"prompts\[1\], max_tokens: a prompt of 1 tokens"):
-        llm.generate(["a", [1]], max_tokens=CONTEXT)
+    with pytest.raises(RequestError, match=r"prompts\[1\], max_tokens: a prompt of 2 tokens"):
+        llm.generate([[1], [1, 1]], max_tokens=CONTEXT - 1)
     assert not llm.engine.has_work
 
 
@@ -104,7 +104,7 @@ def test_a_file_is_completed_in_order_and_resumed(folder: Path, tmp_path: Path) 
         ('{"prompt": 3}', "prompt: expected text or a list of tokens"),
         ('{"prompt": "a", "top_p": 7}', "top_p: expected a value above 0"),
         ('{"prompt": "a", "max_tokens": 100000}', "does not fit in the context"),
-        ('{"prompt": "a", "temperature": "hot"}', "temperature"),
+        ('{"prompt": "a", "temperature": "hot"}', "temperature: expected a number"),
         ('{"messages": "a"}', "messages"),
         ("[1]", "expected a JSON object, got list"),
         ("{", "expected a JSON object"),

@@ -55,7 +55,7 @@ def test_distributions_are_those_of_transformers() -> None:
 def test_penalties_and_biases() -> None:
     sampler = Sampler(VOCABULARY, 4)
     parameters = [
-        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 2.7},
         {"presence_penalty": 0.73, "frequency_penalty": 0.41},
         {"logit_bias": {11: 50.0}},
         {},
@@ -63,7 +63,7 @@ def test_penalties_and_biases() -> None:
     prompt = [0, 9]
     draws = [sampler.add(Sampling(temperature=0, **each), 0, prompt, []) for each in parameters]
     generated: list[list[int]] = [[] for _ in draws]
-    processor = theirs.RepetitionPenaltyLogitsProcessor(1.3)
+    processor = theirs.RepetitionPenaltyLogitsProcessor(2.7)
     for _ in range(8):
         tokens = sampler.draw(LOGITS.repeat(4, 1), draws)
         expected = processor(torch.tensor([prompt + generated[0]]), LOGITS[None].clone())
