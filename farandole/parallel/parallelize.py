@@ -171,7 +171,9 @@ def _split(
     mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes, mirror=2 if mirrored else 1)
     layouts = Layouts(model)
     groups = mesh.connect(comm, [(axis,) for axis in axes]) if inner else None
-    position = Position(mesh, mesh.of_rank(comm.rank)[0], groups)
+    # a rank of a mirrored pipeline is numbered by its stage of the first replica
+    cell = min(mesh.of_rank(comm.rank), key=lambda cell: cell.mirror)
+    position = Position(mesh, cell, groups)
     stages = None
     if inner:
         broadcast_from_first(model, comm)
