@@ -75,6 +75,11 @@ def _check_plan(plan: Plan, schedule: Schedule) -> None:
             raise PlanError(
                 f"{asked} with {axis}={size}: stages cannot be combined with {axis} parallelism; nearest plan: {axis}=1"
             )
+    if schedule.mirrored and plan.tensor > 1:
+        raise PlanError(
+            f"schedule={plan.schedule!r} with tensor={plan.tensor}: two replicas of the model cannot be combined with tensor "
+            "parallelism; nearest plan: tensor=1, or schedule='1f1b'"
+        )
     if plan.sequence:
         raise PlanError(
             f"{asked} with sequence=True: stages exchange complete hidden states; nearest plan: sequence=False"

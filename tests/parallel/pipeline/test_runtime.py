@@ -201,10 +201,9 @@ def test_stages_combine_with_data_parallelism(ranks: Any, zero: int, schedule: s
     ("size", "options"),
     [
         (4, {"schedule": "zb-v"}),
-        (4, {"schedule": "gems-w", "zero": 1}),
         (8, {"data": 2, "zero": 1}),
     ],
-    ids=["zb-v", "gems-w", "data"],
+    ids=["zb-v", "data"],
 )
 def test_stages_combine_with_tensor_parallelism(ranks: Any, size: int, options: dict[str, Any]) -> None:
     plan = Plan(pipeline=2, tensor=2, **options)
