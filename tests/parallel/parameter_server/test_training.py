@@ -35,7 +35,8 @@ def batches_of(workers: int) -> list[Tensor]:
 def model_of(seed: int, width: int, dtype: torch.dtype) -> Odd:
     torch.manual_seed(seed)
     model = Odd(width).to(dtype)
-    model.hidden.bias.data.fill_(0.25)  # frozen, so not served
+    model.hidden.bias.data.fill_(0.25)  # servers have neither frozen parameters
+    model.offset.fill_(0.25)  # nor buffers
     return model
 
 
