@@ -18,20 +18,23 @@ from farandole.comm import endpoint
 from farandole.comm.communicator import Communicator
 from farandole.layout import Layout, LayoutError, Shard
 from farandole.mesh import Cell, Groups, Mesh
+from farandole.models.chunks import repetitions
+
+Sent = list[tuple[tuple[int, ...], float]]
+"""The ranks of a group, and the bytes that this rank sends to the others, for each operation of a dry run."""
 
 
 @dataclass(frozen=True)
 class Position:
     """A cell of the mesh, and the communicators of its rank.
 
-    `groups` is None if ranks do not communicate, as in the planner.  In a dry run, collectives append the bytes that a
-    rank sends to `sent`.
+    `groups` is None if ranks do not communicate, as in the planner.  In a dry run, operations append to `sent`.
     """
 
     mesh: Mesh
     cell: Cell
     groups: Groups | None = None
-    sent: list[float] | None = None
+    sent: Sent | None = None
     _subgroups: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict, compare=False)
 
     def size(self, axis: str) -> int:
@@ -49,7 +52,8 @@ class Position:
         peers = self.mesh.peers(self.cell, *axes)
         if self.sent is None or len(peers) == 1:
             return None
-        return cast(Communicator, DryRun(len(peers), peers.index(self.cell), self.sent))
+        ranks = tuple(cell.rank for cell in peers)
+        return cast(Communicator, DryRun(ranks, peers.index(self.cell), self.sent))
 
     def part_of(self, axis: str, coordinates: Sequence[int]) -> Communicator | None:
         """Return the communicator of the ranks at `coordinates` on an axis; this rank must be one of them."""
@@ -67,39 +71,116 @@ def hosts_of(comm: Communicator) -> list[object]:
 
 
 class DryRun:
-    """Replaces a communicator of `size` ranks in a dry run: it transfers nothing, and counts the bytes that a rank would send.
+    """Replaces a communicator of `ranks` in a dry run: it transfers nothing, and records the bytes that a rank would send.
 
     A ring sends (size - 1) / size of a tensor in a reduce-scatter or an all-gather, and twice as much in an all-reduce.
+    A message is recorded for the first and the last of the ranks, because all ranks of a ring send at the same time, and
+    the slowest link determines the time.
     """
 
-    def __init__(self, size: int, rank: int, sent: list[float]) -> None:
-        self.size, self.rank, self._sent = size, rank, sent
+    def __init__(self, ranks: tuple[int, ...], rank: int, sent: Sent) -> None:
+        self.ranks, self.rank, self._sent = ranks, rank, sent
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
 
     def create_group(self, members: Sequence[int]) -> DryRun:
         """Return a communicator of some of the ranks."""
-        return DryRun(len(members), list(members).index(self.rank), self._sent)
+        ranks = tuple(self.ranks[member] for member in members)
+        return DryRun(ranks, list(members).index(self.rank), self._sent)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, output: Tensor | None = None) -> None:
-        """Count an all-reduce."""
-        self._count(2 * (self.size - 1) / self.size, tensor)
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", *, output: Tensor | None = None, async_op: bool = False
+    ) -> Completed:
+        """Record an all-reduce."""
+        return self._record(2 * (self.size - 1) / self.size, tensor)
 
-    def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
-        """Count an all-gather."""
-        self._count(self.size - 1, input)
+    def all_gather(
+        self, output: Tensor | Sequence[Tensor], input: Tensor, *, async_op: bool = False
+    ) -> Completed:
+        """Record an all-gather."""
+        return self._record(self.size - 1, input)
 
-    def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor]) -> None:
-        """Count a reduce-scatter."""
-        self._count(self.size - 1, output)
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor | Sequence[Tensor],
+        op: str = "sum",
+        *,
+        async_op: bool = False,
+    ) -> Completed:
+        """Record a reduce-scatter."""
+        return self._record(self.size - 1, output)
 
     def all_to_all(
         self, output: Sequence[Tensor], input: Sequence[Tensor], *, async_op: bool = False
-    ) -> None:
-        """Count an all-to-all."""
+    ) -> Completed:
+        """Record an all-to-all: one message to each other rank."""
         for number, part in enumerate(input):
-            self._count(float(number != self.rank), part)
+            if number != self.rank:
+                self._record(1, part, (self.ranks[self.rank], self.ranks[number]))
+        return Completed()
 
-    def _count(self, times: float, tensor: Tensor) -> None:
-        self._sent.append(times * tensor.nbytes)
+    def isend(self, tensor: Tensor, to: int, tag: int = 0) -> Completed:
+        """Record a message."""
+        return self._record(1, tensor, (self.ranks[0], self.ranks[-1]))
+
+    def irecv(self, tensor: Tensor, source: int | None = None, tag: int = 0) -> Completed:
+        """Record nothing, because the sender counts the message."""
+        return Completed()
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> None:
+        """Record a message."""
+        self.isend(tensor, to, tag)
+
+    def recv(self, tensor: Tensor, source: int | None = None, tag: int = 0) -> None:
+        """Record nothing, because the sender counts the message."""
+
+    def batch(self) -> DryBatch:
+        """Return an empty batch of messages."""
+        return DryBatch(self)
+
+    def _record(self, times: float, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Completed:
+        self._sent.append((ranks or self.ranks, repetitions() * times * tensor.nbytes))
+        return Completed()
+
+
+class Completed:
+    """Replaces the work object of an operation in a dry run."""
+
+    def wait(self) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
+class DryBatch:
+    """Replaces a batch of messages (`Communicator.batch`) in a dry run."""
+
+    def __init__(self, comm: DryRun) -> None:
+        self._comm = comm
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> None:
+        """Record a message."""
+        self._comm.isend(tensor, to, tag)
+
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> None:
+        """Record nothing, because the sender counts the message."""
+
+    def start(self) -> list[Completed]:
+        """Return the work of all messages."""
+        return [Completed()]
+
+    def __enter__(self) -> DryBatch:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        pass
 
 
 class Layouts(dict[str, Layout]):

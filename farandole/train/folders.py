@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretraine
         ConfigError: if the folder is damaged or unsupported, or belongs to another family.
     """
     try:
-        origin = read_config(folder_of(config))
+        origin = read_config(folder_of(config), with_weights=config.model.pretrained)
     except FolderError as error:
         raise ConfigError(f"model={config.model.folder}: {error}") from None
     if origin.architecture.name not in families:
@@ -73,10 +74,10 @@ def open_folder_model(config: TrainConfig, **changes: Any) -> Transformer:
     try:
         if config.model.pretrained:
             return from_pretrained(folder, lazy=True, seed=config.seed, **changes)
-        origin = read_config(folder)
+        origin = read_config(folder, with_weights=False)
     except FolderError as error:
         raise ConfigError(f"model={config.model.folder}: {error}") from None
-    model = origin.architecture.build(origin.config)
+    model = origin.architecture.build(replace(origin.config, **changes))
     if torch.get_default_device().type != "meta":
         initialize(model)
     model.pretrained = origin  # type: ignore[assignment]

@@ -10,21 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from farandole._troubleshooting import see
 from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
 from farandole.models.gpt import GPTConfig
-from farandole.models.hf.architecture import decoders
-from farandole.models.meta import meta_device
-from farandole.parallel.lora import add_lora
 from farandole.plan import Plan
-from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
+from farandole.planner import Estimate, Machine, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig
-from farandole.train.folders import build_language_model, check_context, describe_folder
 from farandole.train.start import Start
+from farandole.train.workload import PLANNED, workload_of
 
 _STAGES = (0, 1, 2, 3)
 
@@ -35,35 +31,13 @@ _REFUSED_FRACTION = 0.9
 """A step is rejected if this fraction of its predicted memory does not fit.  Predictions are accurate to 10 %."""
 
 
-def workload_of(config: TrainConfig, ranks: int) -> Workload:
-    """Return one rank's share of a step.  Raises `ConfigError` for tasks that cannot be estimated."""
-    if config.task not in ("text", "sft"):
-        raise ConfigError(f"task={config.task!r}: the planner supports only task='text' and task='sft'")
-    count, samples = config.micro_batches(ranks)
-    if config.model.folder:
-        check_context(config, describe_folder(config, decoders()))
-    with meta_device():
-        model = build_language_model(config)
-        tokens = torch.empty(samples, config.model.context, dtype=torch.int64)
-
-    if (lora := config.plan.lora()) is not None:
-        add_lora(model, lora)
-
-    def mean(output: tuple[Tensor, int]) -> Tensor:
-        total, number = output
-        return total / number
-
-    example = (tokens, None, tokens)
-    return Workload(model=model, example=example, loss=mean, micro_batches=count, checkpoints=True)
-
-
 def check_memory(config: TrainConfig, ranks: int) -> None:
     """Raise `ConfigError` if a GPT does not fit in this host's memory.  Other models are not checked."""
     if config.task not in ("text", "sft"):
         return
-    if (
-        config.plan.lora_rank or config.model.folder
-    ):  # count only a step's estimate, because few parameters may have gradients and states
+    plan = config.plan
+    # with adapters or split layers, a rank has states for a part of the parameters, which only the estimate counts
+    if plan.lora_rank or config.model.folder or plan.ranks_per_sample * plan.expert > 1:
         if not torch.cuda.is_available() and config.plan.swap == "none":
             check_step(config, ranks, available_memory())
         return
@@ -92,15 +66,21 @@ def summary(start: Start) -> dict[str, str]:
     config, ranks = start.config, start.ranks
     count, samples = config.micro_batches(ranks)
     micro_batches = "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
+    together = config.plan.ranks_per_sample
+    groups = (
+        counted(ranks, "rank")
+        if together == 1
+        else f"{counted(ranks // together, 'group')} of {counted(together, 'rank')}"
+    )
     plan = config.plan.model_dump(exclude_defaults=True)
     lines = {
         "task": config.task,
         "ranks": f"{ranks} on this host",
         "steps": f"{config.steps:,}",
-        "batch": f"{counted(config.batch, 'sample')} = {counted(ranks, 'rank')} x {micro_batches} x {samples:,}",
+        "batch": f"{counted(config.batch, 'sample')} = {groups} x {micro_batches} x {samples:,}",
         "plan": ", ".join(f"{key}={value}" for key, value in plan.items()) or "default",
     }
-    if config.task in ("text", "sft"):
+    if config.task in PLANNED:
         model = workload_of(config, ranks).model
         lines["parameters"] = short(sum(parameter.numel() for parameter in model.parameters()))
         if not torch.cuda.is_available():
@@ -155,7 +135,6 @@ def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) 
     if micro_batch is not None:
         config = config.model_copy(update={"micro_batch": micro_batch})
     plan = config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
-    plan = replace(plan, lora=None)  # the workload's model contains the adapters
     machine = Machine(
         memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any")
     )  # the disk speed is not used

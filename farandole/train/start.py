@@ -165,13 +165,14 @@ def check(request: Request, ranks: int | None = None) -> Start:
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """Return the largest number of ranks that this host supports and that divides the batch."""
-    together = config.plan.ranks_per_sample
+    """Return the largest number of ranks that this host supports, that suits the plan and that divides the batch."""
+    expert = config.plan.expert
+    together = config.plan.ranks_per_sample * expert
     if config.plan.data:
         return config.plan.data * together
     sizes = config.batch // (config.micro_batch or 1)
     most = max(1, offered_ranks() // together)
-    return together * max((n for n in range(1, most + 1) if sizes % n == 0), default=1)
+    return together * max((n for n in range(1, most + 1) if sizes % (n * expert) == 0), default=1)
 
 
 def order(start: Start) -> Order:
