@@ -219,6 +219,10 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
         raise BenchError(
             "--check requires a plan that fits, but no plan fits; use more ranks or a smaller model"
         )
+    if planned.config.task != "text":
+        raise BenchError(
+            f"--check trains on random text with task='text' only, got task={planned.config.task!r}; omit --check"
+        )
     config = _with(planned.config, first)
     count, samples = config.micro_batches(planned.ranks)
     passes = min(count, _CHECKED_PASSES)

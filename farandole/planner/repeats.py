@@ -25,10 +25,11 @@ LEAST = 2
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive equal blocks in a container, by their names."""
+    """Consecutive equal blocks in a container, by their names, and the first of them."""
 
     container: nn.Module
     names: tuple[str, ...]
+    first: nn.Module
 
 
 def find_runs(model: nn.Module) -> list[Run]:
@@ -60,7 +61,7 @@ def _equal_children(container: nn.Module) -> Iterator[Run]:
         signature = None if child is None else _signature(child)
         if signature != before:
             if len(names) > 2 * LEAST + 1:
-                yield Run(container, tuple(names))
+                yield Run(container, tuple(names), container.get_submodule(names[0]))
             names, before = [], signature
         names.append(name)
 

@@ -143,9 +143,8 @@ def _measure(
         tracker = stack.enter_context(MemoryTracker(living))
         ends: dict[int, int] = {}
         for number, run in enumerate(runs):
-            block = run.container.get_submodule(run.names[0])
             hook = partial(_note_gradient, partial(_note, ends, number, tracker))
-            stack.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.callback(run.first.register_forward_pre_hook(hook, with_kwargs=True).remove)
         args, kwargs = call_arguments(fake)
         output = model(*args, **kwargs)
         of_model = tracker.live(THRESHOLD_BYTES, without=_tensors(output))
