@@ -301,7 +301,8 @@ def _estimates(
 ) -> tuple[Machine, list[Estimate]]:
     """Return the estimates of the plans, by default for all meshes, and the machine with the disk that they use.
 
-    If there are many meshes, other kinds of recomputation than "block" are estimated only for the best of them.
+    If there are many meshes, other kinds of recomputation than "block" are estimated only for the best of them, from the
+    fastest to the first that fits.
     """
     plans: list[Plan] = []
     refusal: Exception | None = None
@@ -324,12 +325,17 @@ def _estimates(
         first = [one for one in plans if one.recompute == "block"]
         rest = [one for one in plans if one.recompute != "block"]
     found, refused = _estimated(config, model, ranks, machine, first)
-    found = in_order(found, machine.memory)
-    best = _best_meshes(found)
-    more, _ = _estimated(config, model, ranks, machine, [one for one in rest if _axes_of(one) in best])
     if not found and (refused or refusal):
         raise refused or refusal  # type: ignore[misc]
-    return machine, in_order([*found, *more], machine.memory)
+    found = in_order(found, machine.memory)
+    for mesh in _best_meshes(found):
+        for mode in ("none", "selective", "attention"):  # from the fastest to the slowest
+            members = [one for one in rest if _axes_of(one) == mesh and one.recompute == mode]
+            more, _ = _estimated(config, model, ranks, machine, members)
+            found += more
+            if any(one.fits(machine.memory) for one in more):
+                break
+    return machine, in_order(found, machine.memory)
 
 
 def _estimated(
@@ -338,11 +344,19 @@ def _estimated(
     """Return the estimates of all plans that suit the model and the batch, and an error for one that does not."""
     found: list[Estimate] = []
     refusal: Exception | None = None
-    for _, members in itertools.groupby(sorted(plans, key=_axes_of), _axes_of):
+    shared: set[tuple[Any, ...]] = set()  # the meshes for which sequence parallelism is possible
+    for axes, members in itertools.groupby(sorted(plans, key=_axes_of, reverse=True), _axes_of):
         alike = list(members)
+        tensor, sequence, *others = axes
+        if not sequence and (tensor, *others) in shared:
+            continue  # without sequence parallelism, a rank needs more memory and as much time
         try:
             workload = workload_of(_with(config, alike[0]), ranks, model)
+            # each rank reads its shards of the weights from the folder
+            workload = replace(workload, block_by_block=bool(config.model.folder))
             found += estimates_of(workload, ranks, machine, alike)
+            if sequence:
+                shared.add((tensor, *others))
         except (PlanError, ConfigError) as error:  # the model or the batch cannot be split like this
             refusal = error
     return found, refusal

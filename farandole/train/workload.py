@@ -29,6 +29,9 @@ PLANNED = ("text", "sft", "masked-text", "images", "classify")
 _CLASSES = {"bert": 2, "vit": 1000, "images": 1000}
 """Assumed numbers of classes, which only the data specifies; they hardly affect memory and time."""
 
+_FULL: dict[str, Any] = {"padding": None}
+"""The change of a configuration for sequences without padding."""
+
 
 def workload_of(config: TrainConfig, ranks: int, model: nn.Module | None = None) -> Workload:
     """Return one rank's share of a step.
@@ -71,8 +74,9 @@ def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], 
             )
         origin = describe_folder(config, ("bert", "vit"))
         classes = origin.config.classes or _CLASSES[origin.architecture.name]
+        changes = _FULL if origin.architecture.name == "bert" else {}
         return (
-            lambda: open_folder_model(config, classes=classes),
+            lambda: open_folder_model(config, classes=classes, **changes),
             _classified(origin, tokens, samples, config.model.context),
             _of_classes,
         )
@@ -80,7 +84,7 @@ def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], 
         origin = describe_folder(config, (*decoders(), "t5"))
         check_context(config, origin)
         if origin.architecture.name == "t5":
-            return lambda: open_folder_model(config), ((tokens(), tokens()), None, tokens()), _mean
+            return lambda: open_folder_model(config, **_FULL), ((tokens(), tokens()), None, tokens()), _mean
     return lambda: build_language_model(config), (tokens(), None, tokens()), _mean
 
 

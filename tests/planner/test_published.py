@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def line_of(folder: Path, name: str, length: int, ranks: int, wanted: Plan) -> s
         host=False,
         shared=False,
     )
-    found = estimate_workload(workload_of(config, ranks), wanted, ranks, machine)
+    workload = replace(workload_of(config, ranks), block_by_block=True)
+    found = estimate_workload(workload, wanted, ranks, machine)
     parts = {
         "weights": found.parts["weights"],
         "gradients": found.parts["gradients"],
