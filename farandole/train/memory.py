@@ -81,8 +81,9 @@ def summary(start: Start) -> dict[str, str]:
         "plan": ", ".join(f"{key}={value}" for key, value in plan.items()) or "default",
     }
     if config.task in PLANNED:
-        model = workload_of(config, ranks).model
-        lines["parameters"] = short(sum(parameter.numel() for parameter in model.parameters()))
+        if config.task not in ("images", "classify"):  # only the data specifies the number of classes
+            model = workload_of(config, ranks).model
+            lines["parameters"] = short(sum(parameter.numel() for parameter in model.parameters()))
         if not torch.cuda.is_available():
             lines["memory"] = (
                 f"{size(ranks * _estimated(config, ranks).peak)} predicted on {counted(ranks, 'rank')}, "
