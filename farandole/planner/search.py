@@ -8,7 +8,7 @@ from functools import partial
 
 from farandole._troubleshooting import see
 from farandole.data.wording import counted, size
-from farandole.plan import MODEL_AXES, Plan
+from farandole.plan import MODEL_AXES, Plan, PlanError
 from farandole.planner.estimate import Estimate, estimate_workload
 from farandole.planner.memory import StateBytes, state_bytes
 from farandole.planner.trace import NOTHING, Trace
@@ -29,6 +29,7 @@ def estimates_of(
     parts: dict[tuple[object, ...], Workload] = {}
     traces: dict[tuple[object, ...], Trace] = {}
     known: dict[tuple[object, ...], StateBytes] = {}
+    found, refusal = False, None
     for plan in plans:
         axes = (
             plan.data,
@@ -47,12 +48,20 @@ def estimates_of(
         estimate = partial(estimate_workload, part, plan, ranks, machine, state=known[states])
         least = estimate(NOTHING)
         if not least.fits(machine.memory):
+            found = True
             yield replace(least, complete=False)
             continue
         key = (axes, plan.recompute, plan.precision, plan.activation_bytes)
         if key not in traces:
-            traces[key] = part.trace(plan)
+            try:
+                traces[key] = part.trace(plan)
+            except PlanError as error:  # this recomputation does not suit the model
+                refusal = error
+                continue
+        found = True
         yield estimate(traces[key])
+    if refusal is not None and not found:
+        raise refusal
 
 
 def plan_candidates(

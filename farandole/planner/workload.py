@@ -155,14 +155,17 @@ class Workload:
         dtype = weight_type(plan)
 
         def recompute() -> None:
-            apply_recompute(
-                self.model,
-                plan.recompute,
-                example=self.example if needs_example else None,
-                loss=self.loss if plan.recompute == "auto" else None,
-                budget_bytes=plan.activation_bytes,
-                dtype=dtype,
-            )
+            try:
+                apply_recompute(
+                    self.model,
+                    plan.recompute,
+                    example=self.example if needs_example else None,
+                    loss=self.loss if plan.recompute == "auto" else None,
+                    budget_bytes=plan.activation_bytes,
+                    dtype=dtype,
+                )
+            except ValueError as error:
+                raise PlanError(str(error).replace("budget_bytes", "activation_bytes")) from error
 
         try:
             return trace(
