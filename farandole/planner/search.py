@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from farandole._troubleshooting import see
 from farandole.data.wording import counted, size
@@ -29,7 +30,7 @@ def estimates_of(
     parts: dict[tuple[object, ...], Workload] = {}
     traces: dict[tuple[object, ...], Trace] = {}
     known: dict[tuple[object, ...], StateBytes] = {}
-    found, refusal = False, None
+    found, refusal = False, cast(PlanError | None, None)
     for plan in plans:
         axes = (
             plan.data,
