@@ -6,7 +6,7 @@ Each rank has one thread.  The implementations take turns in one run.
 
 - `exchange`: an uneven all-to-all of rows of 512 fp32 numbers, forward and backward.
 - `training step`: a Mixtral with 4 experts of which 2 are selected, in fp32, with 2 samples of 256 tokens per rank (forward
-  and backward pass, fused AdamW).  The implementation in torch has the same model, computes the same experts, and reduces the
+  and backward pass, fused AdamW).  The implementation in torch has the same model with the steps of torchtitan, and reduces the
   gradients of the other weights with DistributedDataParallel.
 """
 
@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole
 from benchmarks.measure import records_table, save, start
-from farandole.layout import chunk
 from farandole.models.mixtral import MixtralConfig, build_mixtral
-from farandole.models.moe import Experts, Meanwhile, Products
 from farandole.parallel.expert import exchange_rows
 from farandole.plan import Plan
 
@@ -41,60 +40,122 @@ SENT = (256, 1024, 4096)
 OURS, GLOO = "farandole", "torch over Gloo"
 
 
-class TorchExchange:
-    """Exchanges rows between ranks with torch's functional collectives."""
+class TorchMixture(nn.Module):
+    """A mixture of experts in plain torch with the steps of torchtitan's `MoE` and `ExpertParallel`."""
 
-    def __init__(self, experts: int, group: dist.ProcessGroup) -> None:
-        self.group, self.size, self.rank = group, group.size(), group.rank()
-        self.ranges = [chunk(experts, self.size, rank) for rank in range(self.size)]
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, own = group, CONFIG.experts // group.size()
+        self.gate = nn.Linear(CONFIG.width, CONFIG.experts, bias=False)
+        self.w1, self.w3 = (
+            nn.Parameter(torch.randn(own, CONFIG.inner, CONFIG.width) * 0.02) for _ in range(2)
+        )
+        self.w2 = nn.Parameter(torch.randn(own, CONFIG.width, CONFIG.inner) * 0.02)
 
-    def __call__(
-        self, rows: Tensor, counts: Tensor, products: Products, meanwhile: Meanwhile | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, positions, width) to the same shape."""
+        tokens = x.flatten(0, 1)
+        scores, chosen = self.gate(tokens).float().softmax(1).topk(CONFIG.top, dim=1)
+        scores = scores / scores.sum(1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=CONFIG.experts)
+        outputs = self.exchange(tokens[order // CONFIG.top], counts)
+        weighted = outputs * scores.flatten()[order].unsqueeze(1)
+        return torch.zeros_like(tokens).index_add(0, order // CONFIG.top, weighted).view_as(x)
+
+    def exchange(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs for `rows`, which are sorted by expert."""
-        first, end = self.ranges[self.rank]
-        every = [torch.empty_like(counts) for _ in range(self.size)]
-        dist.all_gather(every, counts, group=self.group)
-        table = torch.stack(every)
-        sent = [int(counts[a:b].sum()) for a, b in self.ranges]
-        own = table[:, first:end]
-        received = own.sum(1).tolist()
+        size = self.group.size()
+        incoming = torch.empty_like(counts)
+        dist.all_to_all_single(incoming, counts, group=self.group)
+        sent = counts.view(size, -1).sum(1).tolist()
+        received = incoming.view(size, -1).sum(1).tolist()
         arrived = all_to_all_single_autograd(rows, received, sent, self.group)
-        numbers = torch.arange(end - first).repeat(self.size).repeat_interleave(own.flatten())
+        numbers = torch.arange(len(self.w1)).repeat(size).repeat_interleave(incoming)
         order = numbers.argsort(stable=True)
-        outputs = products(arrived[order], own.sum(0))
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
-        return all_to_all_single_autograd(outputs[back], sent, received, self.group), None
+        parts = arrived[order].split(incoming.view(size, -1).sum(0).tolist())
+        outputs = torch.cat([self.compute(part, expert) for expert, part in enumerate(parts)])
+        unsorted = torch.empty_like(outputs).index_copy(0, order, outputs)
+        return all_to_all_single_autograd(unsorted, sent, received, self.group)
+
+    def compute(self, rows: Tensor, expert: int) -> Tensor:
+        """Return the output of one expert."""
+        hidden = F.silu(rows @ self.w1[expert].T) * (rows @ self.w3[expert].T)
+        return hidden @ self.w2[expert].T
+
+
+class TorchBlock(nn.Module):
+    """A Mixtral block in plain torch."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        width, self.head_width = CONFIG.width, CONFIG.width // CONFIG.heads
+        self.norm_attention, self.norm_experts = nn.RMSNorm(width, 1e-5), nn.RMSNorm(width, 1e-5)
+        self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        shared = CONFIG.kv_heads * self.head_width
+        self.key, self.value = nn.Linear(width, shared, bias=False), nn.Linear(width, shared, bias=False)
+        self.experts = TorchMixture(group)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """Map (batch, positions, width) to the same shape."""
+        normed = self.norm_attention(x)
+        query, key, value = (
+            project(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        query, key = (
+            torch.view_as_real(torch.view_as_complex(each.unflatten(-1, (-1, 2))) * rotation).flatten(-2)
+            for each in (query, key)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.experts(self.norm_experts(x))
+        return result
+
+
+class TorchMixtral(nn.Module):
+    """The same Mixtral in plain torch."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(CONFIG.vocabulary, CONFIG.width)
+        self.blocks = nn.ModuleList([TorchBlock(group) for _ in range(CONFIG.layers)])
+        self.norm = nn.RMSNorm(CONFIG.width, 1e-5)
+        self.head = nn.Linear(CONFIG.width, CONFIG.vocabulary, bias=False)
+        pairs = CONFIG.width // CONFIG.heads // 2
+        angles = torch.outer(torch.arange(LENGTH), 1e4 ** -(torch.arange(pairs) / pairs))
+        self.register_buffer("rotation", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, positions) to logits."""
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, self.rotation)
+        result: Tensor = self.head(self.norm(x))
+        return result
 
 
 def torch_step(batch: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> Callable[[], Any]:
     """Return a training step in plain torch."""
     torch.manual_seed(0)
-    model = build_mixtral(CONFIG)
-    split = []
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            exchange = TorchExchange(module.count, group)
-            first, end = exchange.ranges[exchange.rank]
-            module.exchange = exchange
-            for key in ("gate_up", "down"):
-                setattr(module, key, nn.Parameter(getattr(module, key).detach()[first:end].clone()))
-                split.append(f"{name}.{key}")
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, split)
-    ddp = DistributedDataParallel(model, process_group=group)
+    model = TorchMixtral(group)
+    split = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in ("w1", "w2", "w3")]
+    ignored = [*split, "rotation"]  # DistributedDataParallel cannot broadcast complex buffers
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
     own = [parameter for name, parameter in model.named_parameters() if name in split]
 
     def step() -> float:
-        total, count = ddp(batch[0], None, batch[1])
-        (total / count).backward()
+        logits = ddp(batch[0])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        loss.backward()
         for parameter in own:  # the sum over all ranks' rows becomes the mean, as for the other weights
             assert parameter.grad is not None
             parameter.grad /= group.size()
         optimizer.step()
         optimizer.zero_grad()
-        return float(total.detach())
+        return loss.item()
 
     return step
 

@@ -10,7 +10,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 import farandole
+from farandole.bench.training import machine
 from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
 
@@ -109,24 +109,6 @@ def start_with_mpi(module: str, ranks: int, flags: list[str]) -> int:
         launcher = [sys.executable, "-m", "farandole", "launch", *pin, "--ranks", str(ranks)]
         command = [*launcher, "-m", module, *flags]
     return subprocess.run(command, check=False).returncode
-
-
-def machine() -> dict[str, Any]:
-    """Return the processor, the number of cores, the versions and the date."""
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
-        ]
-        model = names[0] if names else model
-    return {
-        "processor": model,
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "farandole": farandole.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def save(name: str, result: dict[str, Any]) -> Path:

@@ -44,15 +44,24 @@ NAMES = {
     "core": "farandole, C core only",
     "gloo": "Gloo",
     "mpich": "MPICH (mpi4py)",
-    "copy": "limit: copy of the same size by every rank",
+    "copy": "copy of the same size by every rank",
     "flat gloo": "Gloo, all ranks in one ring",
+    "two levels": "farandole, two levels",
+    "+ bf16": "farandole, bf16 between hosts",
+    "+ fp16": "farandole, fp16 between hosts",
+    "+ int8": "farandole, int8 between hosts",
     "stream": "limit: a TCP stream",
 }
+TITLES = {"latency": "latency", "bandwidth": "time per message, 64 messages at once"}
 
 
 def draw_latencies(result: dict[str, Any], path: Path) -> None:
-    """Draw time over message size, with one line per implementation and one panel per operation."""
-    operations = [name for name, figures in result.items() if isinstance(figures, dict) and name != "machine"]
+    """Draw time over message size, with one line per implementation and one panel per operation with several sizes."""
+    operations = [
+        name
+        for name, figures in result.items()
+        if isinstance(figures, dict) and name != "machine" and len(figures) > 1
+    ]
     columns = min(3, len(operations))
     rows = -(-len(operations) // columns)
     figure, axes = plt.subplots(
@@ -67,7 +76,8 @@ def draw_latencies(result: dict[str, Any], path: Path) -> None:
                     *zip(*points, strict=True), style, marker=".", color=colour, label=NAMES.get(name, name)
                 )
         axis.set_xscale("log", base=2)
-        axis.set(yscale="log", title=f"{operation}, {result['ranks']} ranks", xlabel="bytes")
+        axis.set(yscale="log", title=f"{TITLES.get(operation, operation)}, {result['ranks']} ranks")
+        axis.set(xlabel="message size", ylabel="time")
         powers = [int(size).bit_length() - 1 for size in result[operation]]
         step = 4 if max(powers) - min(powers) > 8 else 2
         axis.set_xticks([1 << power for power in range(min(powers), max(powers) + 1, step)])
@@ -113,7 +123,7 @@ def draw_zero(result: dict[str, Any], path: Path) -> None:
     time.axvline(1, color="#888888", linestyle=":")
     time.set_xlim(0, 1.5 * max(high))
     time.set(
-        xlabel="step time relative to the limit without communication; fastest to slowest turn",
+        xlabel="step time relative to the limit without communication",
         title="time",
     )
     memory.barh(labels, [(f["data_bytes"] - f["before_bytes"]) / (1 << 20) for f in figures], color=colours)

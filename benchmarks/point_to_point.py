@@ -127,8 +127,7 @@ def run_rank() -> None:
             for operation in ("latency", "bandwidth", "many"):
                 print(f"\n{table(operation, result[operation])}")
             path = save("point-to-point", result)
-            pictured = {"latency": result["latency"], "time per message, 64 at once": result["bandwidth"]}
-            draw_latencies({"ranks": 2, **pictured}, path.with_suffix(".png"))
+            draw_latencies(result, path.with_suffix(".png"))
             print(f"\nresults written to {path} and {path.with_suffix('.png').name}")
 
 

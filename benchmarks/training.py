@@ -27,10 +27,9 @@ from farandole.models.gpt import build_gpt
 from farandole.models.loss import next_token_loss
 from farandole.plan import Precision
 from farandole.train.config import TrainConfig, load_config
-from farandole.train.optimizer import build_optimizer
-from farandole.train.precision import choose_precision
+from farandole.train.hardware import choose_precision
 from farandole.train.text import TextTask, open_text
-from farandole.train.trainer import Trainer
+from farandole.train.trainer import Trainer, build_optimizer
 
 TURNS, STEPS = 11, 4
 

@@ -1,7 +1,7 @@
 """Hooks for the documentation site.
 
-They replace links to repository files, insert help texts of the command line, and check that the built site works
-without a network.
+They replace links to repository files, insert help texts and tables of the command line, and check that the built site
+works without a network.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
 MARKER = "<!-- help texts -->"
+OPTIONS = re.compile(r"<!-- options of (\w+) -->")
 REMOTE = re.compile(r"(?:https?:)?//")
 REMOTE_IN_STYLES = re.compile(r"""(?:url\(\s*|@import\s+)["']?((?:https?:)?//[^"')\s]+)""")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace links to files outside docs/ with file names, and the marker `MARKER` with help texts."""
+    """Replace links to files outside docs/ with file names, and the markers with help texts and tables of options."""
     folder = (DOCS / page.file.src_uri).parent
 
     def name_of_file(link: re.Match[str]) -> str:
@@ -38,7 +39,25 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return link[1] if "`" in link[1] else f"`{target.relative_to(ROOT)}`"
 
     markdown = LINK.sub(name_of_file, markdown)
+    markdown = OPTIONS.sub(lambda marker: options_table(marker[1]), markdown)
     return markdown.replace(MARKER, help_texts()) if MARKER in markdown else markdown
+
+
+def options_table(launcher: str) -> str:
+    """Return a table of the launcher's options, with their meaning in `farandole launch` or the alternative."""
+    import typer
+
+    from farandole.cli import launcher_options
+    from farandole.cli.main import app
+
+    command: Any = typer.main.get_command(app).commands["launch"]  # type: ignore[attr-defined]
+    help_of = {name: getattr(param, "help", "") for param in command.params for name in param.opts}
+    help_of["--help"] = "Show the help text."
+    rows: dict[str, list[str]] = {}
+    for name, alternative in getattr(launcher_options, launcher.upper()).items():
+        rows.setdefault(help_of[name] if alternative is None else f"rejected: {alternative}", []).append(name)
+    lines = [f"| {', '.join(f'`{name}`' for name in names)} | {text} |" for text, names in rows.items()]
+    return "\n".join(["| option | meaning, or alternative |", "| --- | --- |", *lines])
 
 
 def help_texts() -> str:

@@ -21,13 +21,25 @@ if TYPE_CHECKING:
     from farandole.launch.runtime import Runtime, init
     from farandole.parallel.parallelize import parallelize
     from farandole.plan import LoRA, Plan, PlanError
+    from farandole.serve.llm import LLM
 
-__all__ = ["Communicator", "LoRA", "Plan", "PlanError", "Runtime", "__version__", "init", "parallelize"]
+__all__ = [
+    "LLM",
+    "Communicator",
+    "LoRA",
+    "Plan",
+    "PlanError",
+    "Runtime",
+    "__version__",
+    "init",
+    "parallelize",
+]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Communicator": "farandole.comm.communicator",
+    "LLM": "farandole.serve.llm",
     "LoRA": "farandole.plan",
     "Plan": "farandole.plan",
     "PlanError": "farandole.plan",

@@ -200,7 +200,7 @@ def _advice(backend: str, placed: bool) -> str | None:
     import torch.distributed as dist
 
     if backend == "mpi" and not dist.is_mpi_available():
-        return 'this torch has no MPI of its own: call farandole.comm.mpi.enable() before init_process_group("mpi")'
+        return 'this torch was built without MPI: call farandole.comm.mpi.enable() before init_process_group("mpi")'
     started = {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys()
     if (
         "farandole" in backend

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from farandole._troubleshooting import see
 
 EXTRAS = {
-    "train": ("PIL", "pyarrow", "pydantic", "safetensors", "tensorboard", "tokenizers"),
+    "train": ("PIL", "platformdirs", "pyarrow", "pydantic", "safetensors", "tensorboard", "tokenizers"),
+    "serve": ("fastapi", "starlette", "uvicorn"),
     "plot": ("matplotlib",),
     "mpi": ("mpi4py",),
     "qlora": ("torchao",),

@@ -77,6 +77,6 @@ def leave(status: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed, or its reader has ended
             stream.flush()
     os._exit(status)

@@ -103,7 +103,7 @@ class Layout:
         for axis, shard in self.shards:
             if not -len(self.shape) <= shard.dim < len(self.shape):
                 raise LayoutError(
-                    f"{self.name}: expected {axis} to divide a dimension of the shape {self.shape}, got dimension "
+                    f"{self.name}: expected axis {axis!r} to shard one of the {len(self.shape)} dimensions, got dimension "
                     f"{shard.dim}; choose another dimension"
                 )
 
@@ -137,7 +137,8 @@ class Layout:
             copies = min(part.copies, width)
             if width % copies:
                 raise LayoutError(
-                    f"{self.name}: expected {axis} to be a multiple of {copies} (the number of copies), got {width}"
+                    f"{self.name}: expected the size of axis {axis!r} to be a multiple of {copies}, the number of copies of a "
+                    f"part, got {width}"
                 )
             start, stop = chunk(part.size, width // copies, place // copies, part.unit)
             yield (*box[:dim], (at + start, at + stop), *box[dim + 1 :])

@@ -163,7 +163,9 @@ class Mesh:
         """
         order = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
         if mirror not in (1, 2):
-            raise MeshError(f"expected mirror 1, or 2 for a pipeline in both directions, got {mirror}")
+            raise MeshError(
+                f"expected mirror=1, or mirror=2 for a pipeline in both directions, got mirror={mirror}"
+            )
         wrong = {name: size for stage in stages for name, size in stage.items() if size < 1}
         if data < 1 or wrong:
             raise MeshError(f"expected axes of at least 1 rank, got {wrong or {'data': data}}")

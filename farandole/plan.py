@@ -145,6 +145,9 @@ class Plan:
 
     Args:
         data: the number of groups of ranks over which samples are distributed; None uses all ranks.
+        pipeline: the number of ranks among which the blocks of the model are divided into stages (`parallel.pipeline`).
+        schedule: with `pipeline` > 1, the order of forward and backward passes: the name of a schedule in the output of
+            `farandole schedule`.
         tensor: the number of ranks that compute each layer together (`parallel.tensor`).
         sequence: with `tensor` > 1, whether these ranks also share the tokens between the layers' matrix products, which
             saves activation memory.
@@ -165,7 +168,7 @@ class Plan:
             "disk:FOLDER" (models on a CPU).
         offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host"
             (models on an accelerator) or "disk:FOLDER".
-        offloaded: what is offloaded in addition to optimizer states: "gradients" (with `zero` >= 2), or also
+        offloaded: the data to offload in addition to optimizer states: "gradients" (with `zero` >= 2), or also
             "parameters" (with `zero=3`).  Models on an accelerator offload them to host memory only.
         rounding: "stochastic" rounds updates to bf16 weights without master weights, which saves 4 bytes per parameter.
         compression: the compression of gradients between hosts, with `zero=0`.  Compressed gradients are
@@ -177,6 +180,8 @@ class Plan:
     """
 
     data: int | None = None
+    pipeline: int = 1
+    schedule: str = "1f1b"
     tensor: int = 1
     sequence: bool = False
     context: int = 1
@@ -195,10 +200,15 @@ class Plan:
     lora: LoRA | None = None
 
     def __post_init__(self) -> None:
-        for axis in ("data", *MODEL_AXES):
+        for axis in ("data", "pipeline", *MODEL_AXES):
             size = getattr(self, axis)
             if size is not None and size < 1:
                 raise PlanError(f"{axis}={size}: expected at least 1 rank")
+        if self.schedule != "1f1b" and self.pipeline == 1:
+            raise PlanError(
+                f"schedule={self.schedule!r} with pipeline=1: a single stage needs no schedule; nearest plan: pipeline=2, or "
+                "schedule='1f1b'"
+            )
         if self.sequence and self.tensor == 1:
             raise PlanError(
                 "sequence=True with tensor=1: sequence parallelism shares the tokens among tensor-parallel ranks; nearest "
@@ -212,6 +222,11 @@ class Plan:
             )
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: expected stage 0, 1, 2 or 3")
+        if self.zero >= 2 and self.pipeline > 1:
+            raise PlanError(
+                f"zero={self.zero} with pipeline={self.pipeline}: gradients would be reduced after each micro-batch, and "
+                "weights gathered for each of them; nearest plan: zero=1"
+            )
         if self.hybrid and not self.zero:
             raise PlanError("hybrid=True with zero=0: there are no states to shard; nearest plan: zero=1")
         _one_of("precision", self.precision, get_args(Precision))
@@ -277,7 +292,7 @@ class Plan:
     @property
     def ranks_per_sample(self) -> int:
         """The number of ranks that process the same samples together."""
-        return self.context * self.tensor
+        return self.pipeline * self.context * self.tensor
 
     @property
     def offload_folder(self) -> str | None:
@@ -290,14 +305,14 @@ class Plan:
         Raises:
             PlanError: if the product of the sizes is not the number of ranks.
         """
-        inner = {axis: getattr(self, axis) for axis in MODEL_AXES}
+        inner = {axis: getattr(self, axis) for axis in ("pipeline", *MODEL_AXES)}
         each = math.prod(inner.values())
         data = self.data if self.data is not None else max(1, ranks // each)
         if data * each != ranks:
             named = {"data": data if self.data is not None else 1} | inner
             product = " x ".join(f"{axis}={size}" for axis, size in named.items() if size > 1) or "data=1"
             multiple = "" if self.data is not None else "a multiple of "
-            near = f"data={ranks // each}" if ranks >= each else ", ".join(f"{axis}=1" for axis in MODEL_AXES)
+            near = f"data={ranks // each}" if ranks >= each else ", ".join(f"{axis}=1" for axis in inner)
             raise PlanError(
                 f"{product}: expected {multiple}{math.prod(named.values())} ranks, got {ranks}; nearest plan: {near}"
             )

@@ -97,7 +97,7 @@ def test_ranks_of_a_host_are_adjacent() -> None:
         (lambda: Mesh.of_stages(4, [{"spatial": 4}, {}]), r"stages of 4, 1 ranks needs 5 ranks, got 4"),
         (lambda: Mesh.box(4, tensors=4), "unknown axes tensors; expected data, pipeline"),
         (lambda: Mesh.box(4, tensor=0), "at least 1 rank, got {'tensor': 0}"),
-        (lambda: Mesh.box(4, pipeline=4, mirror=3), "expected mirror 1, or 2 .*, got 3"),
+        (lambda: Mesh.box(4, pipeline=4, mirror=3), "expected mirror=1, or mirror=2 .*, got mirror=3"),
         (lambda: Mesh([Cell(rank=0), Cell(rank=1)]), "the same coordinates"),
         (lambda: Mesh([Cell(rank=0), Cell(data=1, rank=2)]), "a cell for each of the 3 ranks"),
     ],
@@ -204,10 +204,10 @@ def test_fused_projections_are_cut_at_heads() -> None:
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(1)),)), r"w: expected tensor to divide a dimension of the shape \(4,\), got dimension 1"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(1)),)), r"w: expected axis 'tensor' to shard one of the 1 dimensions, got dimension 1"),
         (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(3),))),)), "w: expected parts with 4 rows in total, the size of dimension 0, got 3"),
         (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (), 3)),)), "expected a multiple of 3 elements, got 4"),
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(4, 1, 2),))),)), r"expected tensor to be a multiple of 2 \(the number of copies\), got 3"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(4, 1, 2),))),)), r"expected the size of axis 'tensor' to be a multiple of 2, the number of copies of a part, got 3"),
     ],
 )  # fmt: skip
 def test_an_invalid_layout_is_an_error(layout: Any, says: str) -> None:

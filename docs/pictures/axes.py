@@ -27,12 +27,12 @@ def draw_tensor(path: Path) -> None:
     with torch.device("meta"):
         model = llama(LlamaConfig(vocabulary=24, layers=1, heads=4, kv_heads=2, width=16, inner=24))
     titles = {
-        "0.tokens.weight": "token embedding\n(words)",
-        "1.norm_attention.weight": "normalization\n(copies)",
-        "1.attention.qkv.weight": "queries, keys, values\n(columns: heads)",
-        "1.attention.out.weight": "attention output\n(rows: heads)",
-        "1.feed_forward.gate_up.weight": "gate and up\n(columns)",
-        "1.feed_forward.down.weight": "down\n(rows)",
+        "0.tokens.weight": "token embedding\n(split by words)",
+        "1.norm_attention.weight": "normalization\n(copied)",
+        "1.attention.qkv.weight": "queries, keys, values\n(split by outputs)",
+        "1.attention.out.weight": "attention output\n(split by inputs)",
+        "1.feed_forward.gate_up.weight": "gate and up\n(split by outputs)",
+        "1.feed_forward.down.weight": "down\n(split by inputs)",
     }
     mesh, layouts = Mesh.box(2, tensor=2), Layouts(model)
     tensor.apply(model, Position(mesh, mesh.cells[0]), Plan(tensor=2), layouts)

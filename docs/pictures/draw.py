@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import matplotlib
 
@@ -28,19 +28,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DATA = DOCS / "benchmarks"
 DIGEST = "sources"
-PLAN = [
-    "plan",
-    "gpt2-small",
-    "batch=16",
-    "-n",
-    "2",
-    "--memory",
-    "5GiB",
-    "--flops",
-    "100G",
-    "--bandwidth",
-    "8G",
-]
+FLOPS = {"fp32": 50e9, "bf16": 100e9, "fp16": 100e9}
+SPEEDS = {"flops": FLOPS, "stream": 8e9, "bandwidth": 8e9, "process": 250 << 20, "libraries": 110 << 20}
+"""The speeds and the process memory for the picture of the plans, which does not depend on the machine that draws it."""
 
 ABOUT = {
     "cli": "commands",
@@ -96,7 +86,7 @@ def code_of(path: Path) -> str:
 def pictures() -> list[Picture]:
     """Return all pictures in the documentation."""
     from benchmarks import compression, parameter_server, picture
-    from docs.pictures import axes
+    from docs.pictures import axes, pipeline
 
     found = []
     for data in sorted(DATA.glob("*.json")):
@@ -110,6 +100,8 @@ def pictures() -> list[Picture]:
         )
     here = DOCS / "pictures"
     planner = sorted((ROOT / "farandole/planner").glob("*.py"))
+    timelines = ("schedule", "unidirectional", "v_shaped", "mirrored", "list_scheduling", "simulate", "draw")
+    schedules = [ROOT / f"farandole/parallel/pipeline/{name}.py" for name in timelines]
     found += [
         _of_data(
             DATA / "compression.json", here / "compression.png", Path(compression.__file__),
@@ -127,22 +119,26 @@ def pictures() -> list[Picture]:
                 ("tensor", axes.draw_tensor), ("context", axes.draw_context), ("expert", axes.draw_expert),
             )
         ),
+        *(
+            Picture(here / f"{name}.png", (here / "pipeline.py", *schedules), draw)
+            for name, draw in pipeline.drawings().items()
+        ),
     ]  # fmt: skip
     return found
 
 
 def _of_data(data: Path, path: Path, code: Path, draw: Callable[..., None]) -> Picture:
-    def read_and_draw(target: Path) -> None:
-        read = json.loads(data.read_text())
-        draw({"ranks": 2, **read} if data.stem == "point-to-point" else read, target)
-
-    return Picture(path, (data, code), read_and_draw)
+    return Picture(path, (data, code), lambda target: draw(json.loads(data.read_text()), target))
 
 
 def draw_plans(path: Path) -> None:
-    """Draw the plans for a GPT on a machine with fixed speeds; some of the plans do not fit."""
-    command = [sys.executable, "-m", "farandole", *PLAN, "--picture", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    """Draw the plans for a GPT on two ranks with fixed speeds; some of the plans do not fit."""
+    from farandole.bench import plan_picture, planning
+    from farandole.bench.machine import Speeds
+
+    setup = planning.PlanSetup(("gpt2-small", "batch=16", "plan.precision=bf16"), ranks=2, memory=5 << 30)
+    with mock.patch.object(planning, "speeds", return_value=Speeds(**SPEEDS)):
+        plan_picture.draw(planning.plan(setup), str(path))
 
 
 def imports() -> set[tuple[str, str]]:

@@ -124,7 +124,7 @@ def find_mpiexec() -> str | None:
 
 
 def without_mpiexec(setup: CollectivesSetup, ranks: int) -> str:
-    """Return why MPI is not measured, for a job that mpiexec did not start."""
+    """Return why a job that mpiexec did not start cannot measure MPI."""
     if find_mpiexec() is None:
         return "farandole launch, because there is no mpiexec"
     sharing = f"{counted(ranks, 'rank')} share {counted(usable_cores(), 'core')}"

@@ -72,7 +72,7 @@ class CollectivesSetup:
         return sizes
 
     def counts(self, operation: Operation, size: int) -> tuple[int, int]:
-        """Return the numbers of iterations and warm-up iterations, by default those of the OSU Micro-Benchmarks."""
+        """Return the numbers of iterations and warm-up iterations, by default as in the OSU Micro-Benchmarks."""
         if operation.is_bandwidth:
             iterations, warmup = (20, 2) if size > LARGE else (100, 10)
         else:
@@ -162,7 +162,7 @@ class CollectivesSetup:
 
     @staticmethod
     def load(text: str) -> CollectivesSetup:
-        """Return the setup from JSON."""
+        """Convert the result of `dump` back to a setup."""
         fields = json.loads(text)
         for name in ("operations", "backends"):
             fields[name] = tuple(fields[name])

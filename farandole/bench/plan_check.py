@@ -68,7 +68,7 @@ class Order:
 
     @staticmethod
     def load(text: str) -> Order:
-        """Return the order from JSON."""
+        """Convert the result of `dump` back to an order."""
         values = json.loads(text)
         return Order(**{**values, "config": parse_config(values["config"]), "answer": Path(values["answer"])})
 

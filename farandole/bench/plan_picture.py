@@ -40,8 +40,10 @@ def draw(planned: Planned, path: str) -> None:
     most = max(*left, memory / _GIB if memory < 4 * _GIB * max(left) else 0.0)
     for place, one in zip(places, estimates, strict=True):
         fits = one.fits(memory)
+        label = 0.16 * most  # the approximate width of the label
+        crosses = left[place] < memory / _GIB < left[place] + label
         axis.text(
-            left[place] + 0.01 * most,
+            (memory / _GIB if crosses else left[place]) + 0.01 * most,
             place,
             f"{size(one.peak)}, {seconds(one.seconds)} s" + ("" if fits else ", does not fit"),
             va="center",

@@ -29,7 +29,7 @@ from farandole.plan import Offloaded, Place, Plan, PlanError, Precision, Recompu
 from farandole.planner import Estimate, Machine, Workload, estimate_workload
 from farandole.planner.search import estimates_of, in_order
 from farandole.train.config import ConfigError, TrainConfig, load_config
-from farandole.train.precision import bf16_unit
+from farandole.train.hardware import bf16_unit
 from farandole.train.start import default_ranks, read_request
 from farandole.train.workload import workload_of
 
@@ -48,12 +48,6 @@ _KNOWN: dict[str, Sequence[str]] = {
     "rounding": get_args(Rounding),
     "offloaded": get_args(Offloaded),
 }
-
-_WIDE = 4
-"""The number of meshes for which all kinds of recomputation are considered; more meshes are compared with one kind."""
-
-_LEAST_POSITIONS = 2048
-"""The fewest positions per rank for which context parallelism is considered by default."""
 
 _RESORTS: Sequence[dict[str, Sequence[Any]]] = (
     {"offload": ["none", "disk:."]},

@@ -75,7 +75,7 @@ class TrainingSetup:
 
     @staticmethod
     def load(text: str) -> TrainingSetup:
-        """Return the setup from JSON."""
+        """Convert the result of `dump` back to a setup."""
         return TrainingSetup(**json.loads(text))
 
 

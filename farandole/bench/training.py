@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -30,6 +29,7 @@ import torch
 import farandole
 from farandole.bench.frameworks import Training, find_framework
 from farandole.bench.setup import TrainingSetup
+from farandole.launch.cores import processor_name
 from farandole.launch.runtime import Runtime
 
 TIMEOUT_S = 3600.0
@@ -170,12 +170,9 @@ class _Benchmark:
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of the machine."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    """Return the processor, the number of cores, the versions and the date."""
     return {
-        "processor": names[0] if names else platform.processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "farandole": farandole.__version__,

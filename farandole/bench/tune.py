@@ -89,7 +89,7 @@ class TuneSetup:
 
     @staticmethod
     def load(text: str) -> TuneSetup:
-        """Return the setup from JSON."""
+        """Convert the result of `dump` back to a setup."""
         return TuneSetup(**json.loads(text))
 
 

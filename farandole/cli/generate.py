@@ -13,7 +13,9 @@ def generate(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run, or a folder of runs.")
     ],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The beginning of the text.")] = "def",
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The beginning of the text.", show_default="def")
+    ] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-t", min=1, help="Number of tokens to generate.")] = 200,
     temperature: Annotated[
         float,
@@ -28,28 +30,44 @@ def generate(
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed.  The same seed generates the same text.")
     ] = 0,
+    input_file: Annotated[
+        Path | None,
+        typer.Option("--input", help="A file with a JSON object per line, with prompt or messages."),
+    ] = None,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", help="The file for the results of --input, in the same order.")
+    ] = None,
 ) -> None:
     """Continue a prompt with a trained model, and print the text.
+
+    With --input, the command continues all prompts in a file, many at a time, and writes the results to --output.  If
+    the command is interrupted, the same command continues after the last complete line.
 
     For a run or a folder of runs, the command uses the newest checkpoint.
 
     \b
       farandole generate runs/stdlib-20260102-030405 --prompt "class Queue:"
       farandole generate runs --prompt "import" --tokens 400 --temperature 1 --seed 7
+      farandole generate FOLDER --input prompts.jsonl --output out.jsonl --temperature 0
     """
+    if input_file is not None or output_file is not None:
+        _generate_file(checkpoint, prompt, input_file, output_file, tokens, temperature, top_k, seed)
+        return
     # import here, so that `--help` does not wait for torch
-    from farandole.models.generate import generate as tokens_after
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError, newest_checkpoint
-    from farandole.train.text import load_model
 
     try:
         chosen = newest_checkpoint(checkpoint)
+
+        from farandole.models.generate import generate as tokens_after
+        from farandole.train.text import load_model
+
         model, tokenizer, config = load_model(chosen)
     except (CheckpointError, ConfigError) as refusal:
         typer.echo(f"farandole generate: {refusal}", err=True)
         raise typer.Exit(2) from None
-    given = tokenizer.encode(prompt).ids
+    given = tokenizer.encode("def" if prompt is None else prompt).ids
     if not given:
         typer.echo("farandole generate: the prompt is empty; expected at least one character", err=True)
         raise typer.Exit(2)
@@ -68,3 +86,48 @@ def generate(
         sys.stdout.flush()
         shown = text
     sys.stdout.write("\n")
+
+
+def _generate_file(
+    folder: Path,
+    prompt: str | None,
+    input_file: Path | None,
+    output_file: Path | None,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+) -> None:
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn
+
+    from farandole.data.errors import DataError
+    from farandole.models.hf.fields import FolderError
+    from farandole.serve.batch import generate_file
+    from farandole.serve.llm import LLM
+    from farandole.serve.request import RequestError, Sampling
+    from farandole.train.config import ConfigError
+    from farandole.train.run_folder import CheckpointError
+
+    try:
+        if input_file is None or output_file is None:
+            raise DataError("expected --input and --output together, got only one of them")
+        if prompt is not None:
+            raise DataError("--prompt and --input are mutually exclusive; omit one of them")
+        llm = LLM(folder)
+        console = Console(stderr=True)
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("generate", total=None, speed="")
+
+            def show(done: int, total: int, new: int) -> None:
+                elapsed = bar.tasks[0].elapsed or 0
+                speed = f"{new / elapsed:.0f} tokens/s" if elapsed else ""
+                bar.update(task, completed=done, total=total, speed=speed)
+
+            sampling = Sampling(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+            written = generate_file(llm, input_file, output_file, sampling, show)
+    except (CheckpointError, ConfigError, DataError, FolderError, RequestError) as refusal:
+        typer.echo(f"farandole generate: {refusal}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"wrote {written} results to {output_file}", err=True)

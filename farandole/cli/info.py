@@ -86,6 +86,7 @@ def _details() -> list[tuple[str, str]]:
     """Return details that can explain failures: system limits, versions, and environment variables."""
     from farandole.data.wording import size
     from farandole.launch.control_groups import available_memory
+    from farandole.launch.cores import processor_name
 
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     files, processes = (
@@ -95,7 +96,7 @@ def _details() -> list[tuple[str, str]]:
     return [
         ("kernel", platform.release()),
         ("libc", " ".join(platform.libc_ver())),
-        ("processor", _processor()),
+        ("processor", processor_name()),
         ("memory", f"{size(available_memory())} available"),
         ("/dev/shm", "missing" if shared is None else f"{size(shared.free)} of {size(shared.total)} free"),
         ("limits", f"{_limit(files)} open files, {_limit(processes)} processes"),
@@ -103,16 +104,6 @@ def _details() -> list[tuple[str, str]]:
         ("packages", _versions()),
         ("variables", ", ".join(f"{name}={_shown(name)}" for name in variables) or "none"),
     ]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
 
 
 def _limit(number: int) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from farandole._autoload import REPLACE_GLOO
+from farandole.cli.launcher_options import ALTERNATIVES, FIXED
 from farandole.cli.mistakes import Command
 
 if TYPE_CHECKING:
@@ -19,52 +20,17 @@ if TYPE_CHECKING:
 
 RANK_OPTIONS = ("--ranks", "-n", "-np", "--num-proc")
 
-FIXED = "the number of ranks is fixed at the start of a job; for elastic jobs, use torchrun --nnodes MIN:MAX script.py"
-
-
-LOG = "use --output-filename DIR, which writes each rank's output to files"
-TIMEOUT = "use --start-timeout, the time in seconds that hosts wait for each other"
-SELECTION = "omit it, because --rendezvous or --hosts selects the network between hosts"
-TUNED = "set --fusion-threshold-mb and --cycle-time-ms manually"
-HIERARCHICAL = "omit it, because ranks on one host communicate through shared memory"
-
 
 class LaunchCommand(Command):
     """Rejects horovodrun and torchrun options without a counterpart, and suggests the alternative."""
 
-    elsewhere = {
-        "--min-np": FIXED,
-        "--max-np": FIXED,
-        "--min-num-proc": FIXED,
-        "--max-num-proc": FIXED,
-        "--slots-per-host": FIXED,
-        "--reset-limit": "use --max-restarts to limit the number of restarts",
-        "--host-discovery-script": f"{FIXED}; to name the hosts, use --hosts or --hostfile",
-        "--check-build": "run `farandole info` to list the available features",
-        "--gloo": "omit it, because ranks on one host use shared memory, and ranks on several hosts use TCP",
-        "--mpi": "start the ranks with MPI's own launcher: mpirun -n 4 python script.py",
-        "--jsrun": "start the ranks with LSF's own launcher: jsrun -n 4 python script.py",
-        "--mpi-args": "start the ranks with MPI's own launcher: mpirun ARGS -n 4 python script.py",
-        "--config-file": "pass the options on the command line",
-        "--log-level": "set the level in the program: logging.getLogger('farandole').setLevel(level)",
-        "--prefix-output-with-timestamp": LOG,
-        "--autotune": TUNED,
-        "--autotune-log-file": TUNED,
-        "--hierarchical-allreduce": HIERARCHICAL,
-        "--hierarchical-allgather": HIERARCHICAL,
-        "--rdzv-id": "omit it, because the address of --rendezvous identifies the job",
-        "--rdzv-conf": TIMEOUT,
-        "--local-addr": SELECTION,
-        "--monitor-interval": "omit it, because the launcher checks the ranks 20 times per second",
-        "--start-method": "omit it, because each rank is a new process",
-        "--role": "omit it, because all ranks of a job have the same role",
-        "--log-dir": LOG,
-        "--redirects": LOG,
-        "--tee": LOG,
-        "--local-ranks-filter": LOG,
-        "--numa-binding": "use --pin (the default), which pins each rank to its own cores",
-        "--run-path": "omit it, because scripts run in the rank's process",
-    }
+    elsewhere = ALTERNATIVES
+
+
+def _reject(param: typer.CallbackParam, given: bool) -> None:
+    """Reject an option with one hyphen and several letters, which would be parsed as several options."""
+    if given:
+        raise typer.BadParameter(f"not supported: {ALTERNATIVES[param.opts[0]]}")
 
 
 def _nodes(text: str | int) -> int:
@@ -146,6 +112,8 @@ def launch(
     hostfile: Annotated[
         Path | None,
         typer.Option(
+            "--hostfile",
+            "-hostfile",
             metavar="FILE",
             show_default=False,
             help="Read the hosts from a file with lines such as: node0 slots=4",
@@ -168,14 +136,14 @@ def launch(
         ),
     ] = None,
     network_interface: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--network-interface",
             "--network-interfaces",
             "--nics",
             metavar="NAME,...",
             show_default=False,
-            help="The network interfaces to use between hosts.",
+            help="The network interfaces to use between hosts.  The option can be repeated.",
         ),
     ] = None,
     start_timeout: Annotated[
@@ -207,20 +175,25 @@ def launch(
     rdzv_backend: Annotated[
         str | None,
         typer.Option(
-            metavar="c10d|static", show_default=False, help="Accepted for compatibility with torchrun."
+            metavar="c10d|static",
+            show_default=False,
+            help="torchrun's rendezvous backend; both values use --rendezvous.",
         ),
     ] = None,
     standalone: Annotated[
         bool, typer.Option("--standalone", help="Start a job on this host only (the default).")
     ] = False,
     master_addr: Annotated[
-        str | None, typer.Option(metavar="HOST", show_default=False, help="The host of --rendezvous.")
+        str | None,
+        typer.Option(
+            metavar="HOST",
+            show_default=False,
+            help="The host of --rendezvous; with one host, 127.0.0.1 by default.",
+        ),
     ] = None,
     master_port: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=65535, show_default="29500", help="The port of --rendezvous, with --master-addr."
-        ),
+        typer.Option(min=1, max=65535, show_default="29500", help="The port of --rendezvous."),
     ] = None,
     timeline_filename: Annotated[
         str | None,
@@ -234,9 +207,6 @@ def launch(
         bool, typer.Option("--timeline-mark-cycles", help="Sets HOROVOD_TIMELINE_MARK_CYCLES.")
     ] = False,
     cache_capacity: Annotated[int | None, typer.Option(min=0, help="Sets HOROVOD_CACHE_CAPACITY.")] = None,
-    disable_cache: Annotated[
-        bool, typer.Option("--disable-cache", help="Sets HOROVOD_CACHE_CAPACITY to 0.")
-    ] = False,
     no_stall_check: Annotated[
         bool, typer.Option("--no-stall-check", help="Sets HOROVOD_STALL_CHECK_DISABLE.")
     ] = False,
@@ -246,6 +216,10 @@ def launch(
     stall_check_shutdown_time_seconds: Annotated[
         int | None, typer.Option(min=0, help="Sets HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.")
     ] = None,
+    check_build: Annotated[bool, typer.Option("-cb", hidden=True, is_eager=True, callback=_reject)] = False,
+    prefix_timestamp: Annotated[
+        bool, typer.Option("-prefix-timestamp", hidden=True, is_eager=True, callback=_reject)
+    ] = False,
 ) -> None:
     """Run a Python program in several processes, which are the ranks of one job.
 
@@ -284,7 +258,7 @@ def launch(
         TIMELINE_MARK_CYCLES=1 if timeline_mark_cycles else None,
         FUSION_THRESHOLD=None if fusion_threshold_mb is None else fusion_threshold_mb << 20,
         CYCLE_TIME=None if cycle_time_ms is None else f"{cycle_time_ms:g}",
-        CACHE_CAPACITY=0 if disable_cache else cache_capacity,
+        CACHE_CAPACITY=cache_capacity,
         STALL_CHECK_DISABLE=1 if no_stall_check else None,
         STALL_CHECK_TIME_SECONDS=stall_check_warning_time_seconds,
         STALL_SHUTDOWN_TIME_SECONDS=stall_check_shutdown_time_seconds,
@@ -297,16 +271,12 @@ def launch(
         if kind == "script":
             kind, words = without_python(words)
         program = Program(words[0], words[1:], kind, pin, threads, output, verbose, max_restarts)
-        if master_addr is not None or master_port is not None:
-            if rendezvous is not None or master_addr is None:
-                raise LaunchError(
-                    "use either --rendezvous HOST:PORT, or --master-addr HOST with --master-port PORT"
-                )
-            rendezvous = f"{master_addr}:{master_port or 29500}"
+        interfaces = ",".join(network_interface) if network_interface else None
+        rendezvous = _rendezvous(rendezvous, master_addr, master_port, nodes)
         if hosts is None and hostfile is None:
             _only_with_hosts(ssh_port=ssh_port, ssh_identity_file=ssh_identity_file)
             _check_torchrun(rdzv_backend, standalone, nodes, node_rank, rendezvous)
-            config = parse_rendezvous(nodes, node_rank or 0, rendezvous, start_timeout, network_interface)
+            config = parse_rendezvous(nodes, node_rank or 0, rendezvous, start_timeout, interfaces)
             status = run_on_this_host(program, _ranks_here(ranks, nproc_per_node, nodes), config)
         else:
             if nproc_per_node is not None:
@@ -324,7 +294,7 @@ def launch(
                 _hosts(hosts, hostfile, ranks),
                 program,
                 shell=RemoteShell(remote_shell, ssh_port, ssh_identity_file),
-                interfaces=network_interface,
+                interfaces=interfaces,
                 start_timeout_s=start_timeout,
             )
     except LaunchError as error:
@@ -345,6 +315,18 @@ def _hosts(hosts: str | None, hostfile: Path | None, ranks: int | None) -> list[
         raise LaunchError("--hosts and --hostfile are mutually exclusive; omit one of them")
     found = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile or Path())
     return assign_ranks(found, ranks)
+
+
+def _rendezvous(address: str | None, host: str | None, port: int | None, nodes: int) -> str | None:
+    """Return the rendezvous address from --rendezvous, or from --master-addr and --master-port."""
+    from farandole.launch.hosts import LOOPBACK
+    from farandole.launch.placement import LaunchError
+
+    if host is None and port is None:
+        return address
+    if address is not None or (host is None and nodes > 1):
+        raise LaunchError("use either --rendezvous HOST:PORT, or --master-addr HOST with --master-port PORT")
+    return f"{host or LOOPBACK}:{port or 29500}"
 
 
 def _only_with_hosts(**given: object) -> None:

@@ -17,8 +17,10 @@ from farandole.cli.config import app as config
 from farandole.cli.generate import generate
 from farandole.cli.info import info
 from farandole.cli.launch import LaunchCommand, launch
-from farandole.cli.mistakes import Command
+from farandole.cli.mistakes import Command, KeysCommand
 from farandole.cli.plan import plan
+from farandole.cli.schedule import ScheduleCommand, schedule
+from farandole.cli.serve import serve
 from farandole.cli.train import TrainCommand, train
 from farandole.cli.tune import tune
 
@@ -28,7 +30,9 @@ HELP = """Parallel computing with PyTorch, on a laptop's cores or on a cluster.
   farandole train                           train a language model
   farandole config keys                     list the configuration keys
   farandole plan gpt2-small -n 8            predict memory and speed
+  farandole schedule                        compare and draw pipeline schedules
   farandole generate runs --prompt "def"    generate text
+  farandole serve runs --port 8000          answer requests over HTTP
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
   farandole bench training                  measure ResNet training
   farandole bench collectives               measure collectives
@@ -52,8 +56,10 @@ app = typer.Typer(
     },
 )
 app.command(cls=TrainCommand)(train)
-app.command(cls=Command)(plan)
+app.command(cls=KeysCommand)(plan)
+app.command(cls=ScheduleCommand)(schedule)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(serve)
 # options end at the program name; later words are the program's arguments
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 app.command(cls=Command)(info)

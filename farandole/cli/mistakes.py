@@ -33,3 +33,17 @@ class Command(TyperCommand):
         options = [option for param in self.params for option in (*param.opts, *param.secondary_opts)]
         nearest = difflib.get_close_matches(name, [o for o in options if o.startswith("-")], 1)
         return f"unknown option {name}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+
+
+class KeysCommand(Command):
+    """A subcommand with configuration keys as arguments, which are also suggested for unknown options."""
+
+    def _answer(self, name: str) -> str:
+        from farandole.train.config import known_keys, unknown_key
+
+        answer, key = super()._answer(name), name.lstrip("-").replace("-", "_")
+        if key in known_keys():
+            return f"unknown option {name}; {key} is a configuration key: use {key}=VALUE"
+        if "; " in answer:
+            return answer
+        return f"{answer}; to set a configuration key, use KEY=VALUE: {unknown_key(key).partition('; ')[2]}"

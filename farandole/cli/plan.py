@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -54,7 +54,7 @@ def plan(
         list[int] | None,
         typer.Option(
             help="Sizes of the context axis to consider.  Repeatable.",
-            show_default="1; on accelerators, all with at least 2,048 positions per rank",
+            show_default="1; on accelerators, all with at least 8,192 positions per rank",
         ),
     ] = None,
     expert: Annotated[
@@ -186,12 +186,18 @@ def plan(
       farandole plan hf:llama-8b -n 64 --nodes 8 --accelerators --memory 80GiB --flops 400T --bandwidth 300G --host-bandwidth 50G model.context=4096
     """
     # import here, so that `--help` does not wait for torch
-    from farandole.bench.planning import PlanSetup, parse_number
-    from farandole.bench.setup import BenchError
     from farandole.launch.placement import LaunchError
     from farandole.memory.disk import OffloadError
     from farandole.plan import PlanError
     from farandole.train.config import ConfigError
+
+    try:
+        _check_words(words or [])
+    except ConfigError as refusal:
+        _refuse(refusal)
+
+    from farandole.bench.planning import PlanSetup, parse_number
+    from farandole.bench.setup import BenchError
 
     try:
         setup = PlanSetup(
@@ -223,9 +229,24 @@ def plan(
         )
         status = _answer(setup, json, picture, steps if check else None)
     except (ConfigError, PlanError, BenchError, LaunchError, OffloadError) as refusal:
-        typer.echo(f"farandole plan: {refusal}", err=True)
-        raise typer.Exit(2) from None
+        _refuse(refusal)
     raise typer.Exit(status)
+
+
+def _check_words(words: list[str]) -> None:
+    """Raise ConfigError if the preset or a key is invalid; this check does not need torch."""
+    from farandole.train.config import load_config
+    from farandole.train.start import read_request
+
+    if not any(word.startswith("hf:") for word in words):
+        request = read_request(words, resume=False)
+        load_config(request.source, request.overrides)
+
+
+def _refuse(error: Exception) -> NoReturn:
+    """Print the error, and exit."""
+    typer.echo(f"farandole plan: {error}", err=True)
+    raise typer.Exit(2) from None
 
 
 def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int | None) -> int:

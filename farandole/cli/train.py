@@ -12,7 +12,7 @@ import typer
 from farandole._startup import uncollected
 from farandole.cli.config import complete_words
 from farandole.cli.invocation import command
-from farandole.cli.mistakes import Command
+from farandole.cli.mistakes import KeysCommand
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -26,7 +26,7 @@ WORDS = f"""A preset ({", ".join(sorted(Path(file.name).stem for file in PRESETS
 any number of KEY=VALUE arguments with full key names: steps=1000 model.width=384 optimizer.learning_rate=1e-3.  With --resume, also a run's folder."""
 
 
-class TrainCommand(Command):
+class TrainCommand(KeysCommand):
     """Accepts `--resume=RUN` as `--resume RUN`, where --resume is a flag and RUN is an argument."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -144,7 +144,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
                 f"--dry-run runs without ranks, but {placement.launcher} started this process as a rank; "
                 f"run farandole train --dry-run without the launcher"
             )
-        from farandole.train.worker import join
+        from farandole.train.run import join
 
         run = join(request)
         if placement.rank == 0:
@@ -160,8 +160,9 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     with uncollected():  # importing torch takes seconds
         from farandole.train.memory import check_memory, summary
 
-    check_memory(start.config, start.ranks)
-    _check_task(task_config(start.config, start.checkpoint))
+    prepared = task_config(start.config, start.checkpoint)
+    check_memory(prepared, start.ranks)
+    _check_task(prepared)
     if dry_run:
         for name, text in summary(start).items():
             typer.echo(f"{name:<14} {text}")
@@ -192,7 +193,7 @@ def _launch(order: Order, ranks: int) -> int:
     """Run the ranks, and then print the next command."""
     from farandole.launch.local import launch
 
-    status = launch("farandole.train.worker", [order.dump()], ranks=ranks, module=True)
+    status = launch("farandole.train.run", [order.dump()], ranks=ranks, module=True)
     _print_next_step(order.run, status)
     return status
 

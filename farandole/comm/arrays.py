@@ -9,14 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farandole.comm.dense import plain
+
 Array = Tensor | np.ndarray[Any, Any]
 """A tensor or a NumPy array; arrays are read and written in place."""
 
 
 def read(value: Array) -> Tensor:
-    """Return a tensor that shares memory with an input array; copy a read-only array."""
+    """Return a tensor that shares memory with an input array; copy a read-only array.
+
+    Raises:
+        TypeError: for a tensor without memory, such as a fake tensor.
+    """
     if isinstance(value, Tensor):
-        return value
+        return plain(value)
     if not isinstance(value, np.ndarray):
         raise TypeError(
             f"expected a tensor or a NumPy array, got {type(value).__name__}; convert it with torch.as_tensor"

@@ -110,8 +110,7 @@ class Communicator:
         if group is None or not in_order:
             raise NotImplementedError(
                 f"expected members in increasing order of rank, got {list(members)}; sort them: torch cannot reorder "
-                "the ranks of "
-                "this backend"
+                "the ranks of this backend"
             )
         return Communicator(local_group(group, world))
 
@@ -133,7 +132,7 @@ class Communicator:
             return torch.empty(*shape, dtype=dtype, device=device)
         return self.dispatcher.allocate(shape, dtype)
 
-    def common(
+    def shared(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor | None:
         """Return a tensor of zeros whose memory all ranks share.  This is a collective call.
@@ -148,10 +147,10 @@ class Communicator:
         if not self.shares_memory(device):
             return None
         core = self.dispatcher.core
-        return self.dispatcher.made(lambda flags: core.allocate_common(shape, dtype, flags))
+        return self.dispatcher.made(lambda flags: core.allocate_shared(shape, dtype, flags))
 
     def shares_memory(self, device: torch.device | None = None) -> bool:
-        """Return whether `common` can allocate tensors on this device."""
+        """Return whether `shared` can allocate tensors on this device."""
         self.dispatcher.serves()
         return (device is None or device.type == "cpu") and self.dispatcher.core.shares_memory
 

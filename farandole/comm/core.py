@@ -115,12 +115,12 @@ class Core(Protocol):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether `allocate_common` is supported."""
+        """Whether `allocate_shared` is supported."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Return a tensor in the memory in which operations are fastest.  This is a collective call."""
 
-    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
+    def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Return a tensor whose memory all ranks share.  This is a collective call."""
 
     # ---- state and shutdown ----
@@ -228,7 +228,7 @@ class GroupCore:
         """Return a tensor in memory shared by the ranks of this host."""
         return self.host.allocate(shape, dtype, flags)
 
-    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
+    def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Raise CommunicationError, because the ranks do not share memory."""
         raise CommunicationError(
             "cannot allocate a shared tensor: the ranks of this group do not share memory; use `empty` instead"

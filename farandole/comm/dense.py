@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 reachable = {"cpu"}
 """The devices whose memory the communication library can address; other tensors are copied to the host and back."""
@@ -35,8 +36,7 @@ def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
         ):
             raise ValueError(
                 f"{call}: expected an output whose elements do not overlap, got shape {list(output.shape)} with "
-                "strides "
-                f"{list(output.stride())}; pass output.clone()"
+                f"strides {list(output.stride())}; pass output.clone()"
             )
 
 
@@ -44,14 +44,17 @@ def plain(tensor: Tensor) -> Tensor:
     """Return the tensor itself, or the tensor inside the result of a functional collective."""
     if type(tensor) is Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
         return tensor
+    if isinstance(tensor, FakeTensor):
+        raise TypeError(
+            "expected a tensor with values, got a fake tensor, which has only a shape; a dry run cannot transfer it"
+        )
     if not tensor.numel() or tensor.data_ptr():
         return tensor
     wait = getattr(tensor, "trigger_wait", None)  # AsyncCollectiveTensor
     if wait is None:
         raise TypeError(
             f"expected a tensor that owns its memory, got {type(tensor).__name__}, which wraps another tensor; pass "
-            "the "
-            f"wrapped tensor (for a DTensor, tensor.to_local())"
+            f"the wrapped tensor (for a DTensor, tensor.to_local())"
         )
     inner: Tensor = wait()
     return inner

@@ -125,7 +125,9 @@ class Endpoint:
                 handle = core.frd_endpoint_open(rank, size)
                 base = core.frd_group_reserve()
                 if not handle or not base:
-                    raise OSError("cannot allocate the endpoint of this process: out of memory; free memory")
+                    raise OSError(
+                        "cannot allocate the endpoint of this process: out of memory; stop other processes on this host"
+                    )
                 own = Process(
                     host_identity(), gethostname(), os.getpid(), segment.name, arena_bytes,
                     core.frd_endpoint_block(handle), base, visible_devices(),
@@ -208,8 +210,7 @@ class Endpoint:
             process = self.processes[lonely[0]]
             raise OSError(
                 f"rank {lonely[0]} (process {process.pid} on {process.name}) has no address that other hosts can "
-                "reach; "
-                f"enable a network interface on that host, or set GLOO_SOCKET_IFNAME to the name of an interface"
+                f"reach; enable a network interface on that host, or set GLOO_SOCKET_IFNAME to the name of an interface"
             )
         own, secret = socket_address(self.address, 0), derive(key or "", f"session {places[0]['session']}")
         failed = self.core.frd_tcp_open(
@@ -368,7 +369,9 @@ class Endpoint:
             (ctypes.c_uint64 * size)(*blocks),
         )
         if not handle:
-            raise MemoryError("cannot allocate a group: out of memory; free memory or destroy unused groups")
+            raise MemoryError(
+                "cannot allocate a group: out of memory; destroy unused groups, or stop other processes on this host"
+            )
         return handle
 
     # ---- messages within the group of all ranks, which remains usable after errors ----
@@ -382,7 +385,7 @@ class Endpoint:
         post = self.core.frd_post_send if sends else self.core.frd_post_recv
         message = post(self._base, buffer, len(data), _BYTE, peer, tag)
         if message is not None and message < LAST_STATUS:
-            raise MemoryError("cannot allocate a message: out of memory; free memory")
+            raise MemoryError("cannot allocate a message: out of memory; stop other processes on this host")
         return message, buffer
 
     def _wait(

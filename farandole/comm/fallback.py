@@ -296,7 +296,7 @@ class TorchCore:
         """Return a tensor in private memory."""
         return torch.empty(*shape, dtype=dtype, device="cpu")
 
-    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
+    def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Raise NotImplementedError, because torch's groups do not share memory."""
         raise NotImplementedError(
             "cannot allocate a shared tensor: torch's process groups do not share memory; use `empty` instead"

@@ -189,7 +189,7 @@ class HostGroup:
         return outcome >> 8
 
     def fail(self, error: CommunicationError, culprit: int) -> NoReturn:
-        """Mark the group as failed on all hosts and raise the error, which a layer above the C core detected."""
+        """Mark the group as failed on all hosts, and raise an error that was detected outside the C core."""
         assert self.consensus is not None
         error = self.consensus.publish(error)
         self.core.frd_break(self.handle, culprit)
@@ -279,7 +279,7 @@ class HostGroup:
         weakref.finalize(part, self.core.frd_free, address).atexit = False
         return _tensor_in(part, shape, dtype)
 
-    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
+    def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
         """Return a tensor of zeros in shared memory; every rank passes the same arguments."""
         length = _pages(shape, dtype)
         return _tensor_in((ctypes.c_char * length).from_buffer(self._share(length, flags)), shape, dtype)

@@ -30,9 +30,9 @@ class NativeCore(GroupCore):
         self.rank, self.size = host.rank, host.size
         self._library = host.core
 
-    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
+    def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Return a tensor in memory shared by all ranks."""
-        return self.host.allocate_common(shape, dtype, flags)
+        return self.host.allocate_shared(shape, dtype, flags)
 
     # ---- collectives ----
 

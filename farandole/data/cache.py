@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -40,13 +39,9 @@ Progress = Callable[[str, float], None]
 
 def default_cache() -> Path:
     """Return the user's cache folder on this platform."""
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "farandole"
+    from platformdirs import user_cache_path
+
+    return user_cache_path("farandole", appauthor=False)
 
 
 def content_key(source: Source, settings: dict[str, object], progress: Progress) -> str:

@@ -3,8 +3,8 @@
     chat = prepare_chat("chat.jsonl", folder, context=1024)
     tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each (2, 1024) of int64
 
-A record has `messages`, a list of {"role", "content"}, and optionally `tools`; or two texts, `prompt` and
-`completion`.  Only tokens written by the assistant are targets.  Several conversations share a window: `documents`
+A record has `messages`, a list of {"role", "content"}, and optionally `tools`, both possibly as JSON text; or two texts,
+`prompt` and `completion`.  Only tokens written by the assistant are targets.  Several conversations share a window: `documents`
 numbers the conversations, so that attention does not cross their boundaries.  Conversations are never split: a
 conversation that is longer than a window is truncated.
 """
@@ -185,7 +185,7 @@ def prepare_chat(
     except DataError as error:
         missing = str(error)
     settings: dict[str, object] = {
-        "chat": 1,
+        "chat": 2,
         "template": found.source if found else None,
         "share": validation_share,
         "tokenizer": file.read_text(encoding="utf-8"),
@@ -252,6 +252,8 @@ class _Encoder:
             if self._template is None:
                 raise DataError(self._missing)
             tools = record.get("tools")
+            if isinstance(tools, str):
+                tools = _parsed(where, "tools", tools)
             try:
                 found = self._template.answers(messages, **({"tools": tools} if tools else {}))
             except DataError as error:
@@ -284,13 +286,13 @@ class _Encoder:
                 )
 
     def encode(self, texts: list[tuple[str, list[tuple[int, int]]]]) -> Iterator[tuple[NDArray, NDArray]]:
-        """Yield the tokens of each text, flagged as trained if their first character is in a trained range."""
+        """Yield the tokens of each text, flagged as trained if one of their characters is in a trained range."""
         encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
         for (_, spans), encoding in zip(texts, encodings, strict=True):
-            starts = np.array([start for start, _ in encoding.offsets], np.int64)
+            starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             trained = np.zeros(len(starts), np.uint8)
             for start, end in spans:
-                trained[(starts >= start) & (starts < end)] = 1
+                trained[(ends > start) & (starts < end)] = 1
             yield np.array(encoding.ids, np.int32), trained
 
 

@@ -45,6 +45,9 @@ ARROW_SUFFIXES = (".arrow",)
 RECORD_SUFFIXES = JSON_LINES_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES
 READABLE_SUFFIXES = TEXT_SUFFIXES + RECORD_SUFFIXES
 
+_ARROW_FILE = b"ARROW1"
+"""The beginning of a file in Arrow's file format, in contrast to its stream format."""
+
 _ACCEPTED = "expected UTF-8 text, JSON lines (.jsonl) or Parquet; exclude or convert the file"
 
 _MAX_INVALID_SHARE = 0.3
@@ -111,7 +114,8 @@ def find_source(path: str, text_field: str = "text") -> Source:
     if root.is_file():
         files: tuple[Path, ...] = (root.resolve(),)
     else:
-        files = tuple(_walk(_split_of_datasets(root.resolve())))
+        folder = _split_of_datasets(root.resolve())
+        files = _files_of_dataset(folder) or tuple(_walk(folder))
         if not files:
             raise DataError(
                 f"data.path={path}: found no text in this folder; expected files with the suffixes "
@@ -169,13 +173,38 @@ def _split_of_datasets(root: Path) -> Path:
     return root / "train"
 
 
+def _files_of_dataset(folder: Path) -> tuple[Path, ...]:
+    """Return the files of a folder written by `datasets.Dataset.save_to_disk` in order, or () for another folder.
+
+    Such a folder can also contain files with cached results of `Dataset.map`, which are not part of the data set.
+    """
+    state = folder / "state.json"
+    if not (state.is_file() and (folder / "dataset_info.json").is_file()):
+        return ()
+    try:
+        found = json.loads(state.read_text())
+        files = tuple(folder / each["filename"] for each in found["_data_files"])
+        indices = found.get("_indices_data_files")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{state} is damaged: {error!r}; save the data set again") from None
+    if indices:
+        raise DataError(
+            f"{state} has an index of selected rows, which is not supported; call flatten_indices() before save_to_disk"
+        )
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"data.path={folder} is incomplete: {file.name} is missing; restore the file")
+    return files
+
+
 def _missing(path: Path) -> str:
     parent = path.parent
     while not parent.exists():
         parent = parent.parent
     names = [entry.name for entry in parent.iterdir()] if os.access(parent, os.R_OK) else []
     near = difflib.get_close_matches(path.name, names, n=1)
-    hint = f"; did you mean {parent / near[0]}?" if near else f"; the nearest existing folder is {parent}"
+    nearest = f"; the nearest existing folder is {parent.resolve()}"
+    hint = f"; did you mean {parent / near[0]}?" if near else nearest
     return f"data.path={path}: no such file or folder{hint}"
 
 
@@ -283,12 +312,10 @@ def _read_arrow(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[s
 
     try:
         with arrow.memory_map(str(path)) as mapped:
-            try:
-                table = arrow.ipc.open_stream(mapped).read_all()
-            except arrow.ArrowInvalid:
-                mapped.seek(0)
-                table = arrow.ipc.open_file(mapped).read_all()
-    except arrow.ArrowInvalid as error:
+            is_file = mapped.read(len(_ARROW_FILE)) == _ARROW_FILE
+            mapped.seek(0)
+            table = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(mapped).read_all()
+    except (arrow.ArrowInvalid, OSError) as error:  # OSError for a truncated file
         raise DataError(f"{path} is not an Arrow file: {error}; restore or exclude the file") from None
     columns = _columns(path, table.schema.names, fields)
     yield from _rows(path, table.select(columns).to_batches())
@@ -309,4 +336,11 @@ def _rows(path: Path, batches: Iterable[Any]) -> Iterator[tuple[str, dict[str, A
     for batch in batches:
         for record in batch.to_pylist():
             number += 1
-            yield f"{path}, row {number}", record
+            yield f"{path}, row {number}", {name: _without_nulls(value) for name, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove the null fields of structs: all structs in a column have the same fields, so a missing field is null."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

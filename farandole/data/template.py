@@ -28,15 +28,20 @@ CHATML = (
 Message = Mapping[str, Any]
 
 
+_START, _END = "\U0010fffe", "\U0010ffff"
+"""Marks around the assistant's text while a template with the tag `generation` is rendered: Unicode's last noncharacters."""
+
+
 class _Generation(jinja2.ext.Extension):
-    """The `{% generation %}` tag of `transformers`, whose content is rendered unchanged."""
+    """The `{% generation %}` tag of `transformers`, which encloses the assistant's text; adds `_START` and `_END`."""
 
     tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+        marks = (nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in (_START, _END))
+        return nodes.Scope([next(marks), *body, next(marks)]).set_lineno(line)
 
 
 class Template:
@@ -60,6 +65,10 @@ class Template:
         self.source, self._tokens = source, dict(tokens)
         try:
             self._template = environment.from_string(source)
+            self._marks_answers = any(
+                isinstance(node.data, str) and _START in node.data
+                for node in environment.parse(source).find_all(nodes.TemplateData)
+            )
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 f"the chat template is invalid in line {error.lineno}: {error.message}; correct the template, or choose "
@@ -72,6 +81,10 @@ class Template:
         Raises:
             DataError: if the template rejects the messages.
         """
+        return self._render(messages, prompt, variables).replace(_START, "").replace(_END, "")
+
+    def _render(self, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any]) -> str:
+        """Return a conversation as text with marks around the assistant's text, if the template has them."""
         try:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=prompt, **self._tokens, **variables
@@ -92,12 +105,15 @@ class Template:
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Return texts, each with the ranges of characters written by the assistant.
 
-        If all turns are rendered with the same earlier text, the conversation is one text.  If the template changes
-        earlier turns, for example by removing their reasoning, there is one text per assistant turn.
+        A template with the tag `generation` states these ranges.  Otherwise, an answer is the text that the assistant's
+        message adds to its prompt.  If all turns are rendered with the same earlier text, the conversation is one text.  If
+        the template changes earlier turns, for example by removing their reasoning, there is one text per assistant turn.
 
         Raises:
             DataError: if the template rejects the messages, or renders a turn without its prompt.
         """
+        if self._marks_answers:
+            return self._marked(self._render(messages, False, variables))
         turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
         spans, texts = [], []
         whole = self.render(messages, **variables)
@@ -116,6 +132,18 @@ class Template:
         if all(whole.startswith(done) for done, _ in texts):
             return [(whole, spans)] if spans else []
         return texts
+
+    @staticmethod
+    def _marked(text: str) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Remove the marks from a rendered conversation, and return it with the ranges between them."""
+        spans: list[tuple[int, int]] = []
+        parts = text.split(_START)
+        plain = parts[0]
+        for part in parts[1:]:
+            answer, _, rest = part.partition(_END)
+            spans.append((len(plain), len(plain) + len(answer)))
+            plain += answer + rest
+        return [(plain, spans)] if spans else []
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -45,7 +45,7 @@ class RankSpec:
 
     @staticmethod
     def load(text: str) -> RankSpec:
-        """Return the spec from JSON."""
+        """Convert the result of `dump` back to a spec."""
         fields = json.loads(text)
         return RankSpec(**fields | {"shares": tuple(Share(**share) for share in fields["shares"])})
 

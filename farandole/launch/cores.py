@@ -16,6 +16,7 @@ import contextlib
 import errno
 import math
 import os
+import platform
 import socket
 import sys
 import time
@@ -57,6 +58,14 @@ class Division:
 
 
 # ---- the cores of this host ----
+
+
+def processor_name() -> str:
+    """Return the name of this host's processor, or "unknown"."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor()) or "unknown"
 
 
 def affinity(pid: int = 0) -> frozenset[int]:

@@ -154,6 +154,8 @@ def parse_rendezvous(
             )
         return config
     host, _, port = address.rpartition(":")
+    if host and port == "0" and nodes == 1:  # as in torchrun, any free port
+        return config
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(f"--rendezvous {address!r} is not HOST:PORT, as in node0:29500")
     return replace(config, addresses=(host.strip("[]"),), port=int(port), serves_store=node_rank == 0)

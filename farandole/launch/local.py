@@ -47,7 +47,7 @@ def launch(
     """Run a Python script or module in `ranks` processes on this host; return the exit status.
 
         status = launch("train.py", ["--lr", "0.1"], ranks=2)
-        status = launch("farandole.train.worker", ["run.toml"], ranks=2, module=True)
+        status = launch("farandole.train.run", ["run.toml"], ranks=2, module=True)
 
     Each process finds its rank with `farandole.init()`.  Call this function in the main thread.
 

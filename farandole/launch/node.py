@@ -45,7 +45,7 @@ class NodeSpec:
 
     @staticmethod
     def load(text: str) -> NodeSpec:
-        """Return the spec from JSON."""
+        """Convert the result of `dump` back to a spec."""
         fields = json.loads(text)
         program, rendezvous = Program(**fields["program"]), RendezvousConfig(**fields["rendezvous"])
         return NodeSpec(**fields | {"program": program, "rendezvous": rendezvous})

@@ -351,7 +351,7 @@ class DiskStore(OffloadStore):
         return records
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return aligned memory, which is returned to the kernel when it is freed."""
+        """Return aligned memory, which goes back to the kernel when it is freed."""
         if device.type != "cpu":
             raise ValueError(f"expected a CPU device, got {device}: DiskStore reads into host memory only")
         return aligned_buffer(nbytes)

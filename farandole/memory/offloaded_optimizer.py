@@ -404,8 +404,7 @@ def _check(optimizer: Optimizer, units: list[list[nn.Parameter]]) -> dict[Tensor
             if shard.dim() != 1 or not shard.is_floating_point() or shard.device.type != "cpu":
                 raise ValueError(
                     f"unit {index}, shard {at}: expected a 1-D floating-point parameter on the CPU, such as a "
-                    "flattened "
-                    f"fp32 copy, got {tuple(shard.shape)} {shard.dtype} on {shard.device}"
+                    f"flattened fp32 copy, got {tuple(shard.shape)} {shard.dtype} on {shard.device}"
                 )
     if left:
         raise ValueError(

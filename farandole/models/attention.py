@@ -57,6 +57,8 @@ def attention(
     info = info or SequenceInfo()
     if info.shard is not None:
         return info.shard.attend(query, key, value, causal=causal, scale=scale, window=window)
+    if info.cache is not None and info.cache.attend is not None:
+        return info.cache.attend(query, key, value, causal=causal, scale=scale, window=window)
     positions, keys = query.shape[2], key.shape[2]
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if window is not None and window >= keys:

@@ -48,10 +48,13 @@ def generate(
     model.eval()
     last_position = model[-1].register_forward_pre_hook(_last_position)
     cached = isinstance(model, Transformer) and len(prompt) + count <= context
-    info = SequenceInfo(cache=KeyValueCache()) if cached else None
+    info = None
     try:
         for number in range(count):
             window = tokens[-1:] if cached and number else tokens[-context:]
+            if isinstance(model, Transformer) and (info is None or not cached):
+                # even if it is not used again: with a cache, ranks that share sequences compute all positions
+                info = SequenceInfo(cache=KeyValueCache())
             inputs = torch.tensor([window], device=device)
             logits = model(inputs) if info is None else model(inputs, info)
             tokens.append(_draw(logits[0, -1].float().cpu(), temperature, top_k, generator))

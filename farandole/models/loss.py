@@ -92,11 +92,30 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
 class VocabularyShard:
     """The words `first`, `first` + 1, ... of a vocabulary that is sharded over processes.
 
-    `gather(statistics)` returns the statistics of all shards, stacked along a new dimension 0.
+    Args:
+        first: the first word of this process's shard.
+        words: the number of words in the vocabulary.
+        largest: the number of words in the largest shard.
+        gather: `gather(statistics)` returns the statistics of all shards, stacked along a new dimension 0.
     """
 
     first: int
+    words: int
+    largest: int
     gather: Callable[[Tensor], Tensor]
+
+    def check(self, tokens: Tensor) -> None:
+        """Raise IndexError if tokens are not in the vocabulary; on an accelerator, a kernel fails instead, as in `F.embedding`."""
+        if isinstance(tokens, FakeTensor) or not tokens.numel():
+            return
+        if tokens.device.type != "cpu":
+            torch._assert_async(((tokens >= 0) & (tokens < self.words)).all())
+            return
+        least, most = (int(each) for each in tokens.aminmax())
+        if least < 0 or most >= self.words:
+            raise IndexError(
+                f"expected tokens from 0 to {self.words - 1}, the model's vocabulary, got {least if least < 0 else most}"
+            )
 
     def local(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the tokens' indices in a shard of `count` words, and a mask of the tokens outside of the shard."""
@@ -120,6 +139,12 @@ def _chunk_rows(logits: Tensor) -> int:
     return max(1, CHUNK_BYTES // (4 * logits.shape[1]))
 
 
+def _head_rows(hidden: Tensor, weight: Tensor, chunk_bytes: int, shard: VocabularyShard | None) -> int:
+    """Return the number of rows in a chunk of logits, equal for all shards, because each chunk gathers statistics."""
+    words = len(weight) if shard is None else shard.largest
+    return max(1, chunk_bytes // (words * hidden.element_size()))
+
+
 class _HeadLoss(torch.autograd.Function):
     """Computes the summed cross-entropy of a linear layer's output and its gradients, in chunks of rows.
 
@@ -140,7 +165,7 @@ class _HeadLoss(torch.autograd.Function):
         rows, (vocabulary, width) = len(hidden), weight.shape
         wanted = ctx.needs_input_grad
         divisor = 1 if hidden.dtype == torch.float16 else max(1, rows)
-        chunk_rows = max(1, chunk_bytes // (vocabulary * hidden.element_size()))
+        chunk_rows = _head_rows(hidden, weight, chunk_bytes, shard)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         to_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -238,13 +263,14 @@ def head_loss(
         before: a function, such as a normalization, applied to the hidden states at positions with a target.
         chunk_bytes: the size of a logits chunk, by default `LOGITS_BYTES`.
         shard: the words of `weight` and `bias`, if the vocabulary is sharded.  The gradient with respect to `hidden` is
-            then this shard's summand.
+            then the part from these words.
 
     Returns:
         The sum in nats as an fp32 scalar, and the number of targets that are not negative.
 
     Raises:
         ValueError: if the shapes of `hidden` and `targets` do not match.
+        IndexError: if a target is not in the vocabulary.
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(
@@ -256,6 +282,11 @@ def head_loss(
         rows = (targets >= 0).nonzero()[:, 0]
         if len(rows) < len(targets):
             hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
+        words = len(weight) if shard is None else shard.words
+        if len(targets) and (most := int(targets.max())) >= words:
+            raise IndexError(
+                f"expected targets below {words}, the size of the vocabulary, or negative targets, which are ignored; got {most}"
+            )
     if before is not None:
         hidden = before(hidden)
     weight = weight.to(hidden.dtype)
@@ -265,7 +296,7 @@ def head_loss(
         total: Tensor = _HeadLoss.apply(hidden, weight, bias, targets, chunk_bytes, shard)
         return total, count
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    chunk_rows = max(1, chunk_bytes // (len(weight) * hidden.element_size()))
+    chunk_rows = _head_rows(hidden, weight, chunk_bytes, shard)
     for chunk in chunks(count, chunk_rows, hidden):
         logits = F.linear(hidden[chunk], weight, bias)
         if shard is None:

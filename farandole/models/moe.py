@@ -248,10 +248,10 @@ def as_sizes(counts: Tensor, total: int) -> list[int]:
 
 
 def kept_within(capacity: int, experts: Tensor, sequences: int, count: int) -> Tensor:
-    """Return a mask of the selections that an expert has room for, of the shape of `experts`.
+    """Return a mask of the selections within the capacity of their experts, with the shape of `experts`.
 
     Args:
-        capacity: the number of tokens of a sequence for which an expert has room.
+        capacity: the maximum number of tokens of a sequence that an expert processes.
         experts: the indices of the selected experts (tokens, top), for consecutive `sequences` of equal length.
         count: the number of experts.
     """
@@ -316,7 +316,7 @@ class Experts(nn.Module):
             x: (tokens, width).
             experts, weights: the indices of the selected experts and their weights, both (tokens, top).
             kept: a mask (tokens, top) of the selections that are computed; None for all.
-            meanwhile: computes a summand while rows are sent to other processes.
+            meanwhile: a function that computes a term of the sum while rows are sent to other processes.
 
         Returns:
             (tokens, width).
@@ -406,7 +406,7 @@ class MixtureOfExperts(nn.Module):
         return kept
 
     def _loss(self, routing: Routing, batch: int, info: SequenceInfo) -> Tensor:
-        """Return this process's summand of the router's loss: the sum over its tokens."""
+        """Return this process's share of the router's loss: the sum over the process's tokens."""
         losses = info.router_losses
         assert losses is not None
         scores = routing.scores.unflatten(0, (batch, -1))  # (batch, positions, experts)

@@ -11,6 +11,7 @@ micro-batches and processes.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,14 +27,22 @@ class RouterLosses:
     """
 
     def __init__(self, targets: Tensor, documents: Tensor | None = None) -> None:
-        real = torch.ones_like(targets) if documents is None else (documents >= 0).to(targets.dtype)
-        self.lengths = real.sum(1).clamp(min=1)
-        """The number of positions without padding in each sequence."""
-        self.weights = (targets >= 0).sum(1) / self.lengths
-        """The number of targets per position in each sequence."""
+        self._targets, self._documents = targets, documents
         self._values: list[Tensor] = []
         self._gradient: Tensor | None = None
         self._complete = False
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """The number of positions without padding in each sequence."""
+        documents = self._documents
+        real = torch.ones_like(self._targets) if documents is None else (documents >= 0).long()
+        return real.sum(1).clamp(min=1)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """The number of targets per position in each sequence."""
+        return (self._targets >= 0).sum(1) / self.lengths
 
     def attach(self, hidden: Tensor, loss: Tensor, copies: int = 1) -> Tensor:
         """Return `hidden` with a router's `loss`, an fp32 scalar.

@@ -120,6 +120,10 @@ class KeyValueCache:
     The allocated length doubles when the cache is full.  `Transformer.forward` advances `length` after the last block.
     """
 
+    attend: Callable[..., Tensor] | None = None
+    """Computes attention over the stored positions, for a cache whose sequences have different lengths.  The arguments are
+    those of `attention.attention`, with the keys and values that `append` returned."""
+
     def __init__(self) -> None:
         self.length = 0
         self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
@@ -160,8 +164,8 @@ class Transformer(nn.Sequential):
 
         Returns:
             Logits (batch, positions, vocabulary).  With `targets`, the summed cross-entropy in nats as an fp32 scalar,
-            and the number of targets that are not ignored.  In training mode, the sum includes the losses of routers.  In this case, the head computes logits for a few positions
-            at a time (`loss.head_loss`).
+            and the number of targets that are not ignored; the head computes logits for a few positions at a time
+            (`loss.head_loss`).  In training mode, the sum includes the losses of routers.
         """
         info = self.prepare(inputs, info or SequenceInfo())
         if targets is not None and self.training:

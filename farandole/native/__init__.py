@@ -28,7 +28,7 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 10
+ABI = 11
 MAX_RANKS = 256
 NOTE_BYTES = 160
 KEY_BYTES = 32
@@ -192,6 +192,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_decode": (c_int, [c_int, c_void_p, c_void_p, c_float, c_size_t, c_size_t]),
     "frd_orthonormalise": (None, [c_void_p, c_size_t, c_size_t]),
     "frd_outer": (None, [c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t]),
+    "frd_packed_floats": (c_size_t, [c_size_t, c_size_t]),
+    "frd_pack": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
+    "frd_linear": (c_int, [c_void_p] * 4 + [c_size_t] * 3 + [c_int]),
+    "frd_attend": (c_int, [c_void_p] * 6 + [c_size_t] * 7 + [c_int64] * 3 + [c_float, c_int, c_int]),
+    "frd_store": (None, [c_void_p] * 6 + [c_size_t] * 6 + [POINTER(c_int64), c_int]),
 }
 
 
@@ -229,14 +234,14 @@ def library() -> ctypes.CDLL:
             "the C core of farandole was not compiled; install a C compiler and reinstall the package"
         )
     core = ctypes.CDLL(str(path))
+    if core.frd_abi() != ABI:  # another version may lack some of the functions
+        raise OSError(
+            f"{path.name}: expected interface version {ABI}, got version {core.frd_abi()}; reinstall the package"
+        )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(core, name)
         function.restype = result
         function.argtypes = arguments
-    if core.frd_abi() != ABI:
-        raise OSError(
-            f"{path.name}: expected interface version {ABI}, got version {core.frd_abi()}; reinstall the package"
-        )
     _connect_signals(core)
     return core
 

@@ -19,7 +19,7 @@
 
 #pragma GCC visibility push(default) /* the library exports only the declarations of this file */
 
-#define FRD_ABI 10
+#define FRD_ABI 11
 #define FRD_MAX_RANKS 256 /* on one host */
 #define FRD_NOTE_BYTES 160
 #define FRD_KEY_BYTES 32
@@ -210,6 +210,21 @@ int frd_decode(int type, const void *message, float *x, float factor, size_t cou
  * processors get the same bits. */
 void frd_orthonormalise(float *p, size_t rows, size_t rank);
 void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t columns, size_t rank);
+
+/* Generation: out = x weight^T + bias with a packed weight, and attention of single queries over stored blocks of keys
+ * and values (inference.h).  Each row of a result depends on its own inputs only, and is summed in a fixed order. */
+size_t frd_packed_floats(size_t outputs, size_t inputs);
+void frd_pack(float *packed, const float *weight, size_t outputs, size_t inputs);
+int frd_linear(float *out, const float *x, const float *packed, const float *bias, size_t rows, size_t inputs,
+               size_t outputs, int threads);
+int frd_attend(float *out, const float *query, const void *keys, const void *values, const int32_t *table,
+               const int64_t *positions, size_t queries, size_t heads, size_t kv_heads, size_t width, size_t value_width,
+               size_t block_length, size_t table_width, int64_t query_stride, int64_t head_stride, int64_t window,
+               float scale, int is_bf16, int threads);
+/* Stores a key and a value per row and head.  `strides` are those of keys by row and head, and of values. */
+void frd_store(void *keys, void *values, const void *key, const void *value, const int32_t *table,
+               const int64_t *positions, size_t rows, size_t kv_heads, size_t width, size_t value_width,
+               size_t block_length, size_t table_width, const int64_t strides[4], int is_bf16);
 
 #pragma GCC visibility pop
 #endif

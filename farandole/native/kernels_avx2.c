@@ -45,8 +45,10 @@ static inline bool pair_f16(const uint16_t *a, const uint16_t *b, float factor, 
 #define F32_TO_F16 narrow_f16
 #define TABLE frd_reduce_avx2
 #define CODECS frd_codecs_avx2
+#define INFERENCE frd_inference_avx2
 #include "kernels.inc"
 #include "codecs.inc"
+#include "inference.inc"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

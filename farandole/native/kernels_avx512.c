@@ -45,8 +45,11 @@ static inline bool pair_f16(const uint16_t *a, const uint16_t *b, float factor, 
 #define F32_TO_F16 narrow_f16
 #define TABLE frd_reduce_avx512
 #define CODECS frd_codecs_avx512
+#define INFERENCE frd_inference_avx512
+#define FMA(a, b, c) ((v16)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #include "kernels.inc"
 #include "codecs.inc"
+#include "inference.inc"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

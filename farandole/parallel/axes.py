@@ -9,19 +9,107 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.comm import endpoint
-from farandole.comm.communicator import Communicator
+from farandole.comm.communicator import Communicator, ReduceName
+from farandole.comm.work import COMPLETED
 from farandole.layout import Layout, LayoutError, Shard
 from farandole.mesh import Cell, Groups, Mesh
 from farandole.models.chunks import repetitions
+from farandole.plan import PlanError
 
 Sent = list[tuple[tuple[int, ...], float]]
 """The ranks of a group, and the bytes that this rank sends to the others, for each operation of a dry run."""
+
+
+class AxisCommunicator:
+    """The communicator of ranks along an axis.
+
+    In a dry run, tensors have no values (`memory.dry_run`).  They are not transferred, and the bytes that a rank would send
+    are appended to `sent`.  A ring sends (size - 1) / size of a tensor in a reduce-scatter or an all-gather, and twice as
+    much in an all-reduce.  A message is recorded for the first and the last of the ranks, because all ranks of a ring send
+    at the same time, and the slowest link determines the time.
+
+    Args:
+        ranks: the ranks in the mesh.
+        rank: this rank's index in `ranks`.
+        comm: the communicator of the ranks; None if they do not communicate, or until `Position.connect` creates the group.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, comm: Communicator | None = None, sent: Sent | None = None
+    ) -> None:
+        self.ranks, self.rank = tuple(ranks), rank
+        self._comm, self._sent = comm, sent
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def connect(self, parent: AxisCommunicator, members: Sequence[int]) -> None:
+        """Create the group of the ranks `members` of `parent`.  This is a collective call of these ranks."""
+        if parent._comm is not None:
+            self._comm = parent._comm.create_group(members)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceName = "sum", *, output: Tensor | None = None) -> None:
+        """Reduce a tensor; see `Communicator.all_reduce`."""
+        if not self._is_dry(2 * (self.size - 1) / self.size, tensor):
+            self._connected.all_reduce(tensor, op, output=output)
+
+    def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
+        """Gather all ranks' tensors; see `Communicator.all_gather`."""
+        if not self._is_dry(self.size - 1, input):
+            self._connected.all_gather(output, input)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor]) -> None:
+        """Reduce tensors and keep this rank's part; see `Communicator.reduce_scatter`."""
+        if not self._is_dry(self.size - 1, output):
+            self._connected.reduce_scatter(output, input)
+
+    def all_to_all(
+        self, output: Sequence[Tensor], input: Sequence[Tensor], *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Exchange tensors; see `Communicator.all_to_all`."""
+        others = [number for number in range(self.size) if number != self.rank]
+        dry = [self._is_dry(1, input[other], (self.rank, other)) for other in others]
+        if any(dry):
+            return None
+        return self._connected.all_to_all(output, input, async_op=async_op)
+
+    def isend(self, tensor: Tensor, to: int, tag: int = 0) -> dist.Work:
+        """Start sending a tensor; see `Communicator.isend`."""
+        if self._is_dry(1, tensor, (0, -1)):
+            return COMPLETED
+        return self._connected.isend(tensor, to, tag)
+
+    def irecv(self, tensor: Tensor, source: int, tag: int = 0) -> dist.Work:
+        """Start receiving a tensor; see `Communicator.irecv`.  In a dry run, only the sender records the message."""
+        if isinstance(tensor, FakeTensor):
+            return COMPLETED
+        return self._connected.irecv(tensor, source, tag)
+
+    @property
+    def _connected(self) -> Communicator:
+        assert self._comm is not None  # only dry runs have no ranks
+        return self._comm
+
+    def _is_dry(self, times: float, tensor: Tensor, among: Sequence[int] = ()) -> bool:
+        """Return whether a tensor has no values; append `times` its size to the bytes that are sent.
+
+        `among` are the indices of the ranks that communicate, by default all.
+        """
+        if not isinstance(tensor, FakeTensor):
+            return False
+        if self._sent is not None:
+            ranks = tuple(self.ranks[index] for index in among) or self.ranks
+            self._sent.append((ranks, repetitions() * times * tensor.nbytes))
+        return True
 
 
 @dataclass(frozen=True)
@@ -35,7 +123,8 @@ class Position:
     cell: Cell
     groups: Groups | None = None
     sent: Sent | None = None
-    _subgroups: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict, compare=False)
+    _axes: dict[tuple[str, ...], AxisCommunicator] = field(default_factory=dict, compare=False)
+    _parts: dict[tuple[str, tuple[int, ...]], AxisCommunicator] = field(default_factory=dict, compare=False)
 
     def size(self, axis: str) -> int:
         """Return the number of ranks on an axis."""
@@ -45,142 +134,53 @@ class Position:
         """Return this rank's coordinate on an axis."""
         return self.mesh.coordinate(self.cell, axis)
 
-    def comm(self, *axes: str) -> Communicator | None:
-        """Return the communicator of the ranks along these axes; None for a single rank."""
-        if self.groups is not None:
-            return self.groups.of(self.cell, *axes).comm
-        peers = self.mesh.peers(self.cell, *axes)
-        if self.sent is None or len(peers) == 1:
-            return None
-        ranks = tuple(cell.rank for cell in peers)
-        return cast(Communicator, DryRun(ranks, peers.index(self.cell), self.sent))
+    def along(self, axis: str) -> tuple[Cell, ...]:
+        """Return the cells that differ from this cell on an axis only."""
+        return self.mesh.peers(self.cell, axis)
 
-    def part_of(self, axis: str, coordinates: Sequence[int]) -> Communicator | None:
-        """Return the communicator of the ranks at `coordinates` on an axis; this rank must be one of them."""
+    def comm(self, *axes: str) -> AxisCommunicator | None:
+        """Return the communicator of the ranks along these axes; None for a single rank, or if ranks do not communicate."""
+        peers = self.mesh.peers(self.cell, *axes)
+        if len(peers) == 1 or (self.groups is None and self.sent is None):
+            return None
+        if axes not in self._axes:
+            ranks = [cell.rank for cell in peers]
+            if ranks != sorted(ranks):
+                raise PlanError(
+                    f"{', '.join(axes)}: ranks {', '.join(map(str, ranks))} share layers, but are on several hosts whose "
+                    "ranks are not consecutive; number the ranks host by host"
+                )
+            comm = None if self.groups is None else self.groups.of(self.cell, *axes).comm
+            self._axes[axes] = AxisCommunicator(ranks, peers.index(self.cell), comm, self.sent)
+        return self._axes[axes]
+
+    def part_of(self, axis: str, coordinates: Sequence[int]) -> AxisCommunicator | None:
+        """Return the communicator of the ranks at `coordinates` on an axis; this rank must be one of them.
+
+        The communicator can be used after `connect`.
+        """
         comm, key = self.comm(axis), (axis, tuple(coordinates))
         if comm is None or len(coordinates) == 1:
             return None
-        if key not in self._subgroups:
-            self._subgroups[key] = comm.create_group(coordinates)
-        return self._subgroups[key]
+        if key not in self._parts:
+            ranks = [comm.ranks[coordinate] for coordinate in coordinates]
+            self._parts[key] = AxisCommunicator(ranks, key[1].index(comm.rank), sent=self.sent)
+        return self._parts[key]
+
+    def connect(self) -> None:
+        """Create the groups of all communicators that `part_of` returned.  This is a collective call.
+
+        The groups are created after all axes have been applied, so that an axis can raise an error on one rank alone.
+        """
+        for (axis, coordinates), part in self._parts.items():
+            comm = self.comm(axis)
+            assert comm is not None
+            part.connect(comm, coordinates)
 
 
 def hosts_of(comm: Communicator) -> list[object]:
     """Return the host of each rank.  This is a collective call."""
     return comm.all_gather_object(endpoint.host_identity())
-
-
-class DryRun:
-    """Replaces a communicator of `ranks` in a dry run: it transfers nothing, and records the bytes that a rank would send.
-
-    A ring sends (size - 1) / size of a tensor in a reduce-scatter or an all-gather, and twice as much in an all-reduce.
-    A message is recorded for the first and the last of the ranks, because all ranks of a ring send at the same time, and
-    the slowest link determines the time.
-    """
-
-    def __init__(self, ranks: tuple[int, ...], rank: int, sent: Sent) -> None:
-        self.ranks, self.rank, self._sent = ranks, rank, sent
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.ranks)
-
-    def create_group(self, members: Sequence[int]) -> DryRun:
-        """Return a communicator of some of the ranks."""
-        ranks = tuple(self.ranks[member] for member in members)
-        return DryRun(ranks, list(members).index(self.rank), self._sent)
-
-    def all_reduce(
-        self, tensor: Tensor, op: str = "sum", *, output: Tensor | None = None, async_op: bool = False
-    ) -> Completed:
-        """Record an all-reduce."""
-        return self._record(2 * (self.size - 1) / self.size, tensor)
-
-    def all_gather(
-        self, output: Tensor | Sequence[Tensor], input: Tensor, *, async_op: bool = False
-    ) -> Completed:
-        """Record an all-gather."""
-        return self._record(self.size - 1, input)
-
-    def reduce_scatter(
-        self,
-        output: Tensor,
-        input: Tensor | Sequence[Tensor],
-        op: str = "sum",
-        *,
-        async_op: bool = False,
-    ) -> Completed:
-        """Record a reduce-scatter."""
-        return self._record(self.size - 1, output)
-
-    def all_to_all(
-        self, output: Sequence[Tensor], input: Sequence[Tensor], *, async_op: bool = False
-    ) -> Completed:
-        """Record an all-to-all: one message to each other rank."""
-        for number, part in enumerate(input):
-            if number != self.rank:
-                self._record(1, part, (self.ranks[self.rank], self.ranks[number]))
-        return Completed()
-
-    def isend(self, tensor: Tensor, to: int, tag: int = 0) -> Completed:
-        """Record a message."""
-        return self._record(1, tensor, (self.ranks[0], self.ranks[-1]))
-
-    def irecv(self, tensor: Tensor, source: int | None = None, tag: int = 0) -> Completed:
-        """Record nothing, because the sender counts the message."""
-        return Completed()
-
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> None:
-        """Record a message."""
-        self.isend(tensor, to, tag)
-
-    def recv(self, tensor: Tensor, source: int | None = None, tag: int = 0) -> None:
-        """Record nothing, because the sender counts the message."""
-
-    def batch(self) -> DryBatch:
-        """Return an empty batch of messages."""
-        return DryBatch(self)
-
-    def _record(self, times: float, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> Completed:
-        self._sent.append((ranks or self.ranks, repetitions() * times * tensor.nbytes))
-        return Completed()
-
-
-class Completed:
-    """Replaces the work object of an operation in a dry run."""
-
-    def wait(self) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-
-class DryBatch:
-    """Replaces a batch of messages (`Communicator.batch`) in a dry run."""
-
-    def __init__(self, comm: DryRun) -> None:
-        self._comm = comm
-
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> None:
-        """Record a message."""
-        self._comm.isend(tensor, to, tag)
-
-    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        """Record nothing, because the sender counts the message."""
-
-    def start(self) -> list[Completed]:
-        """Return the work of all messages."""
-        return [Completed()]
-
-    def __enter__(self) -> DryBatch:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        pass
 
 
 class Layouts(dict[str, Layout]):

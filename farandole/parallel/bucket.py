@@ -32,7 +32,8 @@ from farandole.comm.compression import Compression
 from farandole.comm.compression.call import check
 from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.tracker import memory_tag
-from farandole.parallel.sharding import BucketPlan
+from farandole.parallel.zero.buffer_pool import BufferPool, empty
+from farandole.parallel.zero.sharding import BucketPlan
 
 Change = Callable[[Tensor], object]
 """A function that changes the result of a bucket in place, element by element."""
@@ -66,9 +67,11 @@ class Bucket:
         self.plan = plan
         self.parameters = list(plan.parameters)
         self.ready = False
-        """Whether every parameter has its gradient in this backward pass."""
+        """Whether every expected gradient of this backward pass has arrived."""
         self.in_flight = False
         """Whether the reduction was started but `wait` was not called."""
+        self.was_reduced = False
+        """Whether a reduction was started in this backward pass."""
         self.compressor = None
         self._layout, self._number, self._dtype = plan.layout, number, plan.master_dtype
         self._device = plan.device
@@ -93,7 +96,9 @@ class Bucket:
         self._work: dist.Work | None = None
         self._replicas_next = False
         self._has_result = False  # result of an earlier backward pass of this step
-        self._waiting: set[int] = set()
+        self._arrived: set[int] = set()  # parameters with a gradient in this backward pass
+        self._expected = set(range(len(self.parameters)))
+        self._used: set[int] = set()  # parameters that had a gradient in any earlier step
         # whether autograd may accumulate directly in the buffer
         self._in_place = pool is None and self._dtype == plan.dtype
         self.received = [False] * len(self.parameters)
@@ -110,10 +115,16 @@ class Bucket:
     # ---- the path of a gradient ----
 
     def in_the_way(self) -> list[Bucket]:
-        """Return the buckets whose reductions must end before `accumulate` can allocate memory."""
+        """Return the buckets whose reductions in progress must end before `accumulate` or `reduce_async` allocates memory."""
         if self._pool is None or self._buffer is not None:
             return []
         return self._pool.in_the_way(self._place)
+
+    def first_to_launch(self) -> Bucket | None:
+        """Return a bucket whose reduction must start before `accumulate` allocates memory, or None."""
+        if self._pool is None or self._buffer is not None:
+            return None
+        return self._pool.first_to_launch()
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add the gradient that autograd has accumulated for parameter `index`."""
@@ -134,10 +145,14 @@ class Bucket:
         self.received[index] = True
 
     def is_complete(self, index: int) -> bool:
-        """Mark parameter `index` as complete in this pass; return whether all parameters are complete."""
-        self._waiting.discard(index)
-        self.ready = not self._waiting
+        """Mark parameter `index` as complete in this pass; return whether all expected parameters are complete."""
+        self._arrived.add(index)
+        self.ready = self._expected <= self._arrived
         return self.ready
+
+    def has_arrived(self, index: int) -> bool:
+        """Return whether parameter `index` has its gradient in this pass."""
+        return index in self._arrived
 
     def reduce_async(self) -> None:
         """Start the reduction; the memory must not be used before `wait` returns."""
@@ -156,9 +171,25 @@ class Bucket:
             self._work = self.shards.reduce_scatter(self._target, whole, self._op, async_op=True)
         elif self._target is not own:
             self._target.copy_(own)
-        self.in_flight, self._replicas_next = True, self._replicas is not None
+        self.in_flight = self.was_reduced = True
+        self._replicas_next = self._replicas is not None
         if self.shards is None:
             self.advance()
+
+    @property
+    def held_nbytes(self) -> int:
+        """The bytes of the unsharded gradient that this bucket holds."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    @property
+    def whole_nbytes(self) -> int:
+        """The bytes of the unsharded gradient."""
+        return self._layout.length * self._dtype.itemsize
+
+    @property
+    def is_late(self) -> bool:
+        """Whether gradients have arrived since the last reduction."""
+        return any(self.received) and not self.in_flight
 
     @property
     def has_two_stages(self) -> bool:
@@ -284,9 +315,17 @@ class Bucket:
     # ---- steps and passes ----
 
     def begin_pass(self) -> None:
-        """Begin a backward pass, in which every parameter gets a gradient."""
-        self._waiting = set(range(len(self.parameters)))
-        self.ready = not self._waiting
+        """Begin a backward pass."""
+        self._arrived.clear()
+        self.ready, self.was_reduced = not self._expected, False
+
+    def expect(self, used: Sequence[bool]) -> None:
+        """Expect gradients only for the parameters that had one in this step (`used`) or in an earlier step.
+
+        A bucket in which a parameter is never used is then complete before the end of the pass.
+        """
+        self._used.update(index for index, has_gradient in enumerate(used) if has_gradient)
+        self._expected = set(self._used)
 
     def clear(self) -> None:
         """Discard the gradients, because the next gradients belong to a new step."""
@@ -343,7 +382,7 @@ class Bucket:
             return False
         if gradient.layout != torch.strided or not gradient.is_contiguous():
             return False
-        self._pool.count(self)
+        self._pool.hold(self)
         self._use(gradient.detach().view(-1))
         return True
 
@@ -369,90 +408,6 @@ class Bucket:
             self._work = None
 
 
-DEPTH = 2
-"""The number of buffers in a pool, and the number of zero-copy gradients that may wait for their reduction."""
-
-
-def buffer_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths of the buffers that buckets with these `lengths` use in turn."""
-    return [max(lengths[turn::DEPTH]) for turn in range(min(DEPTH, len(lengths)))]
-
-
-class BufferPool:
-    """Double-buffered memory for unsharded gradients (`zero` 2 and 3).
-
-    Buckets of several parameters alternate between two buffers: one is filled while the other is reduced.  A bucket
-    with a single parameter is complete immediately.  Such buckets use two other buffers, or no buffer if autograd's
-    memory can be reduced directly (*zero-copy*).
-
-    The buffers are in shared memory, so that reductions need no copies.  Therefore bucket n uses buffer n % DEPTH on
-    every rank.  If that buffer is in use, the bucket uses normal memory.
-
-    Args:
-        comm: the ranks that reduce the buckets; None for one rank.
-        lengths: the length of each bucket in elements.
-        zero_copy: whether buckets are reduced in autograd's memory; the pool then only counts them.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator | None,
-        lengths: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        zero_copy: bool,
-    ) -> None:
-        self.zero_copy = zero_copy
-        self._lengths, self._dtype, self._device = list(lengths), dtype, device
-        with memory_tag("gradients"):
-            self._buffers = [
-                empty(comm, length, dtype, device) for length in buffer_lengths([] if zero_copy else lengths)
-            ]
-        self._users: list[Bucket | None] = [None] * len(self._buffers)
-        self._zero_copies: list[Bucket] = []
-
-    @property
-    def nbytes(self) -> int:
-        """The size of all buffers on this rank in bytes."""
-        return sum(buffer.nbytes for buffer in self._buffers)
-
-    def in_the_way(self, number: int) -> list[Bucket]:
-        """Return the buckets whose reductions in progress must end before bucket `number` gets memory."""
-        if self.zero_copy:
-            return self._zero_copies[: len(self._zero_copies) + 1 - DEPTH]
-        user = self._users[number % DEPTH]
-        return [] if user is None else [user]
-
-    def count(self, bucket: Bucket) -> None:
-        """Mark that a bucket uses autograd's memory."""
-        self._zero_copies.append(bucket)
-
-    def acquire(self, bucket: Bucket, number: int) -> Tensor:
-        """Return a buffer for bucket `number`, as long as the bucket."""
-        if self.zero_copy:
-            self.count(bucket)
-        elif self._users[number % DEPTH] is None:
-            self._users[number % DEPTH] = bucket
-            return self._buffers[number % DEPTH][: self._lengths[number]]
-        with memory_tag("gradients"):
-            return torch.empty(self._lengths[number], dtype=self._dtype, device=self._device)
-
-    def release(self, bucket: Bucket, number: int) -> None:
-        """Mark that a bucket has released its buffer."""
-        if self.zero_copy:
-            self._zero_copies.remove(bucket)
-        elif self._users[number % DEPTH] is bucket:
-            self._users[number % DEPTH] = None
-
-
 def norm_of(tensor: Tensor, order: float = 2) -> Tensor:
     """Return a norm of `tensor`, computed at least in fp32."""
     return torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-
-def empty(comm: Communicator | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor in shared memory if possible, and otherwise in normal memory.  This is a collective call."""
-    if comm is None:
-        return torch.empty(length, dtype=dtype, device=device)
-    return comm.empty(length, dtype=dtype, device=device)

@@ -23,48 +23,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farandole.comm.communicator import Communicator
 from farandole.layout import chunk
+from farandole.parallel.axes import AxisCommunicator
 
 
-def copy_to_all(x: Tensor, comm: Communicator | None) -> Tensor:
+def copy_to_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
     """Return `x`, which is equal on all ranks; its gradient is the sum of all ranks' gradients."""
     return x if comm is None else _CopyToAll.apply(x, comm)
 
 
-def sum_of_all(x: Tensor, comm: Communicator | None) -> Tensor:
+def sum_of_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
     """Return the sum of all ranks' `x`."""
     return x if comm is None else _SumOfAll.apply(x, comm)
 
 
-def gather_and_reduce(shard: Tensor, rows: int, comm: Communicator | None) -> Tensor:
+def gather_and_reduce(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
     """Return `rows` rows from the shards of all ranks; the gradient is the sum of all ranks' gradients."""
     return shard if comm is None else _GatherAndReduce.apply(shard, rows, comm)
 
 
-def reduce_and_gather(x: Tensor, comm: Communicator | None) -> Tensor:
+def reduce_and_gather(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
     """Return this rank's shard of the sum of all ranks' `x`."""
     return x if comm is None else _ReduceAndGather.apply(x, comm)
 
 
-def gather_same(shard: Tensor, rows: int, comm: Communicator | None) -> Tensor:
-    """Return `rows` rows from the shards of all ranks, for a computation that is the same on all ranks."""
+def gather_same(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
+    """Return `rows` rows from the shards of all ranks, for an identical computation on all ranks."""
     return shard if comm is None else _GatherSame.apply(shard, rows, comm)
 
 
-def slice_of_same(x: Tensor, comm: Communicator | None) -> Tensor:
+def slice_of_same(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
     """Return this rank's shard of `x`, which is equal on all ranks."""
     return x if comm is None else _SliceOfSame.apply(x, comm)
 
 
-def own_rows(rows: int, comm: Communicator) -> slice:
+def own_rows(rows: int, comm: AxisCommunicator) -> slice:
     """Return the rows of this rank's shard."""
     return slice(*chunk(rows, comm.size, comm.rank))
 
 
 class _CopyToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: AxisCommunicator) -> Tensor:
         ctx.comm = comm
         return x.view_as(x)
 
@@ -75,7 +75,7 @@ class _CopyToAll(torch.autograd.Function):
 
 class _SumOfAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: AxisCommunicator) -> Tensor:
         return _all_reduce(x, comm)
 
     @staticmethod
@@ -85,7 +85,7 @@ class _SumOfAll(torch.autograd.Function):
 
 class _GatherAndReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, rows: int, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, rows: int, comm: AxisCommunicator) -> Tensor:
         ctx.comm = comm
         return _all_gather(shard, rows, comm)
 
@@ -96,7 +96,7 @@ class _GatherAndReduce(torch.autograd.Function):
 
 class _ReduceAndGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: AxisCommunicator) -> Tensor:
         ctx.comm, ctx.rows = comm, len(x)
         return _reduce_scatter(x, comm)
 
@@ -107,7 +107,7 @@ class _ReduceAndGather(torch.autograd.Function):
 
 class _GatherSame(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, rows: int, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, rows: int, comm: AxisCommunicator) -> Tensor:
         ctx.comm = comm
         return _all_gather(shard, rows, comm)
 
@@ -119,7 +119,7 @@ class _GatherSame(torch.autograd.Function):
 
 class _SliceOfSame(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: AxisCommunicator) -> Tensor:
         ctx.comm, ctx.rows = comm, len(x)
         return x[own_rows(len(x), comm)].clone()
 
@@ -128,13 +128,13 @@ class _SliceOfSame(torch.autograd.Function):
         return _all_gather(grad_outputs[0], ctx.rows, ctx.comm), None
 
 
-def _all_reduce(x: Tensor, comm: Communicator) -> Tensor:
+def _all_reduce(x: Tensor, comm: AxisCommunicator) -> Tensor:
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     comm.all_reduce(x.detach().contiguous(), output=total)
     return total
 
 
-def _all_gather(shard: Tensor, rows: int, comm: Communicator) -> Tensor:
+def _all_gather(shard: Tensor, rows: int, comm: AxisCommunicator) -> Tensor:
     every = shard.new_empty((rows, *shard.shape[1:]))
     own = shard.detach().contiguous()
     if rows % comm.size:
@@ -144,7 +144,7 @@ def _all_gather(shard: Tensor, rows: int, comm: Communicator) -> Tensor:
     return every
 
 
-def _reduce_scatter(x: Tensor, comm: Communicator) -> Tensor:
+def _reduce_scatter(x: Tensor, comm: AxisCommunicator) -> Tensor:
     x = x.detach().contiguous()
     own = torch.empty_like(x[own_rows(len(x), comm)])
     if len(x) % comm.size:

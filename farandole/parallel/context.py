@@ -29,9 +29,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from farandole.comm.communicator import Communicator
 from farandole.layout import chunk
 from farandole.memory.call_wrappers import wrap_calls
 from farandole.models.chunks import chunks
@@ -39,7 +38,7 @@ from farandole.models.deepseek import LatentAttention
 from farandole.models.layers import SelfAttention
 from farandole.models.moe import MixtureOfExperts
 from farandole.models.sequence import SequenceInfo, SequenceShard, Transformer
-from farandole.parallel.axes import Layouts, Position
+from farandole.parallel.axes import AxisCommunicator, Layouts, Position
 from farandole.plan import Plan, PlanError
 
 AXIS = "context"
@@ -82,7 +81,8 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             f"context={ranks}: the capacity of experts applies to complete sequences; nearest plan: context=1, or a model "
             "without a capacity"
         )
-    heads = math.gcd(*(_shared_heads(module) for module in modules))
+    # tensor-parallel ranks may have different numbers of heads, but must have the same positions
+    heads = math.gcd(*(count for module in modules for count in _shared_heads(module, position, layouts)))
     ring = plan.ring or ranks // max(n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0)
     if heads % (ranks // ring):
         near = [n for n in range(1, ranks + 1) if ranks % n == 0 and heads % (ranks // n) == 0]
@@ -94,11 +94,14 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
         wrap_calls(model, _ShareSequences(Grid.of(position, ring)))
 
 
-def _shared_heads(module: SelfAttention | LatentAttention) -> int:
-    """Return the smaller number of query heads and key-value heads on this rank."""
-    if isinstance(module, LatentAttention):
-        return module.out.in_features // module.value_width
-    return module.out.in_features // module.head_width // module.group
+def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
+    """Return the smaller number of query heads and key-value heads on each rank of the tensor axis."""
+    width = module.value_width if isinstance(module, LatentAttention) else module.head_width * module.group
+    layout = layouts.of(module.out.get_parameter("weight"))
+    return [
+        sum(end - start for _, (start, end) in layout.boxes(position.mesh, cell)) // width
+        for cell in position.along("tensor")
+    ]
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,9 @@ class Grid:
     ring: int
     heads: int
     place: tuple[int, int]
-    all: Communicator
-    ring_comm: Communicator | None
-    heads_comm: Communicator | None
+    all: AxisCommunicator
+    ring_comm: AxisCommunicator | None
+    heads_comm: AxisCommunicator | None
 
     @classmethod
     def of(cls, position: Position, ring: int) -> Grid:
@@ -173,7 +176,8 @@ class _ShareSequences:
         )
         output = call(inputs[:, index], own, None if targets is None else targets[:, index])
         if targets is not None:
-            return output
+            total, count = output
+            return _mean_of_all(total, count, grid.all)
         indices = [grid.index(length, rank) for rank in range(grid.all.size)]
         parts = _GatherPositions.apply(output, [len(each) for each in indices], grid.all)
         back = torch.empty(length, dtype=torch.int64)
@@ -187,6 +191,34 @@ def _arguments(
     return inputs, info, targets
 
 
+def _mean_of_all(
+    total: Tensor, count: Tensor | float, comm: AxisCommunicator
+) -> tuple[Tensor, Tensor | float]:
+    """Return the means over all ranks of a sum and a count; the gradient of the sum is that of this rank's sum.
+
+    All ranks get the same values, so their quotient is the mean loss over the complete sequences.  The engine averages
+    gradients over the ranks, which gives the gradient of this quotient.
+    """
+    both = torch.stack((total.detach().double().cpu(), torch.as_tensor(count).double().cpu()))
+    comm.all_reduce(both)
+    if isinstance(both, FakeTensor):
+        return total, count
+    both /= comm.size
+    return _WithValue.apply(total, both[0]), float(both[1])
+
+
+class _WithValue(torch.autograd.Function):
+    """Replaces the value of a tensor, but not its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value.to(x.device, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
 class _GatherPositions(torch.autograd.Function):
     """Concatenates all ranks' positions; gradients are summed over the ranks, which all have the same loss.
 
@@ -194,7 +226,7 @@ class _GatherPositions(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
+    def forward(ctx: Any, own: Tensor, lengths: list[int], comm: AxisCommunicator) -> Tensor:
         ctx.lengths, ctx.comm = lengths, comm
         parts = [own.new_empty((own.shape[0], length, *own.shape[2:])) for length in lengths]
         comm.all_gather(parts, own.detach().contiguous())
@@ -247,7 +279,7 @@ class _SplitHeads(torch.autograd.Function):
     """Turns (batch, heads, own positions, width) into (batch, own heads, positions of all ranks, width)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, lengths: list[int], comm: AxisCommunicator) -> Tensor:
         ctx.lengths, ctx.comm = lengths, comm
         return _split_heads(x, lengths, comm)
 
@@ -260,7 +292,7 @@ class _JoinHeads(torch.autograd.Function):
     """The inverse and the transpose of `_SplitHeads`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, lengths: list[int], comm: AxisCommunicator) -> Tensor:
         ctx.lengths, ctx.comm = lengths, comm
         return _join_heads(x, lengths, comm)
 
@@ -269,7 +301,7 @@ class _JoinHeads(torch.autograd.Function):
         return _split_heads(grad_outputs[0], ctx.lengths, ctx.comm), None, None
 
 
-def _split_heads(x: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
+def _split_heads(x: Tensor, lengths: list[int], comm: AxisCommunicator) -> Tensor:
     batch, heads, _, width = x.shape
     sent = [part.contiguous() for part in x.detach().chunk(comm.size, 1)]
     parts = [x.new_empty((batch, heads // comm.size, length, width)) for length in lengths]
@@ -277,7 +309,7 @@ def _split_heads(x: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
     return torch.cat(parts, 2)
 
 
-def _join_heads(x: Tensor, lengths: list[int], comm: Communicator) -> Tensor:
+def _join_heads(x: Tensor, lengths: list[int], comm: AxisCommunicator) -> Tensor:
     sent = [part.contiguous() for part in x.detach().split(lengths, 2)]
     parts = [torch.empty_like(sent[comm.rank]) for _ in lengths]
     comm.all_to_all(parts, sent)
@@ -346,7 +378,7 @@ class _RingAttention(torch.autograd.Function):
         value: Tensor,
         visibility: Visibility,
         scale: float,
-        comm: Communicator | None,
+        comm: AxisCommunicator | None,
         row: int,
     ) -> Tensor:
         output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=_wide(query))
@@ -405,7 +437,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _circulate(
-    own: Sequence[Tensor], visibility: Visibility, comm: Communicator | None, row: int
+    own: Sequence[Tensor], visibility: Visibility, comm: AxisCommunicator | None, row: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
     """Yield (rank, its keys and values) for each rank of the ring, backwards from this rank, while the next keys arrive."""
     held = [each.detach().contiguous() for each in own]
@@ -427,7 +459,9 @@ def _circulate(
         held = arriving
 
 
-def _pass_on(gradients: list[Tensor], visibility: Visibility, comm: Communicator, there: int) -> list[Tensor]:
+def _pass_on(
+    gradients: list[Tensor], visibility: Visibility, comm: AxisCommunicator, there: int
+) -> list[Tensor]:
     """Send the gradients of rank `there`'s keys and values to the next rank; return the previous rank's gradients."""
     length = len(visibility.indices[(there - 1) % comm.size])
     arriving = [each.new_empty((*each.shape[:2], length, each.shape[3])) for each in gradients]

@@ -3,7 +3,14 @@
 A bucket is reduced as soon as all its gradients are complete, during the backward pass (Li et al., 2020, "PyTorch
 Distributed: Experiences on Accelerating Data Parallel Training").  Ranks that reduce the same buckets use the same
 order: in the first step, from the last parameter to the first; in later steps, the order in which buckets were
-completed in the first step.  If weights are gathered, reductions and gathers share one order (`call_order`).
+completed in the first step.  If weights are gathered, reductions and gathers share one order
+(`zero.call_order`).
+
+With `zero` 2 and 3, a rank holds few unsharded gradients at a time (`zero.buffer_pool`).  If the next bucket in the
+order is incomplete and too many later buckets wait for it, the rank reduces the bucket without the missing gradients.
+The order stays the same on all ranks.  At the end of the pass, ranks agree on the buckets with gradients that arrived
+after their reduction, and reduce these buckets again; results are sums, so a late gradient is added.  After the first
+step, a bucket does not wait for parameters that have never had a gradient on any rank.
 
 The path of a gradient:
 
@@ -28,12 +35,13 @@ from torch.autograd import Variable
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
-from farandole.parallel.gathered_weights import Gatherer
+from farandole.parallel.buffers import ReplicatedBuffers
 from farandole.parallel.optimizers.shards import GradientNorms, OptimizerShards
+from farandole.parallel.zero.gatherer import Gatherer
 
 _REENTRANT = (
-    "a reentrant checkpoint runs backward passes of its own within one: give torch.utils.checkpoint use_reentrant=False, "
-    "or use recompute= of the plan"
+    "a reentrant checkpoint runs a nested backward pass: pass use_reentrant=False to torch.utils.checkpoint, or use "
+    "Plan(recompute=...)"
 )
 
 
@@ -68,6 +76,7 @@ class GradientReducer:
     Args:
         buckets: in the order in which a backward pass is expected to complete them.
         shards: the tensors of each bucket that the optimizer updates.
+        buffers: the buffers of the model.
         comm: all ranks.
         norms: the norms of averaged gradients, which are invalidated when gradients change.
         every_pass: whether each backward pass is reduced, because unsharded gradients are not kept.
@@ -79,6 +88,7 @@ class GradientReducer:
         model: nn.Module,
         buckets: Sequence[Bucket],
         shards: Sequence[OptimizerShards],
+        buffers: ReplicatedBuffers,
         comm: Communicator,
         norms: GradientNorms,
         *,
@@ -89,7 +99,7 @@ class GradientReducer:
         self.waited_s = 0.0
         """The time in seconds that this rank has spent waiting for other ranks."""
         self.buckets, self.shards = list(buckets), list(shards)
-        self.buffers = BufferAverage(model, comm)
+        self.buffers = buffers
         self.buffers_changed = False
         """Whether any rank has changed a buffer in this step."""
         self.reduced = False
@@ -104,7 +114,7 @@ class GradientReducer:
             self._queues.setdefault(ranks, _Queue(ranks)).order.append(number)
         self._places = [0] * len(self.buckets)  # of buckets in their queues
         self._set_places()
-        self._completed: list[int] | None = []  # buckets of the first step, in the order of completion
+        self._completed: dict[int, None] | None = {}  # buckets of the first step, in the order of completion
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else torch.device("cpu")
         # which parameters had a gradient on any rank, in the order of the buckets
@@ -174,6 +184,8 @@ class GradientReducer:
             for queue in self._queues.values():
                 self._launch(queue, len(queue.order))
         started = time.perf_counter()
+        if last or self._every_pass:
+            self._exchange_flags(last=last)
         for bucket in self.buckets:
             bucket.advance()
         for bucket in self.buckets:
@@ -185,20 +197,47 @@ class GradientReducer:
         if self._comm.size > 1:
             self.waited_s += time.perf_counter() - started
 
-    def _end_step(self) -> None:
+    def _exchange_flags(self, *, last: bool) -> None:
+        """Agree on the buckets that must be reduced again and, at the end of a step, on the parameters with gradients."""
+        late = torch.zeros_like(self._used)
+        if self._gatherer is None and self._every_pass:
+            for number, flags in enumerate(late.split([len(bucket.parameters) for bucket in self.buckets])):
+                if self.buckets[number].is_late:
+                    flags.fill_(1)
+                    self._mark_used(number)
+        some_unused = not bool(self._used.all())
         if self._comm.size > 1:
-            flags = self._used.new_zeros(len(self._norms.names) + 1)
-            flags[self._numbers] = self._used
-            flags[-1] = self.buffers.changed
+            flags = self._used.new_zeros((2, len(self._norms.names) + 1))
+            flags[0, self._numbers], flags[1, self._numbers] = self._used, late
+            flags[0, -1], flags[1, -1] = self.buffers.changed, some_unused
             self._comm.all_reduce(flags, "max")
-            self._used.copy_(flags[self._numbers])
-            self.buffers_changed = bool(flags[-1])
-            if self._completed is not None and self._gatherer is None:
-                self._agree_on_order(self._completed)
+            late, some_unused = flags[1, self._numbers], bool(flags[1, -1])
+            if last:
+                self._used.copy_(flags[0, self._numbers])
+                self.buffers_changed = bool(flags[0, -1])
+        if last and some_unused and self._completed is not None and self._gatherer is not None:
+            self._gatherer.forget_order()  # the next order is agreed without the unused parameters
+        if bool(late.any()):
+            again = {
+                number
+                for number, flags in enumerate(
+                    late.split([len(bucket.parameters) for bucket in self.buckets])
+                )
+                if bool(flags.any())
+            }
+            for queue in self._queues.values():
+                self._reduce([number for number in queue.order if number in again])
+
+    def _end_step(self) -> None:
+        if self._completed is not None and self._gatherer is None and self._comm.size > 1:
+            self._agree_on_order(list(self._completed))
         self._completed = None
         self._norms.clear()
-        for shards, used in zip(self.shards, self._used_by_bucket, strict=True):
-            shards.set_gradients(used.tolist(), self._norms)
+        for bucket, shards, flags in zip(self.buckets, self.shards, self._used_by_bucket, strict=True):
+            used = flags.tolist()
+            shards.set_gradients(used, self._norms)
+            if self._every_pass:
+                bucket.expect(used)
         self.reduced = True
         self._events.end_step()
 
@@ -217,27 +256,35 @@ class GradientReducer:
                 )
             if not self._in_pass:
                 self._begin_pass()
-            elif self._gatherer is None and self._places[number] < queue.next:
+            elif (
+                self._gatherer is None
+                and self._places[number] < queue.next
+                and (bucket.has_arrived(index) or not self._every_pass)
+            ):
                 raise RuntimeError(
                     f"{self._name(parameter)} received a gradient after its gradients had been reduced in "
                     "the same backward pass, or a failed pass was not followed by engine.zero_grad(); "
                     f"{_REENTRANT}"
                 )
             gradient = shards.take_accumulated(index)
+            self._start_early(bucket)
             if bucket.in_flight:  # it was reduced in order without this gradient, and is reduced again
                 bucket.wait()
             for earlier in bucket.in_the_way():
-                if earlier.in_flight:
-                    earlier.wait()
+                earlier.wait()
             bucket.accumulate(index, gradient)
-            if not self._reduces or not bucket.is_complete(index):
+            if not self._reduces:
+                return
+            complete = bucket.is_complete(index)
+            if self._completed is not None and (complete or self._every_pass):
+                self._completed.pop(number, None)
+                self._completed[number] = None
+            if not complete:
                 return
             if self._gatherer is not None:
                 self._gatherer.reduce(number)
-                return
-            if self._completed is not None:
-                self._completed.append(number)
-            self._launch_complete(queue)
+            else:
+                self._launch_complete(queue)
 
         return accumulated
 
@@ -284,20 +331,55 @@ class GradientReducer:
         self._launch(queue, end)
 
     def _launch(self, queue: _Queue, end: int) -> None:
-        for place in range(queue.next, end):
-            number = queue.order[place]
+        """Start the reductions of a queue up to place `end`."""
+        start, queue.next = queue.next, max(queue.next, end)
+        self._reduce(queue.order[start:end], queue.order[:start])
+
+    def _reduce(self, numbers: Sequence[int], before: Sequence[int] = ()) -> None:
+        """Start the reductions of the buckets `numbers`, which follow the buckets `before` in their order."""
+        for place, number in enumerate(numbers):
             bucket = self.buckets[number]
+            for earlier in (bucket, *bucket.in_the_way()):
+                if earlier.in_flight:
+                    earlier.wait()
             self._before_reduction(number)
             bucket.reduce_async()
             if bucket.has_two_stages:
-                for before in queue.order[:place]:
-                    self.buckets[before].advance()
-        queue.next = max(queue.next, end)
+                for other in (*before, *numbers[:place]):
+                    self.buckets[other].advance()
+
+    def _start_early(self, bucket: Bucket) -> None:
+        """Start reductions of incomplete buckets, until `bucket` can get memory or until this would not save memory."""
+        while (first := bucket.first_to_launch()) is not None:
+            if self._gatherer is not None:
+                if not self._gatherer.reduce_early(self.buckets.index(first)):
+                    return
+                continue
+            queue = self._queues[first.plan.ranks.column]
+            end = self._early_end(queue)
+            if end is None:
+                return
+            self._launch(queue, end)
+
+    def _early_end(self, queue: _Queue) -> int | None:
+        """Return the first place up to which reductions release at least as much memory as late gradients can need."""
+        released = late = 0
+        for place in range(queue.next, len(queue.order)):
+            bucket = self.buckets[queue.order[place]]
+            released += bucket.held_nbytes
+            late += 0 if bucket.ready else bucket.whole_nbytes
+            if released and released >= late:
+                return place + 1
+        return None
 
     def _before_reduction(self, number: int) -> None:
+        self._mark_used(number)
+        self._events.before_reduction(number)
+
+    def _mark_used(self, number: int) -> None:
+        """Record which parameters of a bucket have a gradient on this rank."""
         received, used = self.buckets[number].received, self._used_by_bucket[number]
         used.bitwise_or_(torch.tensor(received, dtype=torch.uint8, device=used.device))
-        self._events.before_reduction(number)
 
     def _without_gradients(self) -> None:
         """Handle a backward pass in which this rank has no gradients, although other ranks may have gradients."""
@@ -308,7 +390,8 @@ class GradientReducer:
     def _agree_on_order(self, completed: list[int]) -> None:
         """Use the order in which buckets were completed on the first rank of each queue for all later steps.
 
-        A bucket with an unused parameter, which is completed at the end of the pass, then does not delay other buckets.
+        A bucket with an unused parameter does not delay other buckets: it is reduced at the end of the pass (`zero` 0 and 1),
+        or after its last gradient (`zero` 2 and 3).
         """
         # numbers differ between stages of a pipeline, names do not
         names = [bucket.plan.names[0] for bucket in self.buckets]
@@ -332,54 +415,3 @@ def has_engine(parameter: Tensor) -> bool:
     hooks = parameter._post_accumulate_grad_hooks or {}  # private: torch has no public list of them
     names = [getattr(hook, "__qualname__", "") for hook in hooks.values()]
     return any(name.startswith(GradientReducer.__qualname__) for name in names)
-
-
-class BufferAverage:
-    """Averages the floating-point buffers of `model` over the ranks of `comm`, if a step has changed them.
-
-    Each rank updates buffers, such as BatchNorm statistics, with its own samples; all ranks continue with the mean.
-    """
-
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self._model, self._comm = model, comm
-        self._known = self._versions()
-
-    @property
-    def changed(self) -> bool:
-        """Whether this rank has changed a buffer since the last average."""
-        return self._versions() != self._known
-
-    def average(self) -> None:
-        """Average the buffers of modules in which any rank has changed a buffer.  This is a collective call.
-
-        Other buffers are not averaged, because the mean of equal values can differ in the last bit.
-        """
-        modules = [
-            module for module in self._model.modules() if any(True for _ in module.buffers(recurse=False))
-        ]
-        known = dict(self._known)
-        flags = torch.tensor(
-            [any(known.get(id(b)) != b._version for b in m.buffers(recurse=False)) for m in modules],
-            dtype=torch.uint8,
-        )
-        if self._comm.size > 1:
-            self._comm.all_reduce(flags, "max")
-        chosen = {
-            id(b): b
-            for m, flag in zip(modules, flags.tolist(), strict=True)
-            if flag
-            for b in m.buffers(recurse=False)
-        }
-        buffers = [buffer for buffer in chosen.values() if buffer.is_floating_point()]
-        for kind in dict.fromkeys((buffer.dtype, buffer.device) for buffer in buffers):
-            members = [buffer for buffer in buffers if (buffer.dtype, buffer.device) == kind]
-            with torch.no_grad():
-                flat = torch.cat([buffer.detach().reshape(-1) for buffer in members])
-                self._comm.all_reduce(flat, "avg")
-                for buffer, mean in zip(members, flat.split([b.numel() for b in members]), strict=True):
-                    buffer.copy_(mean.view(buffer.shape))
-        self._known = self._versions()
-
-    def _versions(self) -> list[tuple[int, int]]:
-        # of all buffers: BatchNorm's kernel does not increment the version of its statistics, but that of its batch counter
-        return [(id(buffer), buffer._version) for buffer in self._model.buffers()]

@@ -19,7 +19,7 @@ averaged gradient equals the gradient that one process computes from all samples
 passes, as in PyTorch.
 
 The engine reads layouts instead of mesh axes: the `Layout` of a tensor determines which ranks reduce its gradient and
-which ranks shard it (`sharding`).  One engine implements all ZeRO stages (Rajbhandari et al., 2020, "ZeRO: Memory
+which ranks shard it (`zero.sharding`).  One engine implements all ZeRO stages (Rajbhandari et al., 2020, "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models").
 
 To support pipelines, `forward_backward` controls the order of forward passes, backward passes and reductions.  A pipeline
@@ -31,8 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +44,25 @@ from farandole.layout import Layout
 from farandole.memory.swap import Swap
 from farandole.mesh import Mesh
 from farandole.parallel.axes import hosts_of
-from farandole.parallel.building import build, connect
+from farandole.parallel.buffers import ReplicatedBuffers, buffer_layouts
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import safetensors_files
 from farandole.parallel.checkpoint.folder import PendingSave, fail_on_all
-from farandole.parallel.checkpoint.ranges import Place
 from farandole.parallel.data import GradientReducer
-from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, first_of
-from farandole.parallel.hidden_parameters import unchecked
-from farandole.parallel.initial_values import (
+from farandole.parallel.global_mean import GlobalMean, Loss, Step, first_of
+from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
+from farandole.parallel.optimizers.offloading import OffloadedUpdate, stores_at
+from farandole.parallel.optimizers.rounding import StochasticRounding
+from farandole.parallel.optimizers.shards import GradientNorms
+from farandole.parallel.optimizers.updates import Updates
+from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
+from farandole.parallel.pipeline.mean import PipelineMean
+from farandole.parallel.pipeline.runtime import Pipeline
+from farandole.parallel.precision import cast_floating
+from farandole.parallel.whole_parameters import WholeParameters, check_gradients, check_model
+from farandole.parallel.zero.building import build, connect
+from farandole.parallel.zero.hidden_parameters import unchecked
+from farandole.parallel.zero.initial_values import (
     Initialise,
     WeightSource,
     allocate,
@@ -63,19 +71,16 @@ from farandole.parallel.initial_values import (
     is_deferred,
     stand_in,
 )
-from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
-from farandole.parallel.model_checks import check_gradients, check_model
-from farandole.parallel.optimizers.offloading import OffloadedUpdate, stores_at
-from farandole.parallel.optimizers.rounding import StochasticRounding
-from farandole.parallel.optimizers.shards import GradientNorms
-from farandole.parallel.optimizers.updates import Updates
-from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
-from farandole.parallel.precision import cast_floating
-from farandole.parallel.sharding import BUCKET_BYTES, box_mesh, plan_sharding, ranks_of, replicated_layouts
-from farandole.parallel.weights import FlatWeights, Masters
-from farandole.parallel.whole_parameters import WholeParameters
-from farandole.plan import Offloaded
-from farandole.plan import Place as StoragePlace
+from farandole.parallel.zero.sharding import (
+    BUCKET_BYTES,
+    box_mesh,
+    moves_parameters,
+    plan_sharding,
+    ranks_of,
+    replicated_layouts,
+)
+from farandole.parallel.zero.weights import Masters
+from farandole.plan import Offloaded, Place
 
 
 class Engine:
@@ -85,7 +90,7 @@ class Engine:
     a tied parameter is reduced once.  If a parameter has a gradient on some ranks only, the other ranks contribute zeros.
     If it has no gradient on any rank, its `.grad` remains None.  An engine on a single rank does not communicate.
 
-    With `zero` >= 1, optimizers update this rank's shards of the parameters.  The `.grad` of a parameter is then a
+    With `zero` >= 1, or if an axis shards parameters, optimizers update this rank's shards of the parameters.  The `.grad` of a parameter is then a
     placeholder for the averaged gradient, because each rank stores only a shard of the gradient (`optimizers.shards`).
     Ranks that share memory use one common copy of the weights.
 
@@ -101,7 +106,7 @@ class Engine:
         offload: "host" or "disk:FOLDER": where master weights and optimizer states are stored between steps.
         offloaded: "gradients" (with `zero` >= 2) or "parameters" (with `zero=3`) to offload these too.
         initialise: a function that fills a model on the meta device block by block, so that each rank allocates only its
-            shards (`initial_values`).
+            shards (`zero.initial_values`).
         watch: check each rank's gradients before they are averaged, so that `locate_nonfinite` can name the rank.  The check
             reads each full bucket once.
         rounding: stochastic rounding for updates of bf16 weights, instead of master weights.
@@ -110,6 +115,7 @@ class Engine:
         report: log one line per overflow on rank 0.
         mesh: the device mesh; by default a single data axis.
         layouts: the parameter layouts by name; by default every rank has every parameter.
+        pipeline: the stages of this rank, if the model is divided into stages.
 
     Raises:
         TypeError, ValueError: if an option is invalid, options conflict, or the model's gradients cannot be compressed.
@@ -136,9 +142,10 @@ class Engine:
         report: bool = True,
         mesh: Mesh | None = None,
         layouts: Mapping[str, Layout] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         _check_options(zero, compression, rounding, offload, dtype)
-        flat = zero > 0 or dtype is not None or offload != "none"
+        flat = moves_parameters(zero, dtype, offload, layouts or {})
         check_model(model, moved=flat)
         source: WeightSource | None = getattr(model, "weight_source", None) if is_deferred(model) else None
         if is_deferred(model) != (initialise is not None or source is not None):
@@ -149,7 +156,7 @@ class Engine:
         self.rounding = rounding
         self.swapped: Swap | None = None
         self._pending_save: PendingSave | None = None
-        self._dtype, self._offload = dtype, StoragePlace.parse(offload)
+        self._dtype, self._offload = dtype, Place.parse(offload)
         types: dict[int, torch.dtype] = {}
         in_memory: set[str] | None = None
         if is_deferred(model):
@@ -158,7 +165,8 @@ class Engine:
         if mesh is None:
             mesh = box_mesh(comm.size, hosts_of(comm) if hybrid else (), hybrid=hybrid)
         self.mesh, self.layouts = mesh, layouts or replicated_layouts(model)
-        groups = connect(mesh, comm, self.layouts.values(), zero)
+        layouts_of_buffers = buffer_layouts(model, mesh, self.layouts, comm.rank)
+        groups = connect(mesh, comm, (*self.layouts.values(), *layouts_of_buffers.values()), zero)
         dividing = {
             ranks_of(mesh, self.layouts[name], comm.rank, zero).shards for name, _ in model.named_parameters()
         }
@@ -186,7 +194,7 @@ class Engine:
             model, plan, groups, zero=zero, masters=masters, compression=compression, stores=self._stores
         )
         self.buckets, self.shards_of_buckets = built.buckets, built.shards
-        self._weights, self._gatherer = built.weights, built.gatherer
+        self.weights, self._gatherer = built.weights, built.gatherer
         if initialise is not None:
             fill_model(model, built.weights, mesh, self.layouts, comm, initialise, types)
         elif source is not None:
@@ -196,7 +204,7 @@ class Engine:
         shared = {id(weights.comm): weights.comm for weights in built.weights if weights.shared}
         self._sharing = [each for each in shared.values() if each is not None]
         self._divides = any(bucket.plan.ranks.holders != comm.size for bucket in built.buckets)
-        self._whole = WholeParameters(model, built.weights, comm, self._is_whole)
+        self._whole = WholeParameters(model, built.weights, groups, self._is_whole, self.layouts)
         self._norms = GradientNorms(
             self.layouts, self._gradient_norms, self.device, comm if self._divides else None
         )
@@ -207,13 +215,14 @@ class Engine:
             model,
             built.buckets,
             built.shards,
+            ReplicatedBuffers(model, mesh, self.layouts, groups),
             comm,
             self._norms,
             every_pass=zero >= 2,
             events=self._steps,
             gatherer=built.gatherer,
         )
-        self._mean = GlobalMean(self, mesh)
+        self._mean = GlobalMean(self, mesh) if pipeline is None else PipelineMean(self, mesh, pipeline, dtype)
         self._updates = Updates(
             built.shards,
             comm,
@@ -250,7 +259,7 @@ class Engine:
 
     def forward_backward(
         self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any] = first_of
-    ) -> StepLoss:
+    ) -> Step:
         """Compute the gradients of the global mean loss over all micro-batches; call it on all ranks, once per step.
 
             step = engine.forward_backward(batches, lambda logits, batch: (masked_sum(logits, batch), batch.mask.sum()))
@@ -267,7 +276,7 @@ class Engine:
                 arguments.  The default returns the first element of a tuple or list, or else the batch itself.
 
         Returns:
-            The global mean loss and the global count, equal on all ranks.
+            The global mean loss, the global count, and whether the update will be skipped; equal on all ranks.
 
         Raises:
             ValueError: on all ranks, if the global count is 0.
@@ -335,6 +344,12 @@ class Engine:
         """Whether the last optimizer step was skipped because fp16 gradients overflowed."""
         return self.overflow is not None
 
+    def will_skip(self) -> bool:
+        """Return whether the next optimizer step will be skipped.  With fp16, this is a collective call."""
+        if self.scaler.enabled:
+            self.gradient_norm()
+        return not self._steps.finite
+
     @property
     def overflow(self) -> Overflow | None:
         """The overflow that caused the last step to be skipped, or None."""
@@ -354,26 +369,13 @@ class Engine:
         """Yield (parameter, tensor, start) for all tensors that can have optimizer states: shards and whole parameters."""
         return self._updates.tensors()
 
-    def stored_parts(self) -> Iterator[StoredPart]:
-        """Yield this rank's parts of trained parameters, and of frozen parameters in flat buffers."""
-        for shards in self.shards_of_buckets:
-            for index, (parameter, tensor) in enumerate(zip(shards.parameters, shards.tensors, strict=True)):
-                if tensor is not None:
-                    values = partial(shards.values, index)
-                    weights = None if shards.has_masters else shards.weights
-                    yield StoredPart(parameter, shards.starts[index], values, weights, trained=True)
-        for weights in self._weights:
-            if not weights.trained:
-                for parameter, part, start in weights.ranges():
-                    values = partial(_part_of, weights, part)
-                    yield StoredPart(parameter, start, values, weights, trained=False)
-
-    def divides(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is stored in a flat buffer, which may be sharded."""
-        return any(each is parameter for weights in self._weights for each in weights.parameters)
-
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
         """Make `optimizer` update this rank's shards of the model's parameters, and return `optimizer`.
+
+            optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+            optimizer = engine.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=3e-4))
 
         If the plan shards parameters, the optimizer must update every element independently (SGD, Adam, AdamW) or every
         parameter independently (Muon, Adafactor; see `optimizers.owned_parameters`).  If states are offloaded, the optimizer
@@ -384,16 +386,22 @@ class Engine:
 
         With offload, this method moves master weights and states to the offload store and is a collective call.
 
+        Args:
+            optimizer: an optimizer of the model's parameters, or a function that creates one from the list of all parameters
+                that the engine trains.
+
         Raises:
-            TypeError: if `optimizer` is a class, or not an optimizer.
+            TypeError: if `optimizer` is a class, or neither an optimizer nor a function that returns one.
             ValueError: if the optimizer would compute different results with shards, or has parameters of another model.
             OffloadError: if the disk or the host memory has too little space for the states.
         """
-        checked: object = optimizer
-        if not isinstance(checked, torch.optim.Optimizer):
-            given = checked.__name__ if isinstance(checked, type) else type(checked).__name__
+        if callable(optimizer) and not isinstance(optimizer, type | torch.optim.Optimizer):
+            optimizer = optimizer([p for p in self.model.parameters() if id(p) in self._trained])
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
             raise TypeError(
-                f"engine.optimizer expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {given}"
+                "engine.optimizer expected a function that creates an optimizer, such as lambda parameters: "
+                f"torch.optim.AdamW(parameters), or an optimizer, such as torch.optim.AdamW(model.parameters()), got {given}"
             )
         if any(given is optimizer for given in self.optimizers):
             raise ValueError(
@@ -447,7 +455,7 @@ class Engine:
             frozen: also distribute the shards of frozen parameters.
         """
         self._release_gathered()
-        changed = [each for each in self._weights if frozen or each.trained]
+        changed = [each for each in self.weights if frozen or each.trained]
         with torch.no_grad():
             for weights in changed:
                 weights.all_gather_async()
@@ -460,9 +468,10 @@ class Engine:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context with unsharded parameters, in which ranks can run the model independently.
+        """Return a context in which data-parallel ranks can run the model independently.
 
-        All ranks must enter and exit the context together.
+        All ranks must enter and exit the context together.  Ranks that share layers, sequences or experts must run the
+        model together, because their parameters remain split.
         """
         with self._gatherer.whole() if self._gatherer is not None else nullcontext():
             yield
@@ -489,10 +498,15 @@ class Engine:
         return self._whole.state_dict()
 
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every parameter with its unsharded value, gathering one bucket at a time.
+        """Yield every parameter with its unsharded value, gathering one bucket or parameter at a time.
 
         All ranks must iterate together.
         """
+        for parameter, value in self._gathered_parameters():
+            yield parameter, self._whole.complete(parameter, value)
+
+    def _gathered_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter with the value with which this rank computes: a part, if an axis shards the parameter."""
         gathered: set[int] = set()
         if self._gatherer is not None:
             for parameters in self._gatherer.one_by_one():
@@ -608,28 +622,14 @@ class Engine:
 
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         values = {
-            names[id(p)]: self.complete(names[id(p)], value).cpu()
-            for p, value in self.whole_parameters()
+            names[id(p)]: self._whole.complete(p, value).cpu()
+            for p, value in self._gathered_parameters()
             if p.requires_grad
         }
         path = Path(folder).expanduser()
         with fail_on_all(self.comm, path):
             if self.comm.rank == 0:
                 save_adapter(self.model, path, base_model, values)
-
-    def complete(self, name: str, value: Tensor) -> Tensor:
-        """Return a complete tensor, given this rank's part as `value`.  This is a collective call."""
-        layout = self.layouts[name]
-        if not layout.shards:
-            return value
-        complete = value.new_zeros(layout.shape)
-        cell = self.mesh.of_rank(self.rank)[0]
-        place = Place.of_boxes(layout.shape, value.shape, layout.boxes(self.mesh, cell))
-        for local, box in place.regions:
-            if layout.replicas(self.mesh, box)[0] == cell:  # one rank contributes each element
-                complete[tuple(slice(*ends) for ends in box)] = value[tuple(slice(*ends) for ends in local)]
-        self.comm.all_reduce(complete)
-        return complete
 
     def load_weights(self, path: str | Path) -> None:
         """Load parameters and buffers from a safetensors file, or from the files in a folder.  This is a collective call.
@@ -789,25 +789,6 @@ class Engine:
         self._updates.close()
         self.zero_grad()
         self._stores.close()
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """A rank's part of a parameter: consecutive elements of the flattened parameter, beginning at element `start`.
-
-    `values()` returns a mutable view of the elements.  If `weights` are offloaded, the view is valid only while they are in
-    memory.
-    """
-
-    parameter: nn.Parameter
-    start: int
-    values: Callable[[], Tensor]
-    weights: FlatWeights | None
-    trained: bool
-
-
-def _part_of(weights: FlatWeights, part: slice) -> Tensor:
-    return weights.shard[part]
 
 
 def _gathers(model: nn.Module, shards: Communicator | None) -> bool:

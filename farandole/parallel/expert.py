@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from farandole.comm.communicator import Communicator
 from farandole.layout import Shard, chunk
 from farandole.models.moe import Experts, Meanwhile, Products, as_sizes
-from farandole.parallel.axes import Layouts, Position
+from farandole.parallel.axes import AxisCommunicator, Layouts, Position
 from farandole.plan import Plan, PlanError
 
 AXIS = "expert"
@@ -60,7 +59,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 class ExpertExchange:
     """Computes rows of `experts` experts that the ranks of `comm` share."""
 
-    def __init__(self, experts: int, comm: Communicator) -> None:
+    def __init__(self, experts: int, comm: AxisCommunicator) -> None:
         self._experts, self._comm = experts, comm
         self._ranges = [chunk(experts, comm.size, rank) for rank in range(comm.size)]
 
@@ -98,7 +97,7 @@ class ExpertExchange:
 class _Transfer:
     """An all-to-all that sends `sent[i]` rows to rank i, and receives `received[i]` rows from it."""
 
-    def __init__(self, sent: list[int], received: list[int], comm: Communicator, overlaps: bool) -> None:
+    def __init__(self, sent: list[int], received: list[int], comm: AxisCommunicator, overlaps: bool) -> None:
         self.sent, self.received, self.comm, self.overlaps = sent, received, comm, overlaps
         self._work: dist.Work | None = None
         self._rows: tuple[Tensor, Tensor] | None = None
@@ -124,7 +123,11 @@ class _Transfer:
 
 
 def exchange_rows(
-    rows: Tensor, sent: list[int], received: list[int], comm: Communicator, meanwhile: Meanwhile | None = None
+    rows: Tensor,
+    sent: list[int],
+    received: list[int],
+    comm: AxisCommunicator,
+    meanwhile: Meanwhile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the rows that this rank receives, and the result of `meanwhile`, which runs during the transfer.
 

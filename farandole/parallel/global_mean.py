@@ -25,11 +25,18 @@ Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
 
 @dataclass(frozen=True)
-class StepLoss:
-    """The mean loss of a step over all ranks, and the total count."""
+class Step:
+    """The gradients of a step; all values are equal on all ranks.
+
+    Args:
+        loss: the mean loss over all ranks.
+        count: the total count.
+        skipped: whether the optimizer will skip the step because fp16 gradients overflowed; False with other precisions.
+    """
 
     loss: float
     count: float
+    skipped: bool = False
 
 
 def first_of(batch: Any) -> Any:
@@ -37,9 +44,20 @@ def first_of(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple | list) else batch
 
 
+def scalar_sum(result: tuple[Tensor, Tensor | float]) -> tuple[Tensor, Tensor | float]:
+    """Return the result of a loss function, with a sum in at least fp32; raise ValueError if the sum is not a scalar."""
+    total, count = result
+    if total.dim():
+        raise ValueError(
+            "expected loss(output, batch) to return a scalar sum and a count, got a sum of shape "
+            f"{tuple(total.shape)}; sum the losses of the batch"
+        )
+    return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total, count
+
+
 def _computing_together(mesh: Mesh) -> list[tuple[int, ...]]:
     """Return the sets of ranks that communicate in forward passes."""
-    axes = [axis for axis in MODEL_AXES if mesh.width(axis) > 1]
+    axes = [axis for axis in ("pipeline", *MODEL_AXES) if mesh.width(axis) > 1]
     if not axes:
         return []
     return sorted({ranks_of(mesh.peers(cell, *axes)) for cell in mesh.cells})
@@ -57,7 +75,7 @@ class GlobalMean:
         self.expected: float | None = None
         """The total count of the last step; None before the first step."""
 
-    def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> StepLoss:
+    def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> Step:
         """Run forward and backward passes over micro-batches; see `Engine.forward_backward`."""
         engine, own_batches = self._engine, list(batches)
         passes = self._most(len(own_batches))
@@ -75,29 +93,37 @@ class GlobalMean:
             with nullcontext() if last else engine.no_sync():
                 # gradients are averaged over the ranks with different losses
                 engine.backward(total * (self._losses / self.expected))
-        step = self._mean(sums, counts)
-        if self.expected is not None and step.count != self.expected:
-            engine.scale_all(self.expected / step.count)
-        self.expected = step.count
-        return step
+        mean, total_count = self._mean(sums, counts)
+        if self.expected is not None and total_count != self.expected:
+            engine.scale_all(self.expected / total_count)
+        self.expected = total_count
+        return Step(mean, total_count, skipped=engine.will_skip())
 
     def evaluate(self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any]) -> float:
         """Evaluate over micro-batches; see `Engine.evaluate`."""
         engine, own_batches = self._engine, list(batches)
         modes = [(module, module.training) for module in engine.model.modules()]
         engine.model.eval()
-        sums, counts = [], []
         try:
             with torch.no_grad():
-                for number in range(self._most(len(own_batches))):
-                    total, count = self._run(own_batches, number, metric, inputs)
-                    if total is not None:
-                        sums.append(total.double())
-                        counts.append(count)
+                sums, counts = self._evaluate(own_batches, metric, inputs)
         finally:
             for module, mode in modes:
                 module.training = mode
-        return self._mean(sums, counts).loss
+        return self._mean(sums, counts)[0]
+
+    def _evaluate(
+        self, batches: Sequence[Any], metric: Loss, inputs: Callable[[Any], Any]
+    ) -> tuple[list[Tensor], list[Tensor | float]]:
+        """Return the sums and counts of this rank's micro-batches."""
+        sums: list[Tensor] = []
+        counts: list[Tensor | float] = []
+        for number in range(self._most(len(batches))):
+            total, count = self._run(batches, number, metric, inputs)
+            if total is not None:
+                sums.append(total.double())
+                counts.append(count)
+        return sums, counts
 
     def _most(self, own: int) -> int:
         """Return the maximum number of micro-batches on any rank.
@@ -114,7 +140,7 @@ class GlobalMean:
             if len({counts[rank] for rank in ranks}) > 1:
                 found = ", ".join(f"{counts[rank]} on rank {rank}" for rank in ranks)
                 raise ValueError(
-                    "expected the same number of micro-batches on ranks that share layers, sequences or experts, got "
+                    "expected the same number of micro-batches on ranks that share layers, stages, sequences or experts, got "
                     f"{found}; pass equally many batches on these ranks"
                 )
         return max(counts)
@@ -131,13 +157,7 @@ class GlobalMean:
             output = self._engine(**arguments)
         else:
             output = self._engine(*arguments) if isinstance(arguments, tuple) else self._engine(arguments)
-        total, count = loss(output, batches[number])
-        if total.dim():
-            raise ValueError(
-                "expected loss(output, batch) to return a scalar sum and a count, got a sum of shape "
-                f"{tuple(total.shape)}; sum the losses of the batch"
-            )
-        return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total, count
+        return scalar_sum(loss(output, batches[number]))
 
     def _estimate(self, count: Tensor | float, passes: int) -> float:
         """Estimate the count of the first step, assuming that all micro-batches have the same count as the first."""
@@ -146,7 +166,8 @@ class GlobalMean:
             self._comm.all_reduce(expected, "sum")
         return max(1.0, float(expected)) * passes
 
-    def _mean(self, sums: Sequence[Tensor], counts: Sequence[Tensor | float]) -> StepLoss:
+    def _mean(self, sums: Sequence[Tensor], counts: Sequence[Tensor | float]) -> tuple[float, float]:
+        """Return the mean over all ranks, and the total count."""
         values = torch.zeros(2, dtype=torch.float64)
         if sums and self._counts:
             values[0] = torch.stack(list(sums)).sum().cpu()
@@ -158,4 +179,4 @@ class GlobalMean:
             raise ValueError(
                 "the counts that loss(output, batch) returned on all ranks sum to 0: at least one count must be positive"
             )
-        return StepLoss(total / count, count)
+        return total / count, count

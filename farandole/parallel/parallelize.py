@@ -9,8 +9,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The parts of a plan are applied in this order: LoRA, 8-bit floats, experts, tensor parallelism, context parallelism,
-recomputation, then data parallelism and ZeRO in the engine.
+The parts of a plan are applied in this order: LoRA, 8-bit floats, experts, tensor parallelism, context parallelism, pipeline
+stages, recomputation, then data parallelism and ZeRO in the engine.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from farandole.data.wording import counted, size
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
 from farandole.parallel import context, expert, tensor
+from farandole.parallel.agreed_errors import agreed_errors
 from farandole.parallel.axes import Layouts, Position, hosts_of
 from farandole.parallel.engine import Engine
-from farandole.parallel.initial_values import Initialise, broadcast_from_first, is_deferred
 from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
-from farandole.parallel.model_checks import check_model
 from farandole.parallel.optimizers.rounding import StochasticRounding
+from farandole.parallel.pipeline import apply as pipeline
+from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.precision import TYPES, check_float8, use_float8
-from farandole.parallel.sharding import box_mesh
+from farandole.parallel.whole_parameters import check_model
+from farandole.parallel.zero.initial_values import Initialise, broadcast_from_first, is_deferred
+from farandole.parallel.zero.sharding import box_mesh, moves_parameters
 from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
 
 _log = logging.getLogger(__name__)
@@ -67,7 +70,8 @@ def parallelize(
         model: the model on a CPU or accelerator, or on the meta device with `initialise` or a `weight_source`.
         plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
-        example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations.
+        example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations, and
+            `pipeline` measures the time of blocks, to divide them into stages.
         loss: a function of the output for this measurement.
         initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
@@ -82,37 +86,26 @@ def parallelize(
         RuntimeError: if no process group exists.
     """
     plan = plan or Plan()
-    check_model(model, moved=False)  # before the plan's transforms change the model
     if comm is None:
         if not dist.is_initialized() or dist.group.WORLD is None:
             raise RuntimeError("parallelize requires a process group: call farandole.init() first")
         comm = Communicator(dist.group.WORLD)
-    sizes = plan.sizes(comm.size)
-    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    wanted = TYPES[plan.precision]
-    if plan.precision == "fp32" and types - {torch.float32, torch.float64}:
-        odd = next(n for n, p in model.named_parameters() if p.dtype not in (torch.float32, torch.float64))
-        raise PlanError(
-            f"precision='fp32' requires fp32 parameters, but {odd} has type "
-            f"{dict(model.named_parameters())[odd].dtype}: create the model in fp32, the type of the "
-            "master weights for lower precisions"
-        )
-    if diagnose and plan.precision != "fp16":
-        raise PlanError(
-            f"diagnose=True requires precision='fp16', because only fp16 steps are skipped, got {plan.precision!r}; "
-            "nearest plan: diagnose=False"
-        )
-    if plan.lora is not None:
-        _add_lora(model, plan.lora)
-    if plan.precision == "fp8":
-        check_float8(_device_of(model))
-        use_float8(model)
-    position, layouts = _split(model, plan, comm, sizes)
-    _recompute(model, plan, example, loss)
+    with agreed_errors(comm):
+        sizes = plan.sizes(comm.size)
+        _check(model, plan, diagnose=diagnose)
+        if plan.lora is not None:
+            _add_lora(model, plan.lora)
+        if plan.precision == "fp8":
+            check_float8(_device_of(model))
+            use_float8(model)
+    position, layouts, stages = _split(model, plan, comm, sizes, example)
+    with agreed_errors(comm):
+        # no rank can run a model in stages alone
+        _recompute(model, plan, example if stages is None else None, loss)
     options: dict[str, Any] = {
         "zero": plan.zero,
         "hybrid": plan.hybrid,
-        "dtype": None if plan.precision == "fp32" else wanted,
+        "dtype": _compute_type(plan),
         "offload": plan.offload,
         "offloaded": plan.offloaded,
         "initialise": initialise,
@@ -121,6 +114,7 @@ def parallelize(
         "report": report,
         "mesh": position.mesh,
         "layouts": layouts,
+        "pipeline": stages,
     }
     if plan.precision == "fp16":
         options |= {"scaler": LossScaler(), "diagnose": diagnose}
@@ -129,39 +123,72 @@ def parallelize(
     engine = Engine(model, comm, **options)
     _share_generators(position)
     if plan.swap != "none":
-        engine.swap(_swap(model, plan))
+        with agreed_errors(comm):
+            engine.swap(_swap(model, plan))
     return engine
 
 
-def _split(
-    model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int]
-) -> tuple[Position, Layouts]:
-    """Apply the plan's axes to `model`.  This is a collective call."""
-    inner = any(sizes[axis] > 1 for axis in MODEL_AXES)
-    hosts = hosts_of(comm) if inner or plan.hybrid else ()
-    mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes)
-    layouts = Layouts(model)
-    groups = mesh.connect(comm, [(axis,) for axis in MODEL_AXES]) if inner else None
-    position = Position(mesh, mesh.of_rank(comm.rank)[0], groups)
-    if inner:
-        _check_whole(model, plan)
-        broadcast_from_first(model, comm)
-        for axis in APPLIED:
-            axis(model, position, plan, layouts)
-    return position, layouts
+def _compute_type(plan: Plan) -> torch.dtype | None:
+    """Return the type in which the model computes; None for the types of its parameters."""
+    return None if plan.precision == "fp32" else TYPES[plan.precision]
 
 
-def _check_whole(model: nn.Module, plan: Plan) -> None:
-    if plan.lora is not None and plan.lora.base is not None:
+def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
+    """Check the model and the options before the plan's transforms change the model."""
+    inner = any(getattr(plan, axis) > 1 for axis in ("pipeline", *MODEL_AXES))
+    moved = moves_parameters(plan.zero, _compute_type(plan), plan.offload, {})
+    check_model(model, moved=moved or plan.tensor > 1 or plan.expert > 1)
+    if plan.pipeline > 1:
+        pipeline.check(model, plan)
+    wide = (torch.float32, torch.float64)
+    odd = [(n, p.dtype) for n, p in model.named_parameters() if p.is_floating_point() and p.dtype not in wide]
+    if plan.precision == "fp32" and odd:
         raise PlanError(
-            f"lora.base={plan.lora.base!r} with tensor={plan.tensor}: quantized weights cannot be split; nearest plan: "
-            "base=None, or tensor=1"
+            f"precision='fp32' requires fp32 parameters, but {odd[0][0]} has type {odd[0][1]}: create the model in fp32, "
+            "the type of the master weights for lower precisions"
         )
+    if diagnose and plan.precision != "fp16":
+        raise PlanError(
+            f"diagnose=True requires precision='fp16', because only fp16 steps are skipped, got {plan.precision!r}; "
+            "nearest plan: diagnose=False"
+        )
+    if inner and plan.lora is not None and plan.lora.base is not None:
+        axis = next(axis for axis in ("pipeline", *MODEL_AXES) if getattr(plan, axis) > 1)
+        raise PlanError(
+            f"lora.base={plan.lora.base!r} with {axis}={getattr(plan, axis)}: quantized weights are supported only with data "
+            f"parallelism; nearest plan: lora.base=None, or {axis}=1 with more ranks on the data axis"
+        )
+
+
+def _split(
+    model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int], example: Any
+) -> tuple[Position, Layouts, Pipeline | None]:
+    """Apply the plan's axes to `model`.  This is a collective call."""
+    axes = ("pipeline", *MODEL_AXES)
+    inner = any(sizes[axis] > 1 for axis in axes)
+    hosts = hosts_of(comm) if inner or plan.hybrid else ()
+    mirrored = plan.pipeline > 1 and pipeline.schedule_of(plan).mirrored
+    mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes, mirror=2 if mirrored else 1)
+    layouts = Layouts(model)
+    groups = mesh.connect(comm, [(axis,) for axis in axes]) if inner else None
+    # a rank of a mirrored pipeline is numbered by its stage of the first replica
+    cell = min(mesh.of_rank(comm.rank), key=lambda cell: cell.mirror)
+    position = Position(mesh, cell, groups)
+    stages = None
+    if inner:
+        broadcast_from_first(model, comm)
+        with agreed_errors(comm):
+            for axis in APPLIED:
+                axis(model, position, plan, layouts)
+        position.connect()
+        if plan.pipeline > 1:  # last, so that all ranks declare the layouts of the complete model
+            stages = pipeline.apply(model, position, plan, layouts, example)
+    return position, layouts, stages
 
 
 def _share_generators(position: Position) -> None:
     """Give ranks that compute a layer together the same state of torch's random number generator, for dropout."""
-    comm = position.comm("tensor")
+    comm = None if position.groups is None else position.groups.of(position.cell, "tensor").comm
     if comm is None:
         return
     state = torch.get_rng_state()
@@ -200,10 +227,14 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any], Tensor] | None) -> None:
     """Apply the plan's recomputation, measured in the plan's precision."""
-    kind = None if plan.precision == "fp32" else TYPES[plan.precision]
     try:
         done = apply_recompute(
-            model, plan.recompute, example=example, loss=loss, budget_bytes=plan.activation_bytes, dtype=kind
+            model,
+            plan.recompute,
+            example=example,
+            loss=loss,
+            budget_bytes=plan.activation_bytes,
+            dtype=_compute_type(plan),
         )
     except ValueError as error:
         raise PlanError(str(error).replace("budget_bytes", "activation_bytes")) from error

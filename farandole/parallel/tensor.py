@@ -2,7 +2,7 @@
 
 A *region* is a module, such as attention or a feed-forward network, whose first linear layers are split by columns (each
 rank computes some of the outputs, such as some heads) and whose last layer is split by rows (each rank computes a
-summand of the output).  Only the boundaries of a region communicate:
+partial sum of the output).  Only the boundaries of a region communicate:
 
               outside             enter a region           leave a region
     default   complete copies     identity                 all-reduce
@@ -11,26 +11,29 @@ summand of the output).  Only the boundaries of a region communicate:
 The backward pass runs the transposed collectives.  With `sequence=True`, normalization, dropout and residual connections
 process a shard of the tokens (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
-Inside a region, each rank's gradient of a replicated parameter is a summand.  Outside, gradients are equal on all ranks,
-or summands with `sequence=True`.  The layouts declare this, and the engine does the rest.
+Inside a region, each rank's gradient of a replicated parameter is a partial sum.  Outside, gradients are equal on all ranks,
+or partial sums with `sequence=True`.  The layouts declare this, and the engine does the rest.
 
 `RULES` describes the region of each kind of module; `register` adds a rule for another model's modules:
 
     register(MyAttention, Rule(column={"qkv": my_parts}, row={"out": my_heads}))
 
-The token embedding and the output projection are split by words: no rank holds the logits of all words (`Words`).
+The token embedding and the output projection are split by words (`Words`).  With targets, no rank holds the logits of all
+words.  Without targets, the model returns the logits of all words, which are gathered, or within `sharded_logits`, the
+logits of this rank's words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from farandole.comm.communicator import Communicator
 from farandole.layout import Part, Shard, chunk
 from farandole.memory.call_wrappers import wrap_calls
 from farandole.models.bert import BERTEmbedding, MaskedTokenHead
@@ -39,9 +42,10 @@ from farandole.models.dropout import ShardedDropout
 from farandole.models.layers import Embedding, FeedForward, GatedFeedForward, Head, SelfAttention
 from farandole.models.loss import VocabularyShard, head_loss
 from farandole.models.moe import Experts, MixtureOfExperts
+from farandole.models.sequence import SequenceInfo, Transformer
 from farandole.models.t5 import CrossAttention, RelativeBias, T5Attention, T5Embedding, T5Head
 from farandole.models.vocabulary import Vocabulary
-from farandole.parallel.axes import Layouts, Position
+from farandole.parallel.axes import AxisCommunicator, Layouts, Position
 from farandole.parallel.collectives import (
     copy_to_all,
     gather_and_reduce,
@@ -272,6 +276,29 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             _split_words(module, rule, position, layouts, tokens)
 
 
+@contextmanager
+def sharded_logits(model: nn.Module) -> Iterator[slice]:
+    """Return a context in which `model` returns the logits of this rank's words only, and does not gather logits.
+
+        with sharded_logits(model) as words:
+            logits = engine(tokens)  # (batch, positions, words): logits[..., words] of the complete logits
+
+    The backward pass expects, on each rank, the gradient of the total loss with respect to the rank's logits.
+
+    Yields:
+        The slice of the vocabulary that contains this rank's words.  Without tensor parallelism, it contains all words.
+    """
+    found = [module.__dict__.get("vocabulary") for module in model.modules()]
+    shards = [words for words in found if isinstance(words, Words)]
+    for words in shards:
+        words.gathered = False
+    try:
+        yield shards[-1].words if shards else slice(None)
+    finally:
+        for words in shards:
+            words.gathered = True
+
+
 def _rule(module: nn.Module) -> Rule | None:
     kind = type(module)
     return RULES.get(getattr(kind, "_plain", kind))
@@ -280,7 +307,7 @@ def _rule(module: nn.Module) -> Rule | None:
 def _with_equal_gradients(
     model: nn.Module, found: Mapping[str, tuple[nn.Module, Rule]], *, sequence: bool
 ) -> list[nn.Parameter]:
-    """Return the parameters whose gradients are equal on all ranks; other gradients are summands."""
+    """Return the parameters whose gradients are equal on all ranks; other gradients are partial sums."""
     if sequence:  # only the embedding processes all tokens
         return [p for module, _ in found.values() if type(module) in _EMBEDDINGS for p in module.parameters()]
     inside = {id(p) for module, rule in found.values() if rule.region for p in module.parameters()}
@@ -290,7 +317,13 @@ def _with_equal_gradients(
 def _share_tokens(model: nn.Module, found: Mapping[str, tuple[nn.Module, Rule]], tokens: _Tokens) -> None:
     """Let each rank process its shard of the tokens between regions."""
     kinds = [type(module) for module, rule in found.values() if rule.words]
-    if len(kinds) != 2 or kinds[0] not in _EMBEDDINGS or kinds[1] not in (Head, PredictionHead):
+    transformers = [module for module in model.modules() if isinstance(module, Transformer)]
+    if (
+        len(transformers) != 1
+        or len(kinds) != 2
+        or kinds[0] not in _EMBEDDINGS
+        or kinds[1] not in (Head, PredictionHead)
+    ):
         raise PlanError(
             f"sequence=True: expected a model with an Embedding and a Head, got {type(model).__name__} with "
             f"{', '.join(kind.__name__ for kind in kinds) or 'neither'}; nearest plan: sequence=False"
@@ -301,8 +334,14 @@ def _share_tokens(model: nn.Module, found: Mapping[str, tuple[nn.Module, Rule]],
             inner |= {id(child) for child in module.modules()}
             wrap_calls(module, _ShareTokens(tokens))
     for module in model.modules():
+        if isinstance(module, Transformer):
+            for block in module:
+                if id(block) not in inner:
+                    wrap_calls(block, _TokenBlock(tokens))
         if isinstance(module, nn.Dropout) and id(module) not in inner:
             wrap_calls(module, _TokenDropout(tokens))
+        elif isinstance(module, LoRALinear) and id(module) not in inner:
+            module.sharded_dropout = tokens.dropout
 
 
 def _split(module: nn.Module, rule: Rule, position: Position, layouts: Layouts) -> None:
@@ -345,8 +384,7 @@ def _split_words(
         if parameter is None:
             continue
         layouts.shard(parameter, AXIS, Shard(0), position)
-        count = layouts.of(parameter).shape[0]
-        words = Words(comm, count, chunk(count, position.size(AXIS), position.coordinate(AXIS))[0], tokens)
+        words = Words(comm, layouts.of(parameter).shape[0], position, tokens)
         if isinstance(child, nn.Embedding):
             child.num_embeddings = len(child.weight)
             wrap_calls(child, _EmbedWords(words))
@@ -360,30 +398,68 @@ def _split_words(
 class _Region:
     """Wraps a region: its inputs enter, and its output is the sum of all ranks' outputs."""
 
-    def __init__(self, comm: Communicator | None, inputs: int) -> None:
+    def __init__(self, comm: AxisCommunicator | None, inputs: int) -> None:
         self._comm, self._inputs = comm, inputs
 
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        entering = [copy_to_all(each, self._comm) for each in args[: self._inputs]]
-        return sum_of_all(call(*entering, *args[self._inputs :], **kwargs), self._comm)
+        inputs, rest, kwargs = _leading(module, self._inputs, args, kwargs)
+        entering = [copy_to_all(each, self._comm) for each in inputs]
+        return sum_of_all(call(*entering, *rest, **kwargs), self._comm)
+
+
+def _leading(
+    module: nn.Module, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+    """Return the first `count` arguments of a call, some of which may be named, the other positional arguments, and named ones."""
+    if len(args) < count and kwargs:
+        names = list(inspect.signature(module.forward).parameters)
+        kwargs = dict(kwargs)
+        while len(args) < count and names[len(args)] in kwargs:
+            args = (*args, kwargs.pop(names[len(args)]))
+    if len(args) < count:
+        raise TypeError(
+            f"{type(module).__name__}: expected {count} inputs of a tensor-parallel region, got {len(args)}; pass them "
+            "first, or name them as `forward` does"
+        )
+    return args[:count], args[count:], kwargs
 
 
 class _Tokens:
-    """The tokens that ranks share: `shape` is (batch, positions), and tokens are numbered along both dimensions."""
+    """The tokens that ranks share: those of (batch, positions), numbered along both dimensions.
 
-    def __init__(self, comm: Communicator | None) -> None:
-        self.comm, self.shape = comm, (0, 0)
+    The shape belongs to a forward pass, so the `SequenceInfo` of the pass stores it.  Passes may overlap: a recomputation runs
+    a block of an earlier pass.
+    """
+
+    def __init__(self, comm: AxisCommunicator | None) -> None:
+        self.comm = comm
+        self._shape = (0, 0)  # in the running block
+
+    def begin(self, shape: tuple[int, int], info: SequenceInfo) -> None:
+        """Begin a forward pass of sequences (batch, positions)."""
+        info.shared(_Tokens, lambda: shape)
+
+    @contextmanager
+    def of_pass(self, args: Iterable[Any]) -> Iterator[None]:
+        """Return a context for the call of a block; its arguments `args` contain the `SequenceInfo` of the pass."""
+        before, info = self._shape, _info_of(args)
+        if info is not None:
+            self._shape = info.shared(_Tokens, lambda: before)
+        try:
+            yield
+        finally:
+            self._shape = before
 
     @property
     def count(self) -> int:
         """The number of tokens of all ranks."""
-        return self.shape[0] * self.shape[1]
+        return self._shape[0] * self._shape[1]
 
     def gather(self, shard: Tensor) -> Tensor:
         """Return the hidden states (batch, positions, width) of all tokens; gradients are summed."""
-        return gather_and_reduce(shard, self.count, self.comm).view(*self.shape, -1)
+        return gather_and_reduce(shard, self.count, self.comm).view(*self._shape, -1)
 
     def reduce(self, hidden: Tensor) -> Tensor:
         """Return this rank's tokens (tokens, width) of the sum of all ranks' hidden states."""
@@ -392,6 +468,15 @@ class _Tokens:
     def take(self, hidden: Tensor) -> Tensor:
         """Return this rank's tokens (tokens, width) of hidden states that are equal on all ranks."""
         return slice_of_same(hidden.flatten(0, 1), self.comm)
+
+    def dropout(self, x: Tensor, probability: float, training: bool = True) -> Tensor:
+        """Drop elements of this rank's tokens (tokens, width), with the mask that one process would draw for all tokens."""
+        first = own_rows(self.count, self.comm).start if self.comm is not None else 0
+        return ShardedDropout(0, first, self.count)(x, probability, training)
+
+
+def _info_of(args: Iterable[Any]) -> SequenceInfo | None:
+    return next((each for each in args if isinstance(each, SequenceInfo)), None)
 
 
 class _ShareTokens:
@@ -403,9 +488,23 @@ class _ShareTokens:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        hidden = call(*args, **kwargs)
-        self._tokens.shape = tuple(hidden.shape[:2])
+        hidden, info = call(*args, **kwargs), _info_of((*args, *kwargs.values()))
+        assert info is not None  # of a `Transformer`
+        self._tokens.begin((hidden.shape[0], hidden.shape[1]), info)
         return self._tokens.take(hidden)
+
+
+class _TokenBlock:
+    """Wraps a block, in which each rank has its shard of the tokens."""
+
+    def __init__(self, tokens: _Tokens) -> None:
+        self._tokens = tokens
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self._tokens.of_pass((*args, *kwargs.values())):
+            return call(*args, **kwargs)
 
 
 class _TokenRegion:
@@ -417,7 +516,9 @@ class _TokenRegion:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return self._tokens.reduce(call(self._tokens.gather(args[0]), *args[1:], **kwargs))
+        (shard,), rest, kwargs = _leading(module, 1, args, kwargs)
+        with self._tokens.of_pass((*rest, *kwargs.values())):  # a recomputation may run the region alone
+            return self._tokens.reduce(call(self._tokens.gather(shard), *rest, **kwargs))
 
 
 class _TokenDropout:
@@ -430,9 +531,8 @@ class _TokenDropout:
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         assert isinstance(module, nn.Dropout)
-        comm, count = self._tokens.comm, self._tokens.count
-        first = own_rows(count, comm).start if comm is not None else 0
-        return ShardedDropout(0, first, count)(args[0], module.p, module.training)
+        (x,), _, _ = _leading(module, 1, args, kwargs)
+        return self._tokens.dropout(x, module.p, module.training)
 
 
 class _SharedBias:
@@ -469,28 +569,29 @@ class _GatherHead:
     ) -> Any:
         projected: Tensor = call(*args, **kwargs)
         part = self._width // self._ranks
-        query, mine = projected.split((projected.shape[-1] - 2 * part, 2 * part), -1)
-        every = gather_and_reduce(mine[None], self._ranks, self._comm)  # (ranks, ..., keys and values)
+        query, own = projected.split((projected.shape[-1] - 2 * part, 2 * part), -1)
+        every = gather_and_reduce(own[None], self._ranks, self._comm)  # (ranks, ..., keys and values)
         both = every.unflatten(-1, (2, part)).movedim(0, -2)  # (..., 2, ranks, part)
         return torch.cat((query, both.flatten(-3)), -1)
 
 
 class Words(Vocabulary):
-    """The operations on a vocabulary of `count` words that is split over ranks; this rank's first word is `first`.
+    """The operations on a vocabulary of `count` words that is split over ranks; this rank has the slice `words` of it."""
 
-    `logits` returns the logits of all words if `gathered` is true, and of this rank's words otherwise.
-    """
+    gathered = True
+    """Whether `logits` returns the logits of all words, instead of this rank's words (`sharded_logits`)."""
 
     def __init__(
         self,
-        comm: Communicator | None,
+        comm: AxisCommunicator | None,
         count: int,
-        first: int,
+        position: Position,
         tokens: _Tokens | None = None,
-        gathered: bool = True,
     ) -> None:
-        self.comm, self.count, self.tokens, self.gathered = comm, count, tokens, gathered
-        self._shard = VocabularyShard(first, self._all_statistics)
+        self.comm, self.count, self.tokens = comm, count, tokens
+        ranks = position.size(AXIS)
+        self.words = slice(*chunk(count, ranks, position.coordinate(AXIS)))
+        self._shard = VocabularyShard(self.words.start, count, -(-count // ranks), self._all_statistics)
 
     def _all_statistics(self, own: Tensor) -> Tensor:
         if self.comm is None:
@@ -506,6 +607,7 @@ class Words(Vocabulary):
 
     def embed_with(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, count: int) -> Tensor:
         """Return the embeddings of tokens, where `embed` maps indices into this rank's `count` words to embeddings."""
+        self._shard.check(tokens)
         places, outside = self._shard.local(tokens, count)
         return sum_of_all(embed(places).masked_fill(outside[..., None], 0), self.comm)
 
@@ -547,4 +649,5 @@ class _EmbedWords:
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         assert isinstance(module, nn.Embedding)
-        return self._words.embed_with(call, args[0], module.num_embeddings)
+        (tokens,), _, _ = _leading(module, 1, args, kwargs)
+        return self._words.embed_with(call, tokens, module.num_embeddings)

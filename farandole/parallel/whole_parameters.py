@@ -14,17 +14,23 @@ update and raise an error.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from farandole.comm.communicator import Communicator
-from farandole.parallel.gathered_weights import GatheredWeights
-from farandole.parallel.weights import EDIT, FlatWeights
+from farandole._troubleshooting import see
+from farandole.layout import Layout
+from farandole.mesh import Groups
+from farandole.parallel.axes import own_part
+from farandole.parallel.checkpoint.ranges import Place
+from farandole.parallel.data import has_engine
+from farandole.parallel.zero.gathered_weights import GatheredWeights
+from farandole.parallel.zero.weights import EDIT, FlatWeights
 
 _GUARD = "_farandole_is_editable"
 """The attribute of a module with a function that returns whether its parameters can be changed in place."""
@@ -46,18 +52,31 @@ def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
 
 
 class WholeParameters:
-    """Provides unsharded values of the model's parameters, which are stored as `weights`."""
+    """Provides unsharded values of the model's parameters, which are stored as `weights`.
+
+    Args:
+        groups: all ranks, and the groups of ranks among which axes shard parameters.
+        is_whole: a function that returns whether gathered weights are unsharded.
+        layouts: the layouts of parameters by name.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         weights: Sequence[FlatWeights],
-        comm: Communicator,
+        groups: Groups,
         is_whole: Callable[[], bool],
+        layouts: Mapping[str, Layout],
     ) -> None:
-        """Initialize; `is_whole()` returns whether gathered weights are unsharded."""
-        self._model, self._weights, self._comm = model, list(weights), comm
-        self._is_whole = is_whole
+        self._model, self._weights, self._comm = model, list(weights), groups.comm
+        self._is_whole, self._groups = is_whole, groups
+        self._mesh, self._cell = groups.mesh, groups.mesh.of_rank(groups.comm.rank)[0]
+        self._split = {
+            id(parameter): layouts[name]
+            for name, parameter in model.named_parameters()
+            if layouts[name].shards
+        }
+        """The layouts of parameters that axes shard."""
         self._gathers = any(isinstance(weight, GatheredWeights) for weight in weights)
         self._modules = {id(module): name for name, module in model.named_modules()}
         self._loading: nn.Module | None = None
@@ -74,9 +93,9 @@ class WholeParameters:
             module.__dict__[_GUARD] = self._guard()
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_load()))
             self._handles.append(module.register_load_state_dict_post_hook(self._after_load()))
-            if self._gathers:
+            if self._gathers or self._split:
                 self._handles.append(module.register_state_dict_pre_hook(self._before_state()))
-        if self._gathers:
+        if self._gathers or self._split:
             self._model.__dict__["__deepcopy__"] = _RefusedCopy()
 
     def close(self) -> None:
@@ -134,6 +153,9 @@ class WholeParameters:
             with torch.no_grad():
                 for weight in self._weights:
                     weight.use_masters()
+                for parameter in self._model.parameters():
+                    if id(parameter) in self._split:
+                        parameter.data = self.complete(parameter, parameter.data)
             yield
         finally:
             self._editing = False
@@ -152,7 +174,7 @@ class WholeParameters:
             yield
             with torch.no_grad():
                 self._comm.barrier()  # no rank reads the shared buffer
-                values = [[p.data for p in weight.parameters] for weight in self._weights]
+                values = [[self._own(p) for p in weight.parameters] for weight in self._weights]
                 for weight, changed in zip(self._weights, values, strict=True):
                     with weight.in_memory(write=True):
                         for index, value in enumerate(changed):
@@ -165,6 +187,28 @@ class WholeParameters:
         with self.masters():
             state = self._model.state_dict()
             return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
+
+    def complete(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """Return the complete value of a parameter, given this rank's part.  This is a collective call."""
+        layout = self._split.get(id(parameter))
+        if layout is None:
+            return value
+        group = self._groups.of(self._cell, *(axis for axis, _ in layout.shards))
+        if group.comm is None:
+            return value
+        complete = value.new_zeros(layout.shape)
+        place = Place.of_boxes(layout.shape, value.shape, layout.boxes(self._mesh, self._cell))
+        for local, box in place.regions:
+            holders = [cell for cell in layout.replicas(self._mesh, box) if cell in group.cells]
+            if holders[0] == self._cell:  # one rank contributes each element
+                complete[tuple(slice(*ends) for ends in box)] = value[tuple(slice(*ends) for ends in local)]
+        group.comm.all_reduce(complete)
+        return complete
+
+    def _own(self, parameter: nn.Parameter) -> Tensor:
+        """Return this rank's part of a parameter that has its complete value."""
+        layout = self._split.get(id(parameter))
+        return parameter.data if layout is None else own_part(parameter.data, layout, self._mesh, self._cell)
 
     def _guard(self) -> Callable[[nn.Module], bool]:
         return lambda module: self._editing or id(module) not in self._modules
@@ -197,7 +241,9 @@ class WholeParameters:
 
     def _before_state(self) -> Callable[..., None]:
         def before(module: nn.Module, *_: Any) -> None:
-            if id(module) in self._modules and not self._editing and not self._is_whole():
+            if id(module) not in self._modules or self._editing:
+                return
+            if not self._is_whole() or any(id(p) in self._split for p in module.parameters()):
                 raise RuntimeError(
                     "this rank has only its shards of the parameters: call engine.state_dict() on all "
                     "ranks to get unsharded values"
@@ -219,3 +265,63 @@ class _RefusedCopy:
     def __reduce__(self) -> NoReturn:
         """Raise RuntimeError when the model is pickled."""
         self(None)
+
+
+# ---- checks of a model ----
+
+
+def check_model(model: nn.Module, *, moved: bool) -> None:
+    """Raise ValueError if an engine would train `model` differently than a single process.
+
+    Args:
+        moved: whether the engine moves parameters into flat buffers.
+    """
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        if is_lazy(parameter):
+            raise ValueError(f"{name} is not initialized: run the model once before parallelize")
+        if has_engine(parameter):
+            raise ValueError(
+                f"{name} belongs to an engine already: call close() on that engine before creating another "
+                f"engine for the model{see('belongs-to-an-engine-already')}"
+            )
+    if moved and (pair := _overlapping(named)):
+        raise ValueError(
+            f"{pair[0]} and {pair[1]} are different parameters that share memory, but the engine would "
+            "store them separately: use the same nn.Parameter in both places, or copy one of them"
+        )
+
+
+def check_gradients(model: nn.Module, trained: Collection[int]) -> None:
+    """Raise RuntimeError if a parameter that the engine does not train has a gradient.
+
+    Args:
+        trained: the identities of the parameters that the engine trains.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is not None and id(parameter) not in trained:
+            name = next(name for name, known in model.named_parameters() if known is parameter)
+            raise RuntimeError(
+                f"{name} has a gradient that ranks do not average, because the parameter was frozen, or not in the "
+                "model, when the engine was created; close() the engine, and create another engine after "
+                f"changing requires_grad or the model{see('has-a-gradient-that-ranks-do-not-average')}"
+            )
+
+
+def _overlapping(named: dict[str, nn.Parameter]) -> tuple[str, str] | None:
+    """Return the names of two parameters that share memory, or None."""
+    extents = sorted(
+        (str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        for name, p in named.items()
+        if type(p.data) is Tensor and not p.is_meta and p.numel() and _is_dense(p)
+    )
+    for (device, _, end, name), (other_device, start, _, other) in zip(extents, extents[1:], strict=False):
+        if device == other_device and start < end:
+            return name, other
+    return None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill consecutive memory, in any order."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 == tensor.numel()

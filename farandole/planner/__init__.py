@@ -3,7 +3,7 @@
     machine = Machine(memory=16 << 30)
     estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).outcome(machine.memory)
 
-The planner shards a model on the meta device into the same buckets as the engine (`parallel.sharding`), and runs a
+The planner shards a model on the meta device into the same buckets as the engine (`parallel.zero.sharding`), and runs a
 forward and a backward pass on fake tensors.
 """
 

@@ -10,12 +10,13 @@ from torch import nn
 
 from farandole.memory.blocks import blocks_of
 from farandole.memory.offloaded_tensor import WRITES
-from farandole.parallel.bucket import DEPTH, buffer_lengths
-from farandole.parallel.gathered_weights import CAPACITY, READ_AHEAD
-from farandole.parallel.sharding import (
+from farandole.parallel.zero.buffer_pool import DEPTH, buffer_lengths
+from farandole.parallel.zero.gatherer import CAPACITY, READ_AHEAD
+from farandole.parallel.zero.sharding import (
     BucketPlan,
     ShardingPlan,
     box_mesh,
+    moves_parameters,
     plan_sharding,
     ranks_of,
     replicated_layouts,
@@ -169,7 +170,7 @@ def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> S
         workload.rank,
         zero=plan.zero,
         dtype=dtype,
-        flat=plan.zero > 0 or dtype is not None or plan.offload != "none",
+        flat=moves_parameters(plan.zero, dtype, plan.offload, layouts),
         gathered=plan.zero == 3
         and (plan.offloaded == "parameters" or (apart and any(len(shards) > 1 for shards in dividing))),
     )
@@ -186,7 +187,7 @@ def whole_bytes(bucket: BucketPlan) -> int:
 
 
 def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
-    """Return the bytes of pooled buffers and of zero-copy gradients before their reduction (`parallel.bucket`)."""
+    """Return the bytes of pooled buffers and of zero-copy gradients before their reduction (`zero.buffer_pool`)."""
     several = Counter(group for _, groups in sharding.needs for group in groups)
     several += Counter(group for module, groups in sharding.needs if module is model for group in groups)
     kinds: dict[object, list[BucketPlan]] = defaultdict(list)

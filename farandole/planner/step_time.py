@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farandole.parallel.sharding import BucketPlan
+from farandole.parallel.zero.sharding import BucketPlan
 from farandole.plan import Plan
 from farandole.planner.memory import StateBytes, has_master_copies, shares_memory, whole_bytes
 from farandole.planner.trace import Trace

@@ -20,7 +20,7 @@ from farandole.parallel.axes import Layouts, Position, Sent
 from farandole.parallel.lora import add_lora
 from farandole.parallel.parallelize import APPLIED
 from farandole.parallel.precision import TYPES
-from farandole.parallel.sharding import box_mesh
+from farandole.parallel.zero.sharding import box_mesh
 from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
 from farandole.planner.repeats import find_runs
 from farandole.planner.trace import Trace, trace
@@ -133,6 +133,11 @@ class Workload:
             PlanError: if the plan is invalid for the model or the number of ranks.
         """
         sizes = plan.sizes(ranks)
+        if plan.pipeline > 1:
+            raise PlanError(
+                f"pipeline={plan.pipeline}: the planner predicts no pipelines; nearest plan: pipeline=1 (`farandole schedule` "
+                "simulates schedules)"
+            )
         divided = any(sizes[axis] > 1 for axis in MODEL_AXES)
         if self.mesh is not None or (plan.lora is None and not divided):
             return replace(self, applied=True)

@@ -24,6 +24,7 @@ from farandole.parallel.checkpoint.errors import UnreadableError
 from farandole.parallel.checkpoint.folder import PendingSave
 from farandole.parallel.checkpoint.safetensors_files import write_weights
 from farandole.parallel.lora.peft_adapter import save_adapter, trained_names
+from farandole.plan import MODEL_AXES
 from farandole.train.run_folder import (
     ADAPTER,
     METADATA,
@@ -139,7 +140,8 @@ class CheckpointWriter:
         ):  # use the file, because the model may be sharded and changes during training
             with safe_open(folder / WEIGHTS, "pt") as file:
                 values = {name: file.get_tensor(name) for name in trained_names(trainer.model)}
-            save_adapter(trainer.model, folder / ADAPTER, trainer.config.weights or None, values)
+            base = trainer.config.weights or trainer.config.model.folder or None
+            save_adapter(trainer.model, folder / ADAPTER, base, values)
         for name, path in self._files.items():
             shutil.copyfile(path, folder / name)
         (folder / METADATA).write_text(metadata)
@@ -197,7 +199,8 @@ def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
 
 
 def _metadata(trainer: Trainer, ranks: int, elapsed_s: float, files: list[str]) -> Metadata:
-    plan = trainer.config.plan
+    plan, mesh = trainer.config.plan, trainer.engine.mesh
+    axes = {axis: mesh.width(axis) for axis in MODEL_AXES if mesh.width(axis) > 1}
     return Metadata(
         step=trainer.step_number,
         consumed=trainer.sampler.consumed,
@@ -205,6 +208,6 @@ def _metadata(trainer: Trainer, ranks: int, elapsed_s: float, files: list[str]) 
         precision=trainer.precision,
         elapsed_s=elapsed_s,
         config=trainer.config.model_dump(),
-        topology={"data": ranks, "zero": plan.zero, "offload": plan.offload},
+        topology={"data": mesh.width("data"), **axes, "zero": plan.zero, "offload": plan.offload},
         files=files,
     )

@@ -17,16 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from farandole.data.cache import Progress
-from farandole.data.errors import DataError
-from farandole.data.sampler import permute
-from farandole.data.sources import find_source
-from farandole.data.tokenizer import load_tokenizer
+from farandole.data.labelled import LabelledTexts, prepare_labelled
 from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.folders import describe_folder, folder_of, model_files, open_folder_model
 from farandole.train.images import ImagesTask
+from farandole.train.run_folder import TOKENIZER
 from farandole.train.tasks import Mean, Task
-
-_BATCH = 1024
 
 
 def ClassifyTask(  # noqa: N802 - returns one of two classes
@@ -45,82 +41,30 @@ def ClassifyTask(  # noqa: N802 - returns one of two classes
     )
 
 
-class _Texts:
-    """Tokenized texts and their classes."""
-
-    def __init__(self, tokens: list[NDArray[np.int64]], labels: NDArray[np.int64], padding: int) -> None:
-        self._tokens, self.labels, self._padding = tokens, labels, padding
-        self.lengths = np.array([len(row) for row in tokens], np.int64)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> tuple[NDArray[np.int64], int]:
-        return self._tokens[index], int(self.labels[index])
-
-    def read(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return padded tokens (n, positions) and classes (n)."""
-        rows = [self._tokens[int(number)] for number in numbers]
-        tokens = np.full((len(rows), max(map(len, rows))), self._padding, np.int64)
-        for row, values in zip(tokens, rows, strict=True):
-            row[: len(values)] = values
-        return tokens, self.labels[numbers]
-
-
 class TextClassification(Task):
     """Text classification with a BERT model.  The metric "accuracy" is the fraction of correctly classified texts."""
 
     unit = "texts"
-    train: _Texts
-    validation: _Texts
+    train: LabelledTexts
+    validation: LabelledTexts
     also_train = ("*.pooler", "*.classifier")
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
-        self._config, folder = config, folder_of(config)
-        origin = describe_folder(config, ("bert",))
-        field, label = config.data.field, config.data.label
-        texts, names = [], []
-        for where, record in find_source(config.data.path, field).records((field, label)):
-            if not isinstance(record.get(field), str) or not isinstance(record.get(label), str | int):
-                raise DataError(
-                    f'{where}: expected text in "{field}" and a class in "{label}"; the record has these fields: '
-                    f"{', '.join(record)}; select fields with data.field= and data.label="
-                )
-            texts.append(record[field])
-            names.append(record[label])
-        self.classes = sorted(set(names), key=lambda name: (isinstance(name, str), name))
-        if len(self.classes) < 2:
-            raise DataError(
-                f"data.path={config.data.path}: expected two or more classes, found {len(self.classes)}; select the "
-                "field of the class with data.label="
-            )
-        try:
-            tokenizer = load_tokenizer(folder / "tokenizer.json")
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{folder / 'tokenizer.json'} is damaged: {error}; restore the file") from None
-        context = min(config.model.context, origin.config.context)
-        tokenizer.enable_truncation(context)
-        tokenizer.no_padding()
-        tokens: list[NDArray[np.int64]] = []
-        for start in range(0, len(texts), _BATCH):
-            encodings = tokenizer.encode_batch(texts[start : start + _BATCH])
-            tokens += [np.array(encoding.ids, np.int64) for encoding in encodings]
-            progress("encoding texts", len(tokens) / len(texts))
-        largest = max(int(row.max(initial=0)) for row in tokens)
-        if largest >= origin.config.vocabulary:
-            raise DataError(
-                f"{folder / 'tokenizer.json'} contains token {largest}, but the model's vocabulary has "
-                f"only {origin.config.vocabulary} tokens; use the model's tokenizer"
-            )
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        labels = np.array([numbers[name] for name in names], np.int64)
-        order = permute(np.arange(len(texts)), len(texts), 0, 0)
-        held_out = max(1, round(config.data.validation_share * len(texts)))
-        padding = origin.config.padding or 0
-        self.validation, self.train = (
-            _Texts([tokens[int(i)] for i in part], labels[part], padding)
-            for part in (order[:held_out], order[held_out:])
+        self._config = config
+        sizes = describe_folder(config, ("bert",)).config
+        found = prepare_labelled(
+            config.data.path,
+            folder_of(config) / TOKENIZER,
+            context=min(config.model.context, sizes.context),
+            vocabulary=sizes.vocabulary,
+            field=config.data.field,
+            label=config.data.label,
+            padding=sizes.padding or 0,
+            validation_share=config.data.validation_share,
+            cache=Path(config.data.cache).expanduser() if config.data.cache else None,
+            progress=progress,
         )
+        self.classes, self.train, self.validation = found.classes, found.train, found.validation
         self.build(config)  # rejects a damaged folder
 
     @property
@@ -130,7 +74,7 @@ class TextClassification(Task):
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model of the folder with a classifier."""
-        return open_folder_model(config, classes=len(self.classes))
+        return open_folder_model(self._config, classes=len(self.classes))
 
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
@@ -188,7 +132,7 @@ class ImageClassification(ImagesTask):
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model of the folder with a classifier."""
-        return open_folder_model(config, classes=len(self.classes))
+        return open_folder_model(self._config, classes=len(self.classes))
 
     def report(self, model: nn.Module) -> str:
         """Return the names of the classes, in the order of the classifier."""

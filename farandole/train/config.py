@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from farandole._troubleshooting import Documented
 from farandole.data.tokenizer import SMALLEST_VOCABULARY
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+CoefficientOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, lt=1)]
+ROUTERS = ("balance_loss", "z_loss", "capacity")
+"""The keys in [model] for the routers of a mixture of experts."""
 
 
 SYNONYMS = {
@@ -55,6 +58,11 @@ SYNONYMS = {
     **dict.fromkeys(("n_embd", "d_model", "dim", "hidden_size"), "model.width"),
     "vocab_size": "model.vocabulary",
     **dict.fromkeys(("block_size", "seq_len", "seq_length", "max_length", "n_positions"), "model.context"),
+    **dict.fromkeys(
+        ("router_aux_loss_coef", "moe_aux_loss_coeff", "load_balance_loss_weight"), "model.balance_loss"
+    ),
+    **dict.fromkeys(("router_z_loss_coef", "moe_z_loss_coeff"), "model.z_loss"),
+    **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor"), "model.capacity"),
     **dict.fromkeys(("dataset", "data_path"), "data.path"),
     **dict.fromkeys(("precision", "dtype", "fp16", "bf16", "mixed_precision"), "plan.precision"),
     **dict.fromkeys(("stage", "zero_stage"), "plan.zero"),
@@ -88,6 +96,21 @@ class ModelSection(_Section):
     heads: Count
     width: Count
     dropout: Annotated[float, Field(ge=0, lt=1)]
+    balance_loss: CoefficientOrZero = 0.0
+    z_loss: CoefficientOrZero = 0.0
+    capacity: CoefficientOrZero = 0.0
+    _restored: bool = PrivateAttr(default=False)
+
+    def restored(self, folder: Path) -> ModelSection:
+        """Return this section for a model whose weights a checkpoint has, with its other files in `folder`."""
+        section = self.model_copy(update={"folder": str(folder)})
+        section._restored = True
+        return section
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether the weights come from a checkpoint, so that none are read from the folder."""
+        return self._restored
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelSection:
@@ -109,7 +132,20 @@ class ModelSection(_Section):
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes for a model that is not read from a folder."""
-        return self.model_dump(exclude={"folder", "pretrained"})
+        return self.model_dump(exclude={"folder", "pretrained", *ROUTERS})
+
+    def routers(self) -> dict[str, float]:
+        """Return the keys in `ROUTERS` that are not 0."""
+        return {name: value for name in ROUTERS if (value := getattr(self, name))}
+
+    @model_validator(mode="after")
+    def _routers_need_experts(self) -> ModelSection:
+        if self.routers() and not self.folder:
+            name, value = next(iter(self.routers().items()))
+            raise ValueError(
+                f"{name}={value:g} requires a mixture of experts: use model=FOLDER with such a model, or {name}=0"
+            )
+        return self
 
 
 class DataSection(_Section):

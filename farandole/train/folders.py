@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,26 @@ import torch
 from torch import nn
 
 from farandole.comm.communicator import Communicator
+from farandole.data.wording import disk_failure
 from farandole.models.bert import BERTConfig
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.hf import FolderError, from_pretrained
-from farandole.models.hf.pretrained import CONFIG, COPIED, Pretrained, read_config
+from farandole.models.hf.pretrained import (
+    CONFIG,
+    COPIED,
+    Pretrained,
+    Request,
+    read_config,
+    with_changes,
+    write_description,
+)
 from farandole.models.layers import initialize
+from farandole.models.meta import meta_device
+from farandole.models.moe import Balance
 from farandole.models.sequence import Transformer
 from farandole.parallel.engine import Engine
 from farandole.train.config import ConfigError, TrainConfig
+from farandole.train.run_folder import BASE
 
 
 def folder_of(config: TrainConfig) -> Path:
@@ -62,8 +74,8 @@ def check_context(config: TrainConfig, origin: Pretrained) -> None:
         )
 
 
-def open_folder_model(config: TrainConfig, **changes: Any) -> Transformer:
-    """Create the folder's model on the meta device; `parallelize` reads the weights.
+def open_folder_model(config: TrainConfig, classes: int | None = None, **changes: Any) -> Transformer:
+    """Create the folder's model on the meta device, with `changes` of its configuration; `parallelize` reads the weights.
 
     With `model.pretrained=false`, the weights are random.
 
@@ -72,21 +84,88 @@ def open_folder_model(config: TrainConfig, **changes: Any) -> Transformer:
     """
     folder = folder_of(config)
     try:
+        origin = read_config(folder, with_weights=config.model.pretrained)
+        changes = _router_changes(config, origin) | changes
+        if config.model.is_restored:
+            return _without_weights(with_changes(origin, classes, changes))
         if config.model.pretrained:
-            return from_pretrained(folder, lazy=True, seed=config.seed, **changes)
-        origin = read_config(folder, with_weights=False)
+            return from_pretrained(folder, lazy=True, classes=classes, seed=config.seed, **changes)
+        origin = with_changes(origin, classes, changes)
     except FolderError as error:
         raise ConfigError(f"model={config.model.folder}: {error}") from None
-    model = origin.architecture.build(replace(origin.config, **changes))
+    model = origin.architecture.build(origin.config)
     if torch.get_default_device().type != "meta":
         initialize(model)
     model.pretrained = origin  # type: ignore[assignment]
     return model
 
 
+def _without_weights(origin: Pretrained) -> Transformer:
+    """Return a model on the meta device, whose weights a checkpoint has."""
+    with meta_device():
+        model = origin.architecture.build(origin.config)
+    model.pretrained = origin  # type: ignore[assignment]
+    model.weight_source = _NoWeights(origin.folder or Path())  # type: ignore[assignment]
+    return model
+
+
+@dataclass(frozen=True)
+class _NoWeights:
+    """A `WeightSource` without values."""
+
+    folder: Path
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """Read nothing."""
+
+
+def _router_changes(config: TrainConfig, origin: Pretrained) -> dict[str, Any]:
+    """Return the configured losses and capacity of the routers as a change of the model's configuration."""
+    routers = config.model.routers()
+    if not routers:
+        return {}
+    if not hasattr(origin.config, "balance"):
+        name, value = next(iter(routers.items()))
+        raise ConfigError(
+            f"model.{name}={value:g} requires a mixture of experts, but model={config.model.folder} is a "
+            f"{origin.architecture.name} model without experts; use model.{name}=0"
+        )
+    section = config.model
+    return {"balance": Balance(section.balance_loss, section.z_loss, section.capacity or None)}
+
+
 def build_language_model(config: TrainConfig) -> Transformer:
     """Create the model for task "text" or "sft": from a folder, or a GPT configured in section [model]."""
     return open_folder_model(config) if config.model.folder else build_gpt(config.model.gpt())
+
+
+def save_base(model: nn.Module, run: Path, comm: Communicator) -> Mapping[str, Path]:
+    """Write the configuration and tokenizer files of a folder's model to RUN/base once, and return the files.
+
+    The run can then be resumed without the original folder.  Collective call.
+
+    Raises:
+        ConfigError: on all ranks, if the files cannot be written.
+    """
+    origin, base = getattr(model, "pretrained", None), run / BASE
+    if origin is None:
+        return {}
+    refusal = ""
+    if comm.rank == 0 and not base.is_dir():
+        partial = base.with_name(f"{BASE}.tmp")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write_description(origin, partial, torch.get_default_dtype())
+            partial.rename(base)
+        except OSError as error:
+            refusal = f"cannot write to {base}: {disk_failure(error, run)}"
+    if refusal := comm.broadcast_object(refusal):
+        raise ConfigError(refusal)
+    return model_files(base)
 
 
 def model_files(folder: Path) -> Mapping[str, Path]:

@@ -16,10 +16,10 @@ from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
 from farandole.models.gpt import GPTConfig
-from farandole.plan import Plan
+from farandole.plan import MODEL_AXES, Plan, PlanError
 from farandole.planner import Estimate, Machine, bytes_per_parameter, estimate_workload
-from farandole.train.config import ConfigError, TrainConfig
-from farandole.train.start import Start
+from farandole.train.config import ConfigError, TrainConfig, plan_config_error
+from farandole.train.start import Start, task_config
 from farandole.train.workload import PLANNED, workload_of
 
 _STAGES = (0, 1, 2, 3)
@@ -32,28 +32,37 @@ _REFUSED_FRACTION = 0.9
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` if a GPT does not fit in this host's memory.  Other models are not checked."""
+    """Raise `ConfigError` if a language model does not suit the plan or does not fit in this host's memory.
+
+    Other models are not checked.
+    """
     if config.task not in ("text", "sft"):
         return
-    plan = config.plan
+    if any(getattr(config.plan, axis) > 1 for axis in MODEL_AXES):
+        try:
+            workload_of(config, ranks).split(_plan_of(config), ranks)
+        except PlanError as error:
+            raise plan_config_error(error) from None
+    plan, accelerated = config.plan, torch.cuda.is_available()
+    split = plan.ranks_per_sample * plan.expert > 1
     # with adapters or split layers, a rank has states for a part of the parameters, which only the estimate counts
-    if plan.lora_rank or config.model.folder or plan.ranks_per_sample * plan.expert > 1:
-        if not torch.cuda.is_available() and config.plan.swap == "none":
+    if plan.lora_rank or config.model.folder or (split and not accelerated):
+        if not accelerated and plan.swap == "none":
             check_step(config, ranks, available_memory())
         return
-    offload = config.plan.offload
-    copies = {stage: _copied(stage, offload, ranks) for stage in _STAGES}
+    offload, copies_of_model = config.plan.offload, ranks // config.plan.tensor
+    copies = {stage: _copied(stage, offload, copies_of_model) for stage in _STAGES}
     if torch.cuda.is_available():
         on_one = -(-ranks // torch.cuda.device_count())
         have = torch.cuda.get_device_properties(0).total_memory
-        share = {stage: _trained(stage, offload, ranks) * on_one / ranks for stage in _STAGES}
+        share = {stage: _trained(stage, offload, copies_of_model) * on_one / ranks for stage in _STAGES}
         _check_state(
             config, share, on_one, have, "each accelerator has", "weights, gradients and AdamW's moments"
         )
         each = copies
         parts = "copies for checkpoints"
     else:
-        each = {stage: _trained(stage, offload, ranks) + copies[stage] for stage in _STAGES}
+        each = {stage: _trained(stage, offload, copies_of_model) + copies[stage] for stage in _STAGES}
         parts = "weights, gradients and AdamW's moments, and copies of them for checkpoints"
     have = available_memory()
     _check_state(config, each, ranks, have, "this host has", parts)
@@ -63,21 +72,18 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
 
 def summary(start: Start) -> dict[str, str]:
     """Return the named lines that `farandole train --dry-run` prints for a checked run."""
-    config, ranks = start.config, start.ranks
+    config, ranks = task_config(start.config, start.checkpoint), start.ranks
     count, samples = config.micro_batches(ranks)
     micro_batches = "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
-    together = config.plan.ranks_per_sample
-    groups = (
-        counted(ranks, "rank")
-        if together == 1
-        else f"{counted(ranks // together, 'group')} of {counted(together, 'rank')}"
-    )
     plan = config.plan.model_dump(exclude_defaults=True)
+    together = config.plan.ranks_per_sample
+    groups = counted(ranks // together, "rank" if together == 1 else "group")
+    of = "" if together == 1 else f" of {together} ranks"
     lines = {
         "task": config.task,
         "ranks": f"{ranks} on this host",
         "steps": f"{config.steps:,}",
-        "batch": f"{counted(config.batch, 'sample')} = {groups} x {micro_batches} x {samples:,}",
+        "batch": f"{counted(config.batch, 'sample')} = {groups}{of} x {micro_batches} x {samples:,}",
         "plan": ", ".join(f"{key}={value}" for key, value in plan.items()) or "default",
     }
     if config.task in PLANNED:
@@ -135,11 +141,19 @@ def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) 
     """Estimate a rank's memory, with fp32 weights if the precision is "auto"."""
     if micro_batch is not None:
         config = config.model_copy(update={"micro_batch": micro_batch})
-    plan = config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
+    plan = _plan_of(config)
     machine = Machine(
         memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any")
     )  # the disk speed is not used
-    return estimate_workload(workload_of(config, ranks), plan, ranks, machine)
+    try:
+        return estimate_workload(workload_of(config, ranks), plan, ranks, machine)
+    except PlanError as error:
+        raise plan_config_error(error) from None
+
+
+def _plan_of(config: TrainConfig) -> Plan:
+    """Return the plan of `workload_of(config, ranks)`."""
+    return config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
 
 
 def _upper_bound(config: TrainConfig, ranks: int) -> float:
@@ -177,7 +191,8 @@ def _divided(config: TrainConfig, ranks: int, fitting: list[int], usable: float)
         return ""
     if fitting:
         return f"plan.zero={fitting[0]} fits; "
-    least = _trained(3, "disk:FOLDER", ranks) + _copied(3, "disk:FOLDER", ranks)
+    copies_of_model = ranks // config.plan.tensor
+    least = _trained(3, "disk:FOLDER", copies_of_model) + _copied(3, "disk:FOLDER", copies_of_model)
     if config.plan.offload == "none" and least * config.model.gpt().parameters <= usable:
         return "plan.zero=3 plan.offload=disk:FOLDER fits; "
     return ""

@@ -1,4 +1,4 @@
-"""Write a run's metrics as JSON lines, and to TensorBoard and Weights & Biases.
+"""Write a run's metrics as JSON lines, and to TensorBoard and Weights & Biases, and plot the loss curve.
 
 Each line in `metrics.jsonl` is an object with `step` and the metrics for that step:
 
@@ -20,10 +20,12 @@ a step also has `loss_scale`, and a skipped step has `overflow`, a text that des
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -45,11 +47,12 @@ Record = dict[str, float]
 class MetricsWriter:
     """Appends metrics to the files of `run`, on rank 0.
 
-    A run that resumes from `resumed_step` deletes the metrics for later steps.  Files are open only during a write, so
-    there is no `close`.  If TensorBoard files cannot be written, the writer prints a warning and stops writing them.
+    A run that resumes from `resumed_step` deletes the metrics for later steps.  Files are open only during a write.  If
+    TensorBoard files cannot be written, the writer prints a warning and stops writing them.
 
     Raises:
         DiskError: if `metrics.jsonl` cannot be written.
+        ConfigError: if the Weights & Biases run cannot be started.
     """
 
     def __init__(
@@ -86,6 +89,12 @@ class MetricsWriter:
         self._write_tensorboard(step, [_text("sample/text_summary", text)])
         if self._wandb is not None:
             self._wandb.log({"sample": text}, step=step)
+
+    def close(self, failed: bool = False) -> None:
+        """Finish the Weights & Biases run, as failed or successful."""
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(failed))
+            self._wandb = None
 
     def _append(self, path: Path, record: Mapping[str, Any]) -> None:
         try:
@@ -124,14 +133,17 @@ class MetricsWriter:
 
 
 def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
-    """Start or continue the Weights & Biases run.  Raises `ConfigError` if wandb is not installed."""
+    """Start or continue the Weights & Biases run.  Raises `ConfigError` if this fails (`start.check_wandb`)."""
+    import wandb
+
     try:
-        import wandb
-    except ImportError:
-        raise ConfigError("log.wandb=true requires Weights & Biases: pip install wandb") from None
-    return wandb.init(
-        project="farandole", name=run.name, id=run.name, dir=str(run), config=dict(config), resume="allow"
-    )
+        return wandb.init(
+            project="farandole", name=run.name, id=run.name, dir=str(run), config=dict(config), resume="allow"
+        )
+    except Exception as error:  # wandb raises many types
+        raise ConfigError(
+            f"cannot start the Weights & Biases run: {error}; use WANDB_MODE=offline or log.wandb=false"
+        ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -193,3 +205,67 @@ class TensorBoardWriter:
             for event in events:
                 event.wall_time = time.time()
                 records.write(event.SerializeToString())
+
+
+Point = tuple[float, float]
+
+_INK, _FAINT, _TRAINING, _VALIDATION = "#22313f", "#d8dee4", "#7aa6c2", "#c8553d"
+
+
+def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
+    """Plot the training and validation losses of `run` to `loss.png`, and return the file's path."""
+    import matplotlib  # imported here, because the import takes a second
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt  # import after selecting a backend that needs no display
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    records = read_metrics(run / "metrics.jsonl")
+    training = [(r["step"], r["loss"]) for r in records if math.isfinite(r.get("loss", math.nan))]
+    validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+
+    figure = plt.figure(figsize=(8, 4.5), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
+    axes = figure.subplots()
+    axes.plot(*zip(*training, strict=True), color=_TRAINING, linewidth=0.8, alpha=0.35)
+    smooth = _smooth(training)
+    axes.plot(*zip(*smooth, strict=True), color=_TRAINING, linewidth=2)
+    ends = [("training", smooth[-1], _TRAINING)]
+    if validation:
+        dots = axes.plot(*zip(*validation, strict=True), "o-", color=_VALIDATION, linewidth=1.6, markersize=4)
+        dots[0].set_clip_on(False)  # the last point lies on the border
+        ends.append(("validation", validation[-1], _VALIDATION))
+    for up, (name, point, color) in zip((-11, 5), sorted(ends, key=lambda end: end[1][1]), strict=False):
+        axes.annotate(
+            f"{name} {point[1]:.2f}",
+            point,
+            (8, up),
+            textcoords="offset points",
+            color=color,
+            fontsize=9,
+            fontweight="bold",
+        )
+    axes.set_title(title, loc="left", color=_INK, fontsize=12, pad=12)
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel(label, color=_INK)
+    axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    axes.tick_params(colors=_INK, length=0)
+    axes.set_xlim(0, training[-1][0])  # the layout reserves space to the right for the line labels
+
+    path = run / "loss.png"
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def _smooth(points: list[Point]) -> list[Point]:
+    """Return centered moving averages over 1/15 of the run, with fewer points at both ends."""
+    reach = len(points) // 30
+    sums = [0.0, *accumulate(value for _, value in points)]
+    smooth = []
+    for i, (step, _) in enumerate(points):
+        first, end = i - min(i, reach), min(i + min(i, reach) + 1, len(points))
+        smooth.append((step, (sums[end] - sums[first]) / (end - first)))
+    return smooth

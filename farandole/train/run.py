@@ -1,27 +1,32 @@
 """Execute a complete run on one rank: prepare, train, evaluate, save and report.
 
 Rank 0 prints and writes.  All ranks make the same decisions at the same steps.
+
+Under farandole's launcher, each rank runs `python -m farandole.train.run ORDER` after the launching process has checked
+ORDER.  Under another launcher, each rank parses the command itself and calls `join`.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from farandole._startup import keep_freed_memory, resume_collection
+import farandole
+from farandole._startup import keep_freed_memory, pause_collection, resume_collection
 from farandole.launch.runtime import Runtime
 from farandole.train import checkpoint
 from farandole.train.checkpoint import CheckpointWriter
-from farandole.train.config import TrainConfig
-from farandole.train.folders import save_model
+from farandole.train.config import ConfigError, TrainConfig
+from farandole.train.folders import save_base, save_model
+from farandole.train.hardware import PrecisionChoice, choose_precision, measured_flops
+from farandole.train.memory import check_memory
 from farandole.train.observer import Observer
-from farandole.train.precision import PrecisionChoice, choose_precision
 from farandole.train.run_folder import RunLock, read_metadata
-from farandole.train.speed import measured_flops
-from farandole.train.start import task_config
+from farandole.train.start import REFUSALS, Order, Request, check, order, task_config
 from farandole.train.tasks import make_task
 from farandole.train.trainer import Trainer
 
@@ -46,7 +51,8 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
             before = checkpoint.load(trainer, resume, runtime.comm)
             earlier_s, resumed_step = before.elapsed_s, before.step
         # Create the writer after loading, so that a damaged checkpoint does not cause later ones to be moved.
-        writer = CheckpointWriter(run, task.files(), config.checkpoint.keep, runtime.comm, resumed_step)
+        files = {**task.files(), **save_base(trainer.model, run, runtime.comm)}
+        writer = CheckpointWriter(run, files, config.checkpoint.keep, runtime.comm, resumed_step)
         limit = 0.0
         if trainer.flops is not None:
             limit = measured_flops(choice.name, runtime.device, runtime.comm)
@@ -139,3 +145,58 @@ class StopSignals:
         elif number == signal.SIGINT and time.monotonic() - self._first_at > self.DEBOUNCE_S:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
+
+
+def main(text: str) -> None:
+    """Run a JSON order on this rank."""
+    given = Order.load(text)
+    with farandole.init() as runtime:
+        _run(given, runtime)
+
+
+def join(request: Request) -> Path:
+    """Train as one rank in a job started by another launcher, and return the run's folder.
+
+    All ranks must have the same command.
+    """
+    with farandole.init() as runtime:
+        given = _agree(request, runtime)
+        _run(given, runtime)
+    return given.run
+
+
+def _agree(request: Request, runtime: Runtime) -> Order:
+    """Return rank 0's order for the request.  If rank 0 rejects the request, end all ranks."""
+    text, refused = "", ""
+    if runtime.rank == 0:
+        try:
+            start = check(request, runtime.size)
+            prepared = task_config(start.config, start.checkpoint)
+            check_memory(prepared, runtime.local_size)
+            make_task(prepared)
+            text = order(start).dump()
+        except REFUSALS as refusal:
+            refused = str(refusal)
+    text = runtime.comm.broadcast_object(text)
+    if text:
+        return Order.load(text)
+    if runtime.rank == 0:
+        raise ConfigError(refused)
+    sys.exit(2)  # rank 0 prints the reason
+
+
+def _run(given: Order, runtime: Runtime) -> None:
+    """Train.  Exit with a message for user errors, or with the signal's status after a signal."""
+    pause_collection()  # resumed at the first step
+    try:
+        ended_by = train(given.config, given.run, given.checkpoint, runtime)
+    except REFUSALS as refusal:
+        raise SystemExit(str(refusal)) from refusal
+    finally:
+        resume_collection()
+    if ended_by is not None:
+        sys.exit(128 + ended_by)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -2,6 +2,7 @@
 
     runs/stdlib-20260102-030405/
         config.toml  metrics.jsonl  samples.jsonl  tensorboard/  loss.png  sample.txt
+        base/                    for a model folder: its configuration and tokenizer files
         checkpoints/step-000100/
             train.json           step, samples consumed, ranks, precision and configuration, as JSON
             state/               written by `engine.save`: weights, optimizer, loss scale, random generators
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from farandole.comm.communicator import Communicator
 
 STATE, WEIGHTS, METADATA, TOKENIZER = "state", "model.safetensors", "train.json", "tokenizer.json"
-ADAPTER = "adapter"
+ADAPTER, BASE = "adapter", "base"
 STATE_INDEX = "state/.metadata"
 LOCK = ".lock"
 

@@ -6,17 +6,22 @@ not import torch, so mistakes in the command are reported at once.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import netrc
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from farandole.data.errors import DataError
 from farandole.data.sources import find_source
 from farandole.data.wording import counted
 from farandole.launch.limits import offered_ranks
 from farandole.memory.disk import OffloadError
-from farandole.plan import PlanError
+from farandole.plan import MODEL_AXES, PlanError
 from farandole.train.config import (
     ConfigError,
     TrainConfig,
@@ -29,6 +34,7 @@ from farandole.train.config import (
     with_overrides,
 )
 from farandole.train.run_folder import (
+    BASE,
     CheckpointError,
     DiskError,
     check_complete,
@@ -52,6 +58,11 @@ CHANGEABLE = (
     "sample.",
     "data.cache",
     "plan.data",
+    "plan.tensor",
+    "plan.sequence",
+    "plan.context",
+    "plan.ring",
+    "plan.expert",
     "plan.zero",
     "plan.hybrid",
     "plan.recompute",
@@ -82,10 +93,18 @@ class Start:
 
 
 def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
-    """Return the configuration for creating a task.  A resumed run uses the tokenizer from its checkpoint."""
-    if checkpoint is None or not config.weights:
+    """Return the configuration for creating a task.
+
+    A resumed run uses the tokenizer of its checkpoint, and the files of the model folder that the run has copied, so the
+    original folders may have been moved.
+    """
+    if checkpoint is None:
         return config
-    return config.model_copy(update={"weights": str(checkpoint)})
+    changes: dict[str, Any] = {"weights": str(checkpoint)} if config.weights else {}
+    base = checkpoint.parent.parent / BASE
+    if config.model.folder and base.is_dir():
+        changes["model"] = config.model.restored(base)
+    return config.model_copy(update=changes)
 
 
 @dataclass(frozen=True)
@@ -157,6 +176,8 @@ def check(request: Request, ranks: int | None = None) -> Start:
         start = Start(config, ranks or default_ranks(config))
         _check_ranks(start.config, start.ranks)
     task_path(start.config.task)
+    if start.config.log.wandb:
+        check_wandb()
     if start.checkpoint is None:
         weights_file(start.config)
     if start.config.task in ("text", "masked-text", "sft"):
@@ -164,15 +185,35 @@ def check(request: Request, ranks: int | None = None) -> Start:
     return start
 
 
+def check_wandb() -> None:
+    """Raise `ConfigError` if Weights & Biases is not installed, or has neither a login nor the offline mode."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "log.wandb=true requires Weights & Biases: pip install wandb, or use log.wandb=false"
+        )
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return
+    if any(os.environ.get(f"WANDB_{name}") for name in ("API_KEY", "IDENTITY_TOKEN_FILE")):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        logins = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        logins = None
+    if logins is None or logins.authenticators(host) is None:
+        raise ConfigError(
+            f"log.wandb=true requires a login to {host}: run wandb login, set WANDB_API_KEY, or use WANDB_MODE=offline"
+        )
+
+
 def default_ranks(config: TrainConfig) -> int:
     """Return the largest number of ranks that this host supports, that suits the plan and that divides the batch."""
-    expert = config.plan.expert
-    together = config.plan.ranks_per_sample * expert
+    together, experts = config.plan.ranks_per_sample, config.plan.expert
     if config.plan.data:
-        return config.plan.data * together
+        return config.plan.data * experts * together
     sizes = config.batch // (config.micro_batch or 1)
-    most = max(1, offered_ranks() // together)
-    return together * max((n for n in range(1, most + 1) if sizes % (n * expert) == 0), default=1)
+    most = offered_ranks() // together
+    return together * max((n for n in range(experts, most + 1, experts) if sizes % n == 0), default=experts)
 
 
 def order(start: Start) -> Order:
@@ -197,11 +238,19 @@ def _resumed(request: Request, ranks: int | None) -> Start:
     else:
         config = load_config(request.source, request.overrides)
     ranks = ranks or saved.ranks
-    if ranks != saved.ranks and before.plan.compression != "none":
-        raise CheckpointError(
-            f"checkpoint {checkpoint} has residuals of plan.compression={before.plan.compression} for "
-            f"{counted(saved.ranks, 'rank')}, and this job has {ranks}: resume with --ranks {saved.ranks}"
-        )
+    if before.plan.compression != "none":
+        kept = f"residuals of plan.compression={before.plan.compression}"
+        if ranks != saved.ranks:
+            raise CheckpointError(
+                f"checkpoint {checkpoint} has {kept} for {counted(saved.ranks, 'rank')}, and this job has {ranks}: resume "
+                f"with --ranks {saved.ranks}"
+            )
+        for axis in MODEL_AXES:
+            if (old := getattr(before.plan, axis)) != (new := getattr(config.plan, axis)):
+                raise CheckpointError(
+                    f"checkpoint {checkpoint} has {kept} for plan.{axis}={old}, got plan.{axis}={new}: resume with "
+                    f"plan.{axis}={old}"
+                )
     together = config.plan.ranks_per_sample
     if config.batch * together % ranks and config.batch == before.batch:
         fitting = [n for n in range(1, max(ranks, saved.ranks) + 1) if config.batch * together % n == 0]

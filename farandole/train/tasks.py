@@ -3,7 +3,7 @@
 Built-in tasks have names.  `task = "MODULE:FUNCTION"` names a function that takes the configuration and returns a
 `Task`:
 
-    class Sines(Task):                          # in mine.py: farandole train task=mine:Sines options.points=1000
+    class Sines(Task):                          # in sines.py: farandole train task=sines:Sines options.points=1000
         def __init__(self, config):
             self.train, self.validation = SineDataset(config.options["points"]), SineDataset(100)
 
@@ -39,9 +39,9 @@ Mean = tuple["Tensor", "Tensor | float"]
 
 TASKS = {
     "text": "farandole.train.text:TextTask",
-    "masked-text": "farandole.train.masked_text:MaskedTextTask",
+    "masked-text": "farandole.train.text:MaskedTextTask",
     "images": "farandole.train.images:ImagesTask",
-    "sft": "farandole.train.chat:ChatTask",
+    "sft": "farandole.train.text:ChatTask",
     "classify": "farandole.train.classify:ClassifyTask",
 }
 

@@ -1,4 +1,7 @@
-"""Task "text": train a GPT to predict the next token, and load trained GPTs from checkpoints."""
+"""The tasks with text: "text" (a language model), "masked-text" (a BERT) and "sft" (a language model, on conversations).
+
+`load_model` loads trained language models from checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,17 @@ from torch import Tensor, nn
 
 from farandole._troubleshooting import see
 from farandole.data.cache import Progress
+from farandole.data.chat import Chat, prepare_chat
+from farandole.data.masking import masking_for
 from farandole.data.template import read_tokenizer_config, token_text
 from farandole.data.text import Text, prepare_text
-from farandole.data.tokenizer import END_OF_TEXT, load_tokenizer
+from farandole.data.tokenizer import END_OF_TEXT, MASK, load_tokenizer
+from farandole.models.bert import BERTConfig, build_bert
 from farandole.models.generate import generate
 from farandole.models.gpt import build_gpt
 from farandole.models.hf.architecture import decoders
-from farandole.models.hf.pretrained import read_config
+from farandole.models.hf.pretrained import read_config, tensors_of
+from farandole.models.sequence import SequenceInfo
 from farandole.train.config import ConfigError, TrainConfig, saved_config
 from farandole.train.folders import (
     build_language_model,
@@ -29,6 +36,7 @@ from farandole.train.folders import (
     folder_of,
     model_files,
     open_folder_model,
+    position_limit,
 )
 from farandole.train.run_folder import TOKENIZER, WEIGHTS, CheckpointError, read_metadata, tokenizer_file
 from farandole.train.tasks import Mean, Task
@@ -89,7 +97,7 @@ class TextTask(Task):
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the GPT."""
-        return build_language_model(config)
+        return build_language_model(self._config)
 
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
@@ -157,13 +165,133 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
         raise CheckpointError(
             f"checkpoint {checkpoint} is damaged: {error}; use another checkpoint{see('is-damaged')}"
         ) from None
-    expected = dict(model.named_parameters())
+    expected = tensors_of(model)
     if weights.keys() != expected.keys():
         odd = sorted(weights.keys() ^ expected.keys())
         raise CheckpointError(
             f"checkpoint {checkpoint} does not match its configuration: missing or unexpected tensors "
             f"{', '.join(odd[:5])}; use another checkpoint"
         )
-    for name, parameter in expected.items():
-        parameter.data.copy_(weights[name])
+    for name, tensor in expected.items():
+        tensor.data.copy_(weights[name])
     return model.eval(), tokenizer, config
+
+
+MaskedBatch = tuple[Tensor, Tensor]
+"""Masked tokens and targets, both int64 of shape (samples, positions).  Targets are -100 at unmasked positions."""
+
+
+class MaskedTextTask(Task):
+    """Trains a BERT on token windows.  In each epoch, 15 % of the tokens are selected at random and masked."""
+
+    unit = "tokens"
+
+    def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
+        text = open_text(config, progress, special_tokens=(MASK,))
+        self._tokenizer = text.folder / TOKENIZER
+        self.train, self.validation = text.train, text.validation
+        self._masking = masking_for(text.tokenizer, config.seed)
+        self.units_per_sample = config.model.context
+
+    def build(self, config: TrainConfig) -> nn.Module:
+        """Return a BERT that does not use padding, because all windows are full."""
+        return build_bert(BERTConfig(**config.model.sizes()))
+
+    def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> MaskedBatch:
+        """Return the masked tokens, and the original tokens at masked positions."""
+        inputs, targets = self._masking.mask(samples.read(numbers)[:, :-1], numbers, epochs)
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def inputs(self, batch: MaskedBatch) -> tuple[Tensor, None, Tensor]:
+        """Return the masked tokens and targets.  Given targets, the model computes the loss."""
+        return batch[0], None, batch[1]
+
+    def loss(self, output: Mean, batch: MaskedBatch) -> Mean:
+        """Return the summed cross-entropy in nats, and the number of masked tokens."""
+        return output
+
+    def files(self) -> dict[str, Any]:
+        """Return the tokenizer file."""
+        return {TOKENIZER: self._tokenizer}
+
+
+ChatBatch = tuple[Tensor, Tensor, Tensor]
+"""Tokens, document numbers and targets, (samples, positions) of int64."""
+
+
+class ChatTask(Task):
+    """Trains a language model on packed conversations.  Only the assistant's tokens contribute to the loss."""
+
+    unit = "tokens"
+
+    def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
+        if not config.model.folder:
+            raise ConfigError("task='sft' fine-tunes an existing model; set its folder with model=FOLDER")
+        self._config = config
+        origin = describe_folder(config, decoders())
+        check_context(config, origin)
+        self._limit = position_limit(origin)
+        open_folder_model(config)  # rejects a damaged folder
+        self._chat: Chat = prepare_chat(
+            config.data.path,
+            folder_of(config),
+            context=config.model.context,
+            vocabulary=origin.config.vocabulary,
+            field=config.data.field if config.data.field != "text" else "messages",
+            template=config.data.template,
+            validation_share=config.data.validation_share,
+            cache=Path(config.data.cache).expanduser() if config.data.cache else None,
+            progress=progress,
+        )
+        self.train, self.validation = self._chat.train, self._chat.validation
+        self.units_per_sample = config.model.context
+
+    def build(self, config: TrainConfig) -> nn.Module:
+        """Return the model from the configured folder."""
+        return open_folder_model(self._config)
+
+    def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> ChatBatch:
+        """Return the tokens, document numbers and targets."""
+        tokens, documents, targets = (torch.from_numpy(part) for part in samples.read(numbers))
+        return tokens, documents, targets
+
+    def inputs(self, batch: ChatBatch) -> tuple[Tensor, SequenceInfo, Tensor]:
+        """Return the tokens, documents and targets.  Given targets, the model computes the loss."""
+        tokens, documents, targets = batch
+        return tokens, SequenceInfo(documents=documents), targets
+
+    def loss(self, output: Mean, batch: ChatBatch) -> Mean:
+        """Return the summed cross-entropy over the assistant's tokens in nats, and the number of these tokens."""
+        return output
+
+    def report(self, model: nn.Module) -> str:
+        """Return the configured prompt as a user message, followed by the model's answer."""
+        asked, tokenizer = self._config.sample, self._chat.tokenizer
+        if not asked.tokens:
+            return ""
+        if self._chat.template is None:
+            text = asked.prompt
+        else:
+            text = self._chat.template.render([{"role": "user", "content": asked.prompt}], prompt=True)
+        prompt = tokenizer.encode(text, add_special_tokens=False).ids or [0]
+        assert isinstance(model, nn.Sequential)
+        context = max(self._config.model.context, len(prompt) + asked.tokens)
+        written = []
+        for token in generate(
+            model,
+            prompt,
+            asked.tokens,
+            context=min(context, self._limit or context),
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            seed=self._config.seed,
+        ):
+            written.append(token)
+            if token == self._chat.end:
+                break
+        answer: str = tokenizer.decode(written)
+        return f"{asked.prompt}\n\n{answer.strip()}"
+
+    def files(self) -> Mapping[str, Path]:
+        """Return the model's configuration and tokenizer files."""
+        return model_files(folder_of(self._config))

@@ -1,5 +1,7 @@
-"""Run training steps for a task's model under a plan, with samples, optimizer and learning rate.
+"""Run training steps for a task's model under a plan, with samples, AdamW, and warm-up and cosine decay.
 
+Weight decay applies to matrices but not to vectors (biases and normalization weights), as in GPT-3.  See Loshchilov and
+Hutter, 2019, "Decoupled Weight Decay Regularization".
 The module `run` prints, saves and decides when to stop.
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from farandole.comm.communicator import Communicator
@@ -27,13 +30,12 @@ from farandole.comm.notices import warn_once
 from farandole.data.sampler import Sampler
 from farandole.memory.disk import OffloadError
 from farandole.models.moe import RouterLoad, take_loads
-from farandole.parallel.initial_values import is_deferred
 from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
+from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import PlanError, Precision
-from farandole.train.config import ConfigError, TrainConfig, plan_config_error
+from farandole.train.config import ConfigError, OptimizerSection, TrainConfig, plan_config_error
 from farandole.train.flops import count_flops
-from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from farandole.train.tasks import Mean, Samples, Task, checked_mean
 from farandole.train.weights import load_initial_weights
 
@@ -188,17 +190,24 @@ class Trainer:
         chosen = np.arange(wanted) * available // wanted
         mesh = self.engine.mesh
         own = chosen[mesh.replica_of(self._comm.rank) :: mesh.replicas]
+        batches = [(batch, True) for batch in self._batches(self.task.validation, own, np.zeros_like(own))]
+        # ranks that share experts must run equally many micro-batches, so some repeat a sample that does not count
+        missing = math.ceil(math.ceil(wanted / mesh.replicas) / self._size) - len(batches)
+        first = np.zeros(1, np.int64)
+        batches += [(batch, False) for batch in self._batches(self.task.validation, first, first)] * missing
         sums: dict[str, list[float]] = {}
 
-        def loss(output: Any, batch: Any) -> Mean:
+        def loss(output: Any, item: tuple[Any, bool]) -> Mean:
+            batch, counts = item
+            if not counts:
+                return torch.zeros((), device=self.device), 0
             for name, returned in self.task.metrics(output, batch).items():
                 both = sums.setdefault(name, [0.0, 0.0])
                 for index, value in enumerate(checked_mean(self.config, returned, f"metrics {name!r}")):
                     both[index] += float(value)
             return checked_mean(self.config, self.task.loss(output, batch))
 
-        batches = self._batches(self.task.validation, own, np.zeros_like(own))
-        found = {"loss": self.engine.evaluate(batches, loss, self.task.inputs)}
+        found = {"loss": self.engine.evaluate(batches, loss, lambda item: self.task.inputs(item[0]))}
         names: set[str] = set().union(*self._comm.all_gather_object(list(sums)))
         for name in sorted(names):  # a rank without samples has no metrics
             total, count = self._sums(*sums.get(name, (0.0, 0.0)))
@@ -270,3 +279,30 @@ def _captured_logs() -> Iterator[list[logging.LogRecord]]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+
+
+def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Optimizer:
+    """Return a fused AdamW optimizer with two groups, for the trainable parameters of `model`."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8, fused=True
+    )
+
+
+def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
+    """Return the learning rate for `step` (0 to steps - 1): linear warm-up, then cosine decay to the final share."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return config.learning_rate * (config.final_share + (1 - config.final_share) * cosine)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate in all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -57,6 +57,9 @@ def test_every_command_shows_an_example(command):
             "to name the hosts, use --hosts or --hostfile",
         ),
         (["launch", "--check-build"], "run `farandole info` to list the available features"),
+        (["train", "--steps", "5"], "steps is a configuration key: use steps=VALUE"),
+        (["train", "--lr", "0.1"], "use KEY=VALUE: did you mean optimizer.learning_rate?"),
+        (["plan", "--rank", "2"], "did you mean --ranks?"),
         (["launch", "--nproc_per_node", "x", "x.py"], "expected auto, gpu, cpu or a positive number"),
         (["launch", "-n", "2", "--nproc-per-node", "2", "x.py"], "are mutually exclusive"),
         (["launch", "--nproc-per-node", "2", "-H", "a:2", "x.py"], "specify each host's slots"),
@@ -68,7 +71,10 @@ def test_every_command_shows_an_example(command):
         ),
         (["launch", "--rdzv-backend", "etcd", "x.py"], "use c10d or static"),
         (["launch", "--standalone", "--nnodes", "2", "x.py"], "--standalone starts a job on this host only"),
-        (["launch", "--master-port", "29500", "x.py"], "--master-addr HOST with --master-port PORT"),
+        (
+            ["launch", "--nodes", "2", "--master-port", "29500", "x.py"],
+            "--master-addr HOST with --master-port PORT",
+        ),
         (["launch", "--rdzv_id", "7", "x.py"], "the address of --rendezvous identifies the job"),
         (
             ["launch", "--rdzv-conf", "timeout=9", "x.py"],

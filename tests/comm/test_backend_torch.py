@@ -197,6 +197,8 @@ def step_of_tensor_parallel(x: torch.Tensor, group: dist.ProcessGroup) -> torch.
 
 def check_compiled(rank: int, size: int, backend: str) -> None:
     torch._dynamo.reset()
+    # precompiling the C++ headers takes longer than compiling these kernels
+    torch._inductor.config.cpp_cache_precompile_headers = False
     group = dist.group.WORLD
     compiled = torch.compile(step_of_tensor_parallel, backend=backend, fullgraph=True)
     for scale in (1.0, 2.0):

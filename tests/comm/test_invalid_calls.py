@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farandole.comm import CallMismatch, Communicator, RankLate
 from tests.comm.jobs import Job
@@ -154,6 +155,35 @@ def check_overlaps(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_overlapping_memory(ranks, size):
     ranks(size).run(check_overlaps)
+
+
+def fake_tensors(rank: int, size: int) -> None:
+    """Tensors of a dry run have a shape but no memory."""
+    comm = Communicator(dist.group.WORLD)
+    with FakeTensorMode():
+        fake, output, parts = torch.empty(4), torch.empty(4), [torch.empty(2) for _ in range(size)]
+    calls = [
+        lambda: comm.all_reduce(fake),
+        lambda: comm.all_reduce(fake, output=output),
+        lambda: comm.all_reduce(fake, async_op=True),
+        lambda: comm.all_gather(parts, parts[0]),
+        lambda: comm.reduce_scatter(parts[0], parts),
+        lambda: comm.all_to_all(parts, parts),
+        lambda: comm.broadcast(fake),
+        lambda: comm.isend(fake, (rank + 1) % size),
+        lambda: comm.irecv(fake, (rank - 1) % size),
+        lambda: comm.all_reduce_init(fake),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="got a fake tensor"):
+            call()
+    real = torch.ones(4)
+    comm.all_reduce(real)
+    assert real.tolist() == [size] * 4
+
+
+def test_fake_tensors_are_refused(ranks):
+    ranks(2).run(fake_tensors)
 
 
 # ---- sparse and dense ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
@@ -12,6 +13,7 @@ import pytest
 
 from farandole.data.errors import DataError
 from farandole.data.sources import find_source
+from tests.data.datasets import save_to_disk
 
 
 def _documents(path: Path, field: str = "text") -> list[str]:
@@ -133,3 +135,62 @@ def test_file_without_permission_is_reported(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
     with pytest.raises(DataError, match="no permission to read .*secret.txt"):
         find_source(str(tmp_path / "secret.txt"))
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [record for _, record in find_source(str(path)).records()]
+
+
+def test_folder_of_the_datasets_library(tmp_path: Path) -> None:
+    table = arrow.table({"text": [f"text {n}" for n in range(12)], "n": list(range(12))})
+    folder = save_to_disk(tmp_path / "set", table, shards=3)
+    cached = folder / "cache-0123456789abcdef.arrow"  # written by Dataset.map, and not part of the data set
+    cached.write_bytes((folder / "data-00000-of-00003.arrow").read_bytes())
+    assert _documents(folder) == [f"text {n}" for n in range(12)]
+    assert [row["n"] for row in _rows(folder)] == list(range(12))
+    with pytest.raises(DataError, match="data-00000-of-00003.arrow, row 1: expected text in field"):
+        _documents(folder, "n")
+
+
+def test_dataset_dict_has_a_training_split(tmp_path: Path) -> None:
+    save_to_disk(tmp_path / "sets" / "test", arrow.table({"text": ["test"]}))
+    (tmp_path / "sets" / "dataset_dict.json").write_text('{"splits": ["test"]}')
+    with pytest.raises(DataError, match="has no split named train; choose the folder of a split: test"):
+        _documents(tmp_path / "sets")
+    save_to_disk(tmp_path / "sets" / "train", arrow.table({"text": ["one", "two"]}))
+    assert _documents(tmp_path / "sets") == ["one", "two"]
+    assert _documents(tmp_path / "sets" / "test") == ["test"]
+
+
+def test_damaged_folders_of_the_datasets_library_are_refused(tmp_path: Path) -> None:
+    folder = save_to_disk(tmp_path / "set", arrow.table({"text": ["a long text " * 9] * 12}), shards=2)
+    second = folder / "data-00001-of-00002.arrow"
+    whole = second.read_bytes()
+    for content in (whole[: len(whole) // 2], b"no such thing"):
+        second.write_bytes(content)
+        with pytest.raises(DataError, match="data-00001-of-00002.arrow is not an Arrow file"):
+            _documents(folder)
+    second.unlink()
+    with pytest.raises(DataError, match="is incomplete: data-00001-of-00002.arrow is missing"):
+        _documents(folder)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"_indices_data_files": [{"filename": "i.arrow"}]}))
+    with pytest.raises(DataError, match="call flatten_indices"):
+        _documents(folder)
+    (folder / "state.json").write_text("{")
+    with pytest.raises(DataError, match="state.json is damaged"):
+        _documents(folder)
+
+
+def test_null_fields_of_structs_are_missing_fields(tmp_path: Path) -> None:
+    rows = [{"items": [{"a": 1}, {"b": {"c": "x"}}, {"b": {"d": [1, None]}}], "n": None}]
+    (tmp_path / "rows.arrow").touch()
+    table = arrow.Table.from_pylist(rows)
+    with (  # Arrow's file format
+        arrow.OSFile(str(tmp_path / "rows.arrow"), "wb") as file,
+        arrow.ipc.new_file(file, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    for name in ("rows.arrow", "rows.parquet"):
+        assert _rows(tmp_path / name) == rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from multiprocessing import forkserver
 import pytest
 
 from farandole.launch.reports import signal_name
+from tests.comm.programs import free_port
 from tests.launch.jobs import all_ended, finish, ours, run, start, wait_for_lines, write
 
 HELLO = """
@@ -342,11 +342,6 @@ def test_two_concurrent_jobs_with_threads_and_without_pinning(tmp_path):
         assert "not pinned" in err
         assert len(out.splitlines()) == 2
         assert all(line.split("|")[6:] == ["2", every, f"['{name}']"] for line in out.splitlines())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def start_nodes(program: str, *arguments: str):

@@ -6,10 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from torch.distributed.run import get_args_parser
+from typer.testing import CliRunner
 
-from farandole.launch import limits
+from farandole.cli.launcher_options import ALTERNATIVES, HOROVODRUN, TORCHRUN
+from farandole.cli.main import app
+from farandole.launch import limits, local
 from farandole.launch.cores import usable_cores
 from tests.launch.jobs import environment, ours, run, write
 
@@ -28,10 +34,11 @@ if "fail" in sys.argv[1:] and os.environ["RANK"] == "1" and os.environ["TORCHELA
         ["-np", "2", "python", "PROGRAM", "a"],
         ["--nproc_per_node=2", "--standalone", "PROGRAM", "a"],
         ["--nproc-per-node", "2", "--nnodes", "1:1", "--rdzv-backend=c10d", "python3", "-u", "PROGRAM", "a"],
+        ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "PROGRAM", "a"],
         ["-n", "2", "python", "-m", "program", "a"],
         ["-n", "2", "--no-python", sys.executable, "PROGRAM", "a"],
     ],
-    ids=["horovodrun", "torchrun", "torchrun-c10d", "module", "no-python"],
+    ids=["horovodrun", "torchrun", "torchrun-c10d", "torchrun-free-port", "module", "no-python"],
 )
 def test_command_lines_of_other_launchers(tmp_path: Path, words: list[str]) -> None:
     program = write(tmp_path, PROGRAM)
@@ -39,6 +46,58 @@ def test_command_lines_of_other_launchers(tmp_path: Path, words: list[str]) -> N
     status, out, err = run(command, tmp_path, PYTHONPATH=f"{environment()['PYTHONPATH']}:{tmp_path}")
     assert status == 0, err
     assert sorted(out.splitlines()) == ["0|2|0|||a", "1|2|0|||a"]
+
+
+def parameters() -> dict[str, Any]:
+    """Return the parameters of `farandole launch` by option name."""
+    command: Any = typer.main.get_command(app)
+    return {name: param for param in command.commands["launch"].params for name in param.opts}
+
+
+def test_every_option_of_torchrun_is_accepted_or_has_an_alternative() -> None:
+    own = parameters()
+    for action in get_args_parser()._actions:
+        for name in {name.replace("_", "-") for name in action.option_strings} - {"-h", "--help"}:
+            assert name in TORCHRUN
+            if TORCHRUN[name] is None:
+                assert own[name].is_flag == (action.nargs == 0), name
+
+
+@pytest.mark.parametrize("options", [TORCHRUN, HOROVODRUN], ids=["torchrun", "horovodrun"])
+def test_accepted_options_of_other_launchers_exist(options: dict[str, str | None]) -> None:
+    accepted = {name for name, alternative in options.items() if alternative is None}
+    assert accepted <= {*parameters(), "--help"}
+
+
+@pytest.mark.parametrize("name", ALTERNATIVES)
+def test_rejected_options_of_other_launchers_name_the_alternative(name: str) -> None:
+    for spelling in (name, name[:2] + name[2:].replace("-", "_")):
+        result = CliRunner().invoke(app, ["launch", "-n", "1", spelling, "1", "program.py"])
+        assert result.exit_code == 2
+        assert ALTERNATIVES[name] in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "address", "interfaces"),
+    [
+        (["--master-port", "29533"], (("127.0.0.1",), 29533), None),
+        (["--master-addr", "node0"], (("node0",), 29500), None),
+        (["--rdzv-endpoint", "localhost:0"], ((), 0), None),
+        (["--network-interface", "eth0", "--network-interface", "eth1"], ((), 0), "eth0,eth1"),
+        (["--network-interfaces", "eth0,eth1"], ((), 0), "eth0,eth1"),
+    ],
+)
+def test_addresses_and_interfaces(
+    words: list[str],
+    address: tuple[tuple[str, ...], int],
+    interfaces: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    configs: list[Any] = []
+    monkeypatch.setattr(local, "run_on_this_host", lambda program, ranks, config: configs.append(config) or 0)
+    result = CliRunner().invoke(app, ["launch", "-n", "1", *words, "program.py"])
+    assert result.exit_code == 0, result.output
+    assert ((configs[0].addresses, configs[0].port), configs[0].interfaces) == (address, interfaces)
 
 
 def test_options_of_horovodrun_set_its_variables(tmp_path: Path) -> None:

@@ -30,6 +30,17 @@ def test_exports_only_the_interface() -> None:
     assert {line.split()[-1] for line in listed.stdout.splitlines()} == set(native._SIGNATURES)
 
 
+def test_a_core_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not installed")
+    (tmp_path / "old.c").write_text("int frd_abi(void) { return 1; }")
+    core = tmp_path / "old.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "old.c", "-o", core], check=True)
+    monkeypatch.setattr(native, "_path", lambda: core)
+    with pytest.raises(OSError, match=rf"expected interface version {native.ABI}, got version 1; reinstall"):
+        native.library.__wrapped__()
+
+
 def test_depends_only_on_the_c_library() -> None:
     """No torch, no MPI and no Python headers."""
     allowed = {path.name for path in Path(native.__file__).parent.iterdir()}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
-from farandole.parallel.bucket import buffer_lengths
 from farandole.parallel.engine import Engine
+from farandole.parallel.zero.buffer_pool import buffer_lengths
 
 
 def test_a_buffer_is_as_long_as_its_longest_bucket() -> None:

@@ -18,7 +18,7 @@ from farandole import Plan
 from farandole.comm.communicator import Communicator
 from farandole.memory.tracker import DeviceMemory
 from farandole.parallel.bucket import Bucket
-from farandole.parallel.call_order import CallOrder
+from farandole.parallel.zero.call_order import CallOrder
 
 GATHERS, ITEMS, PASSES = 5, 8, 12
 

@@ -284,7 +284,17 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
     ):
         farandole.parallelize(larger).load(folder / "state")
     dist.barrier()
+    metadata = folder / "state" / "engine.json"
+    text = metadata.read_text()
+    dist.barrier()
     if rank == 0:
+        metadata.write_text(text.replace('"version": 1', '"version": 2'))
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="expected format version 1 or lower, got version 2"):
+        engine.load(folder / "state")
+    dist.barrier()
+    if rank == 0:
+        metadata.write_text(text)
         largest = max((folder / "state").glob("*.distcp"), key=lambda path: path.stat().st_size)
         largest.write_bytes(largest.read_bytes()[:500])
     dist.barrier()

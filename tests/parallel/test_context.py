@@ -36,6 +36,15 @@ def test_ranks_that_share_sequences_train_as_one_process(ranks: Any, name: str) 
         compare(ranks(plan.context).run(train, name, plan), alone, name, plan, plan.context)
 
 
+@pytest.mark.parametrize("name", ["uneven", "deepseek"])
+def test_tensor_parallel_ranks_with_different_numbers_of_heads_have_the_same_positions(
+    ranks: Any, name: str
+) -> None:
+    plan = Plan(tensor=2 if name == "uneven" else 3, context=2)  # 2 and 1 heads, or 2, 1 and 1
+    alone = ranks(1).run(train, name, Plan())[0]
+    compare(ranks(plan.ranks_per_sample).run(train, name, plan), alone, name, plan, plan.ranks_per_sample)
+
+
 def _documents(step: int) -> Tensor:
     lengths = torch.tensor([[3, 5, 1, 14], [10, 1, 1, 11]])[
         :, torch.randperm(4, generator=torch.Generator().manual_seed(step))

@@ -9,66 +9,29 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.resident import in_shared_memory
-from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.engine import Engine
-from farandole.parallel.sharding import box_mesh, fill, plan_sharding, replicated_layouts
+from farandole.parallel.zero.sharding import box_mesh, fill, plan_sharding, replicated_layouts
+from tests.parallel.odd import SHARE, loss_of, make_odd, world
 
-SHARE, STEPS, CLIP = 4, 3, 0.5
-
-
-class Odd(nn.Module):
-    """Uneven shapes, tied weights, a frozen one, one that nobody uses, one that only some samples use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 7)
-        self.hidden = nn.Linear(7, 5)
-        self.hidden.bias.requires_grad_(False)
-        self.back = nn.Linear(5, 7)
-        self.sometimes = nn.Linear(7, 7)
-        self.never = nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        self.register_buffer("offset", torch.randn(7))
-
-    def forward(self, tokens: Tensor, use: bool) -> Tensor:
-        x = self.back(torch.tanh(self.hidden(self.embedding(tokens)))) * self.scale + self.offset
-        if use:
-            x = x + self.sometimes(x)
-        return F.linear(x, self.embedding.weight)
-
-
-def _world() -> Communicator:
-    assert dist.group.WORLD is not None
-    return Communicator(dist.group.WORLD)
-
-
-def _loss(model: nn.Module, tokens: Tensor, use: bool = False) -> Tensor:
-    return F.cross_entropy(model(tokens, use).flatten(0, 1), tokens.roll(1, -1).flatten())
-
-
-def _model(seed: int) -> Odd:
-    torch.manual_seed(seed)
-    return Odd()
+STEPS, CLIP = 3, 0.5
 
 
 def _train_alone(
     batches: list[Tensor], share: int, uses: Callable[[int], bool], clip: float
 ) -> dict[str, Any]:
     """One process: the mean over the ranks' shares of the loss of each."""
-    model = _model(0)
+    model = make_odd(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for batch in batches:
         optimizer.zero_grad()
         parts = batch.split(share)
         for rank, part in enumerate(parts):
-            (_loss(model, part, uses(rank)) / len(parts)).backward()
+            (loss_of(model, part, uses(rank)) / len(parts)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return {name: value.detach() for name, value in model.named_parameters()}
@@ -77,16 +40,16 @@ def _train_alone(
 def _train_parallel(
     rank: int, size: int, batches: list[Tensor], accumulate: int, user: int | None, bucket_bytes: int
 ) -> dict[str, Any]:
-    model = _model(seed=rank)  # rank 0's must win
-    replica = Engine(model, _world(), bucket_bytes)
+    model = make_odd(seed=rank)  # rank 0's must win
+    replica = Engine(model, world(), bucket_bytes)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for batch in batches:
         mine = batch.split(SHARE)[rank].split(SHARE // accumulate)
         replica.zero_grad()
         for part in mine[:-1]:
             with replica.no_sync():
-                (_loss(model, part, rank == user) / accumulate).backward()
-        (_loss(model, mine[-1], rank == user) / accumulate).backward()
+                (loss_of(model, part, rank == user) / accumulate).backward()
+        (loss_of(model, mine[-1], rank == user) / accumulate).backward()
         replica.synchronize()
         replica.clip(CLIP)
         optimizer.step()
@@ -116,7 +79,7 @@ def test_training_matches_one_process(
 
 def _reductions(rank: int, size: int) -> tuple[int, int]:
     """How many collectives an accumulated step makes, and how many buckets there are."""
-    comm = _world()
+    comm = world()
     calls = 0
     reduce = comm.all_reduce
 
@@ -145,30 +108,30 @@ def test_accumulation_communicates_once(ranks: Any) -> None:
 
 
 def _alone_is_silent(rank: int, size: int) -> bool:
-    comm = _world()
+    comm = world()
     comm.all_reduce = comm.broadcast = None  # type: ignore[method-assign,assignment]
-    replica = Engine(_model(0), comm)
-    _loss(replica.model, torch.ones(2, 3, dtype=torch.long)).backward()
+    replica = Engine(make_odd(0), comm)
+    loss_of(replica.model, torch.ones(2, 3, dtype=torch.long)).backward()
     replica.synchronize()
     return replica.waited_s == 0.0
 
 
 def _several_passes(rank: int, size: int, zero: int) -> None:
     """Passes that are reduced one by one add up, also where ranks use parameters in different passes."""
-    model, reference = _model(0), _model(0)
-    replica = Engine(model, _world(), zero=zero)
+    model, reference = make_odd(0), make_odd(0)
+    replica = Engine(model, world(), zero=zero)
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     plain = torch.optim.SGD(reference.parameters(), 0.1)
     batches = torch.randint(0, 11, (2, 3, size, 2, 5), generator=torch.Generator().manual_seed(1))
     for passes in batches:
         for turn, parts in enumerate(passes):
-            _loss(model, parts[rank], use=turn == rank).backward()
+            loss_of(model, parts[rank], use=turn == rank).backward()
             for other, part in enumerate(parts):
-                (_loss(reference, part, use=turn == other) / size).backward()
+                (loss_of(reference, part, use=turn == other) / size).backward()
         for either in (optimizer, plain):
             either.step()
             either.zero_grad()
-    _world().barrier()
+    world().barrier()
     values = replica.state_dict()
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(values[name], value)
@@ -182,11 +145,11 @@ def test_passes_accumulate(ranks: Any, zero: int, backend: str) -> None:
 
 
 def _views(rank: int, size: int) -> None:
-    model = _model(0)
-    replica = Engine(model, _world())
+    model = make_odd(0)
+    replica = Engine(model, world())
     for _ in range(2):
         replica.zero_grad()
-        _loss(model, torch.ones(2, 3, dtype=torch.long)).backward()
+        loss_of(model, torch.ones(2, 3, dtype=torch.long)).backward()
         replica.synchronize()
         inside = {b.reduced.untyped_storage().data_ptr() for b in replica.buckets}
         for parameter in model.parameters():
@@ -200,9 +163,9 @@ def test_gradients_are_aligned_views_of_the_buckets(ranks: Any) -> None:
 
 
 def _norm(rank: int, size: int) -> tuple[float, float, float]:
-    model = _model(0)
-    replica = Engine(model, _world(), bucket_bytes=50)
-    _loss(model, torch.full((2, 3), rank + 1)).backward()
+    model = make_odd(0)
+    replica = Engine(model, world(), bucket_bytes=50)
+    loss_of(model, torch.full((2, 3), rank + 1)).backward()
     replica.synchronize()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     true = float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients])))
@@ -240,7 +203,7 @@ def test_a_long_parameter_has_a_separate_bucket() -> None:
 
 
 def _memory_of_buckets(rank: int, size: int) -> None:
-    comm = _world()
+    comm = world()
     model = nn.Linear(3, 1, bias=False)
     for device in (torch.device("cpu"), torch.device("meta")):
         (plan,) = plan_sharding(model.to(device), box_mesh(2), replicated_layouts(model), 0).trained
@@ -254,7 +217,7 @@ def test_a_bucket_is_in_shared_memory_on_the_device_of_its_parameters(ranks: Any
 
 
 def _empty(rank: int, size: int) -> None:
-    comm = _world()
+    comm = world()
     shared = comm.empty(5, device=torch.device("cpu")).fill_(rank)
     comm.all_reduce(shared)
     assert shared.tolist() == [1.0] * 5
@@ -284,11 +247,11 @@ def _reentrant(rank: int, size: int, zero: int, twice: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = Reentrant(twice=twice)
     reference = copy.deepcopy(model)
-    replica = Engine(model, _world(), bucket_bytes=1, zero=zero)
+    replica = Engine(model, world(), bucket_bytes=1, zero=zero)
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     replica(torch.ones(2, 4)).square().mean().backward()
     optimizer.step()
-    _world().barrier()
+    world().barrier()
     reference(torch.ones(2, 4)).square().mean().backward()
     torch.optim.SGD(reference.parameters(), 0.1).step()
     for value, expected in zip(model.parameters(), reference.parameters(), strict=True):
@@ -325,7 +288,7 @@ def _after_a_failure(rank: int, size: int, zero: int, width: int, bucket_bytes: 
     layers = [nn.Linear(width, width) for _ in range(6)]
     reference = copy.deepcopy(layers)
     model = nn.Sequential(*layers)
-    replica = Engine(model, _world(), bucket_bytes, zero=zero)
+    replica = Engine(model, world(), bucket_bytes, zero=zero)
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1))
 
     def loss(first: nn.Module, rest: Sequence[nn.Module]) -> Tensor:
@@ -342,7 +305,7 @@ def _after_a_failure(rank: int, size: int, zero: int, width: int, bucket_bytes: 
         loss(layers[0], layers[1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    _world().barrier()
+    world().barrier()
     plain = torch.optim.SGD(nn.Sequential(*reference).parameters(), 0.1)
     for _ in range(2):
         loss(reference[0], reference[1:]).backward()

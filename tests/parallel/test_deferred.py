@@ -13,7 +13,7 @@ from torch import nn
 import farandole
 from farandole.models.bert import bert_config, block_generator, build_bert, initialise
 from farandole.plan import Plan
-from tests.parallel.test_zero import _world
+from tests.parallel.odd import world
 
 
 def _fill(name: str, block: nn.Module) -> None:
@@ -35,7 +35,7 @@ def _losses(rank: int, size: int, plan: Plan, whole: bool) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    _world().barrier()
+    world().barrier()
     engine.close()
     return losses
 

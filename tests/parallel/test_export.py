@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -155,3 +157,41 @@ def test_a_checkpoint_is_written_while_training_continues(ranks: Any, tmp_path: 
     if way[4] == "disk:":
         way = (*way[:4], f"disk:{tmp_path}")
     ranks(way[0], way[1]).run(_asynchronous, way, tmp_path)
+
+
+def _copies(rank: int, size: int, way: Way, folder: Path) -> int:
+    """Return the bytes that were copied for a checkpoint, after checking that no copy exists when it is complete."""
+    engine, optimizer = _make(way, seed=1)
+    _train(engine, optimizer, 0, 1)
+    copies: list[weakref.ref[Tensor]] = []
+    nbytes = 0
+    plain = checkpoint._copy
+
+    def recorded(value: Any) -> Any:
+        nonlocal nbytes
+        found = plain(value)
+        copy = found if isinstance(found, Tensor) else found.held
+        if copy is not None:
+            copies.append(weakref.ref(copy))
+            nbytes += copy.nbytes
+        return found
+
+    at_the_end: list[int] = []
+
+    def on_saved() -> None:
+        gc.collect()
+        at_the_end.append(sum(each() is not None for each in copies))
+
+    with mock.patch.object(checkpoint, "_copy", recorded):
+        pending = engine.save(folder / "copied", asynchronous=True, on_saved=on_saved)
+    pending.wait()
+    gc.collect()
+    assert not any(each() is not None for each in copies)
+    assert at_the_end == [0] * (rank == 0)
+    engine.close()
+    return nbytes
+
+
+@pytest.mark.parametrize("way", [WAYS[2], WAYS[3]], ids=str)
+def test_copies_for_a_checkpoint_are_freed(ranks: Any, tmp_path: Path, way: Way) -> None:
+    assert all(nbytes > 0 for nbytes in ranks(way[0], way[1]).run(_copies, way, tmp_path))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farandole.parallel.hidden_parameters import hide, is_hidden, show
+from farandole.parallel.zero.hidden_parameters import hide, is_hidden, show
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.engine import Engine
-from farandole.parallel.sharding import box_mesh
+from farandole.parallel.zero.sharding import box_mesh
 from farandole.plan import Plan, PlanError
 from tests.comm.hosts import hierarchical_group, on_hosts
-from tests.parallel.test_data import SHARE, _loss, _model
-from tests.parallel.test_zero import CLIP, _batches, _grouped, _train_alone, _world
+from tests.parallel.odd import SHARE, loss_of, make_odd, world
+from tests.parallel.test_zero import CLIP, _batches, _grouped, _train_alone
 
 
 def _train(
@@ -22,7 +22,7 @@ def _train(
 ) -> tuple[dict[str, Tensor], int]:
     """The parameters at the end, and the elements that this rank updates."""
     comm = Communicator(hierarchical_group(hosts, rank))
-    model = _model(seed=rank)
+    model = make_odd(seed=rank)
     model.offset = model.offset.to(dtype)
     with on_hosts(hosts, rank):
         engine = Engine(model, comm, 400, zero=zero, hybrid=True, dtype=dtype)
@@ -31,8 +31,8 @@ def _train(
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
         for part in first:
             with engine.no_sync():
-                (_loss(model, part, rank == 0) / accumulate).backward()
-        (_loss(model, last, rank == 0) / accumulate).backward()
+                (loss_of(model, part, rank == 0) / accumulate).backward()
+        (loss_of(model, last, rank == 0) / accumulate).backward()
         engine.clip(CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -57,15 +57,15 @@ def test_training_matches_one_process(ranks: Any, hosts: list[int]) -> None:
                         torch.testing.assert_close(value, expected[name], msg=lambda m, n=name: f"{n}: {m}")
                         assert torch.equal(value, results[0][0][name]), f"{name} differs between ranks"
                 whole = sum(updated for _, updated in results) // len(set(hosts))
-                assert whole == sum(p.numel() for p in _model(0).parameters() if p.requires_grad)
+                assert whole == sum(p.numel() for p in make_odd(0).parameters() if p.requires_grad)
 
 
 def _uneven(rank: int, size: int) -> None:
     with (
         on_hosts([0, 0, 1], rank),
-        pytest.raises(PlanError, match="the hosts have 1|the hosts have 2, 1"),
+        pytest.raises(PlanError, match="same number of ranks on each host, got (2, 1|1, 2)"),
     ):
-        Engine(_model(0), _world(), zero=1, hybrid=True)
+        Engine(make_odd(0), world(), zero=1, hybrid=True)
     assert not box_mesh(3, ["one host"] * 3, hybrid=True).sub_axes
 
 

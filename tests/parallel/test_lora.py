@@ -23,7 +23,7 @@ from farandole.parallel.engine import Engine
 from farandole.parallel.lora import LoRALinear, add_lora, merge, remove, summarize, unmerge
 from farandole.plan import LoRA
 from farandole.train.config import load_config
-from farandole.train.optimizer import build_optimizer
+from farandole.train.trainer import build_optimizer
 
 GPT = GPTConfig(vocabulary=50, context=8, layers=2, heads=2, width=16)
 TARGETS = ("*.qkv", "*.out")

@@ -15,7 +15,8 @@ from farandole.models.gpt import build_gpt
 from farandole.parallel.lora import add_lora, merge
 from farandole.parallel.lora.peft_adapter import save_adapter
 from farandole.plan import LoRA, Plan, PlanError
-from tests.parallel.test_zero import GPT, _world
+from tests.parallel.odd import world
+from tests.parallel.test_zero import GPT
 
 ADAPTERS = LoRA(rank=4, alpha=8, targets=("*.qkv", "*.out"))
 
@@ -45,7 +46,7 @@ def _train_one(rank: int, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    _world().barrier()
+    world().barrier()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     adapters = {}
     for parameter, value in engine.whole_parameters():
@@ -123,7 +124,7 @@ def _merge(rank: int, size: int, zero: int, folder: str) -> tuple[list[str], Ten
                 call()
             except RuntimeError as error:
                 errors.append(str(error))
-    _world().barrier()
+    world().barrier()
     model.eval()
     with torch.no_grad():
         before = engine(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import random
 from typing import Any
 
@@ -17,7 +18,7 @@ from farandole import Plan, PlanError
 from farandole.parallel.engine import Engine
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.overflow import OutputWatch
-from tests.parallel.test_data import SHARE, _loss, _model, _world
+from tests.parallel.odd import SHARE, loss_of, make_odd, world
 from tests.parallel.test_zero import CLIP, STAGES, _batches, _grouped, _train_alone
 
 INF, NAN = float("inf"), float("nan")
@@ -147,7 +148,7 @@ def _skip(rank: int, size: int, zero: int, accumulate: int, clip: bool) -> list[
         _spoil(model.blocks[1].weight, when, INF)
         _spoil(model.blocks[2].bias, when, NAN)
     scaler = LossScaler(2.0**12, growth_interval=3)
-    engine = Engine(model, _world(), 300, scaler=scaler, zero=zero, dtype=torch.float16, report=False)
+    engine = Engine(model, world(), 300, scaler=scaler, zero=zero, dtype=torch.float16, report=False)
     optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     lines, scales = [], []
@@ -157,9 +158,9 @@ def _skip(rank: int, size: int, zero: int, accumulate: int, clip: bool) -> list[
         if clip:
             engine.clip(0.1)
         before = _frozen_state(engine, optimizer)
-        _world().barrier()
+        world().barrier()
         optimizer.step()
-        _world().barrier()
+        world().barrier()
         after = _frozen_state(engine, optimizer)
         schedule.step()
         assert engine.skipped == (step in (3, 5))
@@ -186,6 +187,37 @@ def test_all_ranks_skip_and_report_the_overflow(ranks: Any, zero: int, accumulat
         assert ranks(2).run(_skip, zero, accumulate, clip) == [expected] * 2
 
 
+def _skipped_steps(rank: int, size: int, zero: int) -> list[bool]:
+    """Whether each step is skipped, as `forward_backward` reports it before the update."""
+    model = _blocks()
+    when = [False]
+    if rank == 1:
+        _spoil(model.blocks[1].weight, when, INF)
+    scaler = LossScaler(2.0**12)
+    engine = Engine(model, world(), 300, scaler=scaler, zero=zero, dtype=torch.float16, report=False)
+    optimizer = engine.optimizer(lambda parameters: torch.optim.SGD(parameters, 0.1))
+    found = []
+    for number in range(4):
+        when[0] = number in (1, 2)
+        batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))] * (1 + rank)
+        step = engine.forward_backward(
+            batches, lambda output, _: (output.float().square().sum(), output.numel())
+        )
+        norm = engine.clip(0.1)
+        assert step.skipped == (not math.isfinite(norm))
+        optimizer.step()
+        assert step.skipped == engine.skipped
+        optimizer.zero_grad()
+        found.append(step.skipped)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_step_reports_on_all_ranks_whether_it_is_skipped(ranks: Any, zero: int) -> None:
+    assert ranks(2).run(_skipped_steps, zero) == [[False, True, True, False]] * 2
+
+
 def test_overflows_with_gathered_weights(ranks: Any) -> None:
     lines = ranks(2, "gloo").run(_skip, 3, 1, True)
     assert lines[0] == lines[1]
@@ -199,11 +231,11 @@ def _several(rank: int, size: int) -> str:
     when = [True]
     if rank != 1:
         _spoil(model.blocks[rank].bias, when, NAN if rank else INF)
-    engine = Engine(model, _world(), scaler=LossScaler(2.0**4), zero=2, dtype=torch.float16)
+    engine = Engine(model, world(), scaler=LossScaler(2.0**4), zero=2, dtype=torch.float16)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     _pass(engine, rank, 1)
     optimizer.step()
-    _world().barrier()
+    world().barrier()
     engine.close()
     return str(engine.overflow)
 
@@ -265,22 +297,22 @@ def test_outputs_of_an_evaluation_do_not_count() -> None:
 
 
 def _train_scaled(rank: int, size: int, zero: int, accumulate: int) -> dict[str, Tensor]:
-    model = _model(seed=rank)
+    model = make_odd(seed=rank)
     model.offset = model.offset.half()
     scaler = LossScaler(2.0**10)
-    engine = Engine(model, _world(), 200, scaler=scaler, zero=zero, dtype=torch.float16)
+    engine = Engine(model, world(), 200, scaler=scaler, zero=zero, dtype=torch.float16)
     optimizer = engine.optimizer(_grouped(model))
     for batch in _batches(size):
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
         for part in first:
             with engine.no_sync():
-                engine.backward(_loss(model, part) / accumulate)
-        engine.backward(_loss(model, last) / accumulate)
+                engine.backward(loss_of(model, part) / accumulate)
+        engine.backward(loss_of(model, last) / accumulate)
         engine.clip(CLIP)
         optimizer.step()
         optimizer.zero_grad()
         assert not engine.skipped
-    _world().barrier()
+    world().barrier()
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     engine.close()
     return weights
@@ -302,7 +334,7 @@ def _next_to_torch(rank: int, size: int) -> None:
     when = [False]
     _spoil(model.first.weight, when, INF)
     _spoil(reference.first.weight, when, INF)
-    engine = Engine(model, _world(), scaler=LossScaler(2.0**8, growth_interval=2), zero=1, report=False)
+    engine = Engine(model, world(), scaler=LossScaler(2.0**8, growth_interval=2), zero=1, report=False)
     ours = engine.optimizer(torch.optim.Adam(model.parameters(), 0.01))
     theirs = torch.optim.Adam(reference.parameters(), 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
@@ -330,7 +362,7 @@ def test_training_matches_torch(ranks: Any) -> None:
 def _passes_add_up(rank: int, size: int) -> None:
     """With zero=2 a second pass without no_sync adds to gradients that were handed out, and unscaled."""
     model = _blocks()
-    engine = Engine(model, _world(), scaler=LossScaler(2.0**6), zero=2)
+    engine = Engine(model, world(), scaler=LossScaler(2.0**6), zero=2)
     _pass(engine, rank, 1)
     once = [g.clone() for g in engine.gradients()]
     _pass(engine, rank, 1)
@@ -342,7 +374,7 @@ def _passes_add_up(rank: int, size: int) -> None:
 def _average_overflows(rank: int, size: int) -> str:
     """Every rank's gradient is finite in fp32, and their sum is not."""
     model = nn.Linear(2, 2, bias=False)
-    engine = Engine(model, _world(), scaler=LossScaler(1.0), report=False)
+    engine = Engine(model, world(), scaler=LossScaler(1.0), report=False)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     engine.backward((engine(torch.ones(1, 2)) * 3e38).sum())
     optimizer.step()
@@ -385,7 +417,7 @@ def test_unsupported_calls_are_refused(ranks: Any) -> None:
 def _reported(rank: int, size: int) -> list[str]:
     model = _blocks()
     _spoil(model.first.bias, [True], NAN)
-    engine = Engine(model, _world(), scaler=LossScaler(1.0, minimum=1.0))
+    engine = Engine(model, world(), scaler=LossScaler(1.0, minimum=1.0))
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     with contextlib.redirect_stderr(io.StringIO()) as reported:
         for _ in range(3):

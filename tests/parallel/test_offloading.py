@@ -20,8 +20,8 @@ from farandole.models.gpt import build_gpt
 from farandole.parallel.parallelize import TYPES
 from farandole.plan import Plan, PlanError
 from tests.memory.disks import in_memory
-from tests.parallel.test_data import SHARE, _loss, _model
-from tests.parallel.test_zero import CLIP, GPT, STAGES, _batches, _grouped, _train_alone, _world
+from tests.parallel.odd import SHARE, loss_of, make_odd, world
+from tests.parallel.test_zero import CLIP, GPT, STAGES, _batches, _grouped, _train_alone
 
 
 def _train(
@@ -31,7 +31,7 @@ def _train(
 
 
 def _train_one(rank: int, size: int, plan: Plan, accumulate: int, user: int | None) -> dict[str, Tensor]:
-    model = _model(seed=rank)  # rank 0's must win
+    model = make_odd(seed=rank)  # rank 0's must win
     if plan.precision == "bf16":
         model.offset = model.offset.to(torch.bfloat16)
     engine = farandole.parallelize(model, plan)
@@ -40,12 +40,12 @@ def _train_one(rank: int, size: int, plan: Plan, accumulate: int, user: int | No
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
         for part in first:
             with engine.no_sync():
-                (_loss(model, part, rank == user) / accumulate).backward()
-        (_loss(model, last, rank == user) / accumulate).backward()
+                (loss_of(model, part, rank == user) / accumulate).backward()
+        (loss_of(model, last, rank == user) / accumulate).backward()
         engine.clip(CLIP)
         optimizer.step()
         optimizer.zero_grad()
-    _world().barrier()
+    world().barrier()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     result = {names[id(parameter)]: value.clone() for parameter, value in engine.whole_parameters()}
     engine.close()
@@ -99,7 +99,7 @@ def _adam(rank: int, size: int, folder: str, zero: int) -> None:
     """AdamW, schedules and a closure work on what is kept on a disk, to the bit as on what is kept in memory."""
     learned = []
     for offload in ("none", f"disk:{folder}"):
-        model = _model(0)
+        model = make_odd(0)
         engine = farandole.parallelize(model, Plan(zero=zero, offload=offload))
         optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 0.01, fused=True))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -107,7 +107,7 @@ def _adam(rank: int, size: int, folder: str, zero: int) -> None:
 
         def closure() -> Tensor:
             optimizer.zero_grad()  # noqa: B023
-            loss = _loss(model, tokens, use=True)  # noqa: B023
+            loss = loss_of(model, tokens, use=True)  # noqa: B023
             loss.backward()
             return loss
 
@@ -115,7 +115,7 @@ def _adam(rank: int, size: int, folder: str, zero: int) -> None:
         if offload != "none":
             assert not optimizer.state
             assert engine.offloaded[0].state.budget().read_bytes > 0
-        _world().barrier()
+        world().barrier()
         learned.append((losses, [p.detach().clone() for p in model.parameters()]))
         engine.close()
     (losses, weights), (others, other_weights) = learned
@@ -187,7 +187,7 @@ def _learn(rank: int, size: int, plan: Plan) -> tuple[list[float], list[Tensor]]
         optimizer.zero_grad()
     losses.append(engine.evaluate(list(tokens[0]), loss_of, lambda batch: batch[:, :-1]))
     weights = [value.clone() for _, value in sorted(engine.state_dict().items())]
-    _world().barrier()
+    world().barrier()
     engine.close()
     return losses, weights
 
@@ -227,14 +227,14 @@ def _overflow(rank: int, size: int, plan: Plan) -> None:
         optimizer.step()
         optimizer.zero_grad()
         bad.remove()
-        _world().barrier()
+        world().barrier()
         assert engine.skipped == (step == 1)
         kept = [
             (piece.weights.clone(), {k: v.clone() for k, v in piece.state.items()})
             for _, piece in engine.offloaded[0].saved()
         ]
         seen.append(([value.clone() for _, value in engine.whole_parameters()], kept))
-        _world().barrier()
+        world().barrier()
     (weights, kept), (same, as_kept), (others, _) = seen
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
@@ -252,21 +252,23 @@ def test_an_overflow_changes_nothing(ranks: Any, tmp_path: Path) -> None:
 
 
 def _refused(rank: int, size: int, folder: str) -> None:
-    model = _model(0)
+    model = make_odd(0)
     engine = farandole.parallelize(model, Plan(zero=2, offload=f"disk:{folder}/missing"))
     with pytest.raises(OffloadError, match="missing"):
         engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
-    _world().barrier()
+    world().barrier()
     for place in ("missing", "only" if rank else ""):
         plan = Plan(zero=3, offload=f"disk:{folder}/{place}", offloaded="parameters")
         with pytest.raises(OffloadError, match="missing|only"):
-            farandole.parallelize(_model(0), plan)
-    _world().barrier()
+            farandole.parallelize(make_odd(0), plan)
+    world().barrier()
     assert not list(Path(folder).iterdir())
-    engine = farandole.parallelize(_model(0), Plan(zero=2, offload=f"disk:{folder}/{'' if rank else 'only'}"))
+    engine = farandole.parallelize(
+        make_odd(0), Plan(zero=2, offload=f"disk:{folder}/{'' if rank else 'only'}")
+    )
     with pytest.raises(OffloadError, match="only"):
         engine.optimizer(torch.optim.SGD(engine.model.parameters(), 0.1))
-    _world().barrier()
+    world().barrier()
 
 
 def test_invalid_plans_are_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
@@ -303,7 +305,7 @@ def _held(rank: int, size: int, folder: str) -> tuple[float, float, int]:
             optimizer.step()
             optimizer.zero_grad()
     held = sum(tensors.store.nbytes for tensors in (engine._stores.gradients, engine._stores.weights))  # type: ignore[union-attr]
-    _world().barrier()
+    world().barrier()
     whole = sum(p.nbytes for p in model.parameters())
     engine.close()
     return held / whole, memory.peak / whole, len(list(Path(folder).iterdir()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from farandole.models.llama import LlamaConfig, build_llama
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.lora import add_lora
 from farandole.parallel.lora.peft_adapter import load_adapter, save_adapter
+from farandole.parallel.tensor import sharded_logits
 from farandole.plan import LoRA, Plan
-from tests.models.hf.families import FAMILIES, folder_of, reference, transformers
-from tests.parallel.test_zero import _world
+from tests.models.hf.families import FAMILIES, folder_of, reference, rope, transformers
+from tests.parallel.odd import world
 from tests.pool import RankFailed
 
-STEPS = 4
+STEPS, RATE = 4, 0.5
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -40,7 +42,7 @@ def _train(
     model = from_pretrained(folder, lazy=lazy)
     engine = farandole.parallelize(model, plan)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = engine.optimizer(torch.optim.SGD(trained, 0.5))
+    optimizer = engine.optimizer(torch.optim.SGD(trained, RATE))
     losses = []
     for tokens in batches(model.config.vocabulary, engine.mesh.replica_of(rank)):
         step = engine.forward_backward(
@@ -54,26 +56,40 @@ def _train(
         engine.save_pretrained(out, file_bytes=30_000)
         if plan.lora is not None:
             engine.save_adapter(out.with_name("adapter"))
-    _world().barrier()
+    world().barrier()
     engine.close()
     return losses
 
 
 def _expected(folder: Path, ranks: int) -> tuple[list[float], Any]:
     """Return the losses of one process with transformers, and its model."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER).train()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    return _losses_of(transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER), ranks)
+
+
+def _losses_of(model: Any, ranks: int) -> tuple[list[float], Any]:
+    trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, RATE)
     losses = []
     for step in range(STEPS):
-        tokens = torch.cat([batches(model.config.vocab_size, rank)[step] for rank in range(ranks)])
-        logits = model(tokens[:, :-1], use_cache=False).logits
+        tokens = torch.cat([batches(_vocabulary(model), rank)[step] for rank in range(ranks)])
+        logits = _logits_of(model, tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model
+
+
+def _vocabulary(model: Any) -> int:
+    size = model.config.vocabulary if hasattr(model.config, "vocabulary") else model.config.vocab_size
+    return int(size)
+
+
+def _logits_of(model: Any, tokens: Tensor) -> Tensor:
+    output = model(tokens)
+    return output if isinstance(output, Tensor) else output.logits
 
 
 def small(tmp_path: Path, family: str = "llama", **changes: Any) -> Path:
@@ -188,21 +204,128 @@ def test_every_family_trains_as_in_one_process(ranks: Any, tmp_path: Path, famil
                 assert got == pytest.approx(wanted, rel=2e-4), plan
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "deepseek_v3"])
-def test_tensor_parallel_training_equals_transformers(ranks: Any, tmp_path: Path, family: str) -> None:
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 3} if family == "deepseek_v3" else {}
-    folder = small(tmp_path, family, **heads)
-    expected, theirs = _expected(folder, 2)
-    for number, plan in enumerate((Plan(tensor=2, zero=2), Plan(tensor=2, zero=3, sequence=True))):
-        out = tmp_path / f"out{number}"
-        for losses in ranks(4).run(_train, folder, plan, out, number == 0):
-            assert losses == pytest.approx(expected, rel=2e-4), plan
-        again, loading = type(theirs).from_pretrained(out, output_loading_info=True, **EAGER)
-        assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        tokens = batches(theirs.config.vocab_size, 7)[0]
-        torch.testing.assert_close(
-            again.eval()(tokens).logits, theirs.eval()(tokens).logits, atol=1e-3, rtol=1e-3
+# ---- tensor, context and expert parallelism ----
+
+DECODERS = ["llama", "qwen3", "mixtral", "deepseek_v3"]
+AXES: list[tuple[int, Plan]] = [
+    (4, Plan(tensor=2, zero=2)),
+    (4, Plan(tensor=2, zero=3, sequence=True)),
+    (4, Plan(context=2, zero=2)),
+    (2, Plan(expert=2, zero=2)),
+]
+"""Numbers of ranks and plans with two groups of samples."""
+
+
+def folder_for_axes(tmp_path: Path, family: str) -> Path:
+    """Write a folder of a model with heads that 2 ranks divide unevenly, and with rotary positions for long contexts."""
+    sizes: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    if family != "deepseek_v3":
+        sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+    return small(tmp_path, family, rope_parameters=rope("yarn", 8), vocab_size=97, **sizes)
+
+
+def _train_on_axes(
+    rank: int, size: int, folder: Path, plan: Plan, out: Path, lazy: bool
+) -> tuple[list[float], Tensor]:
+    """Return the losses, and the logits of the trained model; write the model, and the adapters."""
+    model = from_pretrained(folder, lazy=lazy)
+    torch.manual_seed(3)  # for the adapters
+    engine = farandole.parallelize(model, plan)
+    optimizer = engine.optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE))
+    losses = []
+    for tokens in batches(model.config.vocabulary, engine.mesh.replica_of(rank)):
+        step = engine.forward_backward(
+            [tokens], lambda output, _: output, inputs=lambda t: (t[:, :-1], None, t[:, 1:])
         )
+        engine.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(step.loss)
+    model.eval()
+    with torch.no_grad(), engine.whole():
+        logits = engine(batches(model.config.vocabulary, 7)[0])
+    engine.save_pretrained(out, file_bytes=30_000)
+    if plan.lora is not None:
+        engine.save_adapter(out / "adapter")
+    engine.close()
+    return losses, logits
+
+
+def _expected_with_adapters(folder: Path, lora: LoRA) -> tuple[list[float], Any]:
+    """Return the losses of one process in plain PyTorch, and its model.
+
+    PEFT does not train like this, because it has separate matrices A for q, k and v, and for gate and up.
+    """
+    model = from_pretrained(folder)
+    torch.manual_seed(3)
+    add_lora(model, lora)
+    return _losses_of(model, 2)
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=3, alpha=5)], ids=["full", "lora"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_axes_train_as_transformers_in_one_process(
+    ranks: Any, tmp_path: Path, family: str, lora: LoRA | None
+) -> None:
+    import peft
+
+    folder = folder_for_axes(tmp_path, family)
+    expected, theirs = _expected(folder, 2) if lora is None else _expected_with_adapters(folder, lora)
+    tokens = batches(97, 7)[0]
+    trained = _logits_of(theirs.eval(), tokens)
+    for number, (size, plan) in enumerate(AXES):
+        if plan.expert > 1 and family in ("llama", "qwen3"):
+            continue
+        out = tmp_path / f"out{number}"
+        for losses, logits in ranks(size).run(
+            _train_on_axes, folder, replace(plan, lora=lora), out, number % 2 == 0
+        ):
+            assert losses == pytest.approx(expected, rel=2e-4), plan
+            torch.testing.assert_close(logits, trained, atol=1e-3, rtol=1e-3)
+        again, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            out, output_loading_info=True, **EAGER
+        )
+        assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        torch.testing.assert_close(again.eval()(tokens).logits, logits, atol=1e-5, rtol=1e-4)
+        if lora is not None:
+            base = transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER)
+            adapted = peft.PeftModel.from_pretrained(base, out / "adapter").eval()
+            torch.testing.assert_close(adapted(tokens).logits, logits, atol=1e-5, rtol=1e-4)
+
+
+def _logits(rank: int, size: int, folder: Path, plan: Plan) -> tuple[Tensor, Tensor, slice]:
+    """Return the logits of all words, and those of this rank's words."""
+    engine = farandole.parallelize(from_pretrained(folder), plan)
+    engine.model.eval()
+    tokens = batches(97)[0]
+    with torch.no_grad(), engine.whole():
+        logits = engine(tokens)
+        with sharded_logits(engine.model) as words:
+            own = engine(tokens)
+        assert torch.equal(engine(tokens), logits)
+    engine.close()
+    return logits, own, words
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_logits_equal_transformers(ranks: Any, tmp_path: Path, family: str) -> None:
+    folder = folder_for_axes(tmp_path, family)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER).eval()
+    with torch.no_grad():
+        expected = theirs(batches(97)[0]).logits
+    for size, plan in [
+        (1, Plan()),
+        (2, Plan(tensor=2)),
+        (3, Plan(tensor=3, sequence=True)),
+        (4, Plan(tensor=2, context=2)),
+    ]:
+        found = ranks(size).run(_logits, folder, plan)
+        for logits, own, words in found:
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(own, logits[..., words], atol=0, rtol=0)
+        if plan.tensor > 1:
+            covered = [range(97)[words] for _, _, words in found[: plan.tensor]]
+            assert [word for each in covered for word in each] == list(range(97))
 
 
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
@@ -310,7 +433,7 @@ def _count_bytes(rank: int, size: int, folder: Path, plan: Plan) -> int:
         engine = farandole.parallelize(from_pretrained(folder, lazy=True), plan)
     finally:
         files_module._into = original
-    _world().barrier()
+    world().barrier()
     engine.close()
     return count
 
@@ -410,9 +533,12 @@ def _pickle(folder: Path) -> None:
         ),
         (
             lambda f: _change(f, rope_parameters=_longrope([1.0, 2.0], [1.0])),
-            r"config.json: expected \d short factors and long factors for \d rotated values, got 2 and 1",
+            r"config.json has an invalid field: expected \d short factors and long factors for \d rotated values, got 2 and 1",
         ),
-        (lambda f: _change(f, rope_parameters=_longrope(["a"], [1.0])), "config.json: could not convert"),
+        (
+            lambda f: _change(f, rope_parameters=_longrope(["a"], [1.0])),
+            "config.json has an invalid field: could not convert",
+        ),
         (
             lambda f: _change(f, partial_rotary_factor=0.5),
             "partial_rotary_factor=0.5, which transformers ignores",
@@ -442,10 +568,10 @@ def test_missing_folder_is_refused(tmp_path: Path) -> None:
 
 def _vanish(rank: int, size: int, folder: Path) -> None:
     model = from_pretrained(folder, lazy=True)
-    _world().barrier()
+    world().barrier()
     if rank == 0:
         shutil.rmtree(folder)
-    _world().barrier()
+    world().barrier()
     with pytest.raises(CheckpointError, match="No such file"):
         farandole.parallelize(model, Plan(zero=3))
 

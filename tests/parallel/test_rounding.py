@@ -13,7 +13,7 @@ import farandole
 from farandole import Plan, PlanError
 from farandole.parallel.engine import Engine
 from farandole.parallel.optimizers.rounding import StochasticRounding, round_stochastically
-from tests.parallel.test_data import _world
+from tests.parallel.odd import world
 from tests.parallel.test_zero import STAGES, Listed
 
 BF16 = torch.bfloat16
@@ -72,7 +72,7 @@ def _neighbours(rank: int, size: int, zero: int) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(9, 13), nn.Linear(13, 5))
     model[0].bias.requires_grad_(False)
-    engine = Engine(model, _world(), 200, zero=zero, dtype=BF16, rounding=StochasticRounding(7))
+    engine = Engine(model, world(), 200, zero=zero, dtype=BF16, rounding=StochasticRounding(7))
     optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 0.01))
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
@@ -91,7 +91,7 @@ def _neighbours(rank: int, size: int, zero: int) -> None:
             if theirs.requires_grad:
                 gradients = [_gradient(r, step, theirs.shape).float() for r in range(size)]
                 theirs.grad = torch.stack(gradients).mean(0)
-        _world().barrier()
+        world().barrier()
         for either in (optimizer, plain):
             either.step()
         schedule.step()
@@ -101,7 +101,7 @@ def _neighbours(rank: int, size: int, zero: int) -> None:
             unit = torch.ldexp(torch.ones(()), torch.frexp(theirs.detach()).exponent - 8)
             assert ((ours.float() - theirs).abs() <= unit * 1.001 + 1e-30).all()
         optimizer.zero_grad()
-        _world().barrier()
+        world().barrier()
     assert len(calls) == 3
     assert engine.rounding is not None and engine.rounding.steps == 3
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -133,7 +133,7 @@ def _train(rank: int, size: int, zero: int, seed: int) -> dict[str, Tensor]:
         engine.clip(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    _world().barrier()
+    world().barrier()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights = {names[id(p)]: value.detach().clone() for p, value in engine.whole_parameters()}
     engine.close()
@@ -183,7 +183,7 @@ def _resumed(rank: int, size: int) -> None:
         optimizer.zero_grad()
 
     def new(model: nn.Module) -> tuple[Engine, torch.optim.Optimizer]:
-        engine = Engine(model, _world(), dtype=BF16, rounding=StochasticRounding(5))
+        engine = Engine(model, world(), dtype=BF16, rounding=StochasticRounding(5))
         return engine, engine.optimizer(torch.optim.Adam(model.parameters(), 0.01))
 
     model = nn.Linear(6, 6)

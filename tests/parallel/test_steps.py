@@ -63,12 +63,14 @@ def _parallel(
 ) -> tuple[dict[str, Tensor], list[float], float]:
     model = _model()
     engine = farandole.parallelize(model, Plan(zero=zero, precision=precision))
-    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.5, momentum=0.9))
+    optimizer = engine.optimizer(lambda parameters: torch.optim.SGD(parameters, 0.5, momentum=0.9))
     if precision == "fp16":
         engine.scaler.scale = 2.0**10  # one that does not overflow
     losses = []
     for step in range(STEPS):
-        losses.append(engine.forward_backward(_batches(rank, step, numbers, fixed), _loss).loss)
+        found = engine.forward_backward(_batches(rank, step, numbers, fixed), _loss)
+        losses.append(found.loss)
+        assert not found.skipped
         engine.clip(CLIP)
         optimizer.step()
         optimizer.zero_grad()

@@ -55,11 +55,10 @@ def test_adapters_are_sharded_like_their_layers(ranks: Any, zero: int, sequence:
         compare(ranks(size).run(train, "llama", plan), alone, "llama", plan, size)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("recompute", ["block", "selective", "attention"])
-def test_recomputation_repeats_the_collectives(ranks: Any, recompute: Any) -> None:
-    plan = Plan(tensor=2, sequence=True, recompute=recompute)
-    if recompute == "attention":
-        plan = Plan(tensor=2, recompute="block")
+def test_recomputation_repeats_the_collectives(ranks: Any, recompute: Any, sequence: bool) -> None:
+    plan = Plan(tensor=2, sequence=sequence, recompute=recompute)
     alone = ranks(1).run(train, "gpt", Plan(), 0, 0.2)[0]
     compare(ranks(2).run(train, "gpt", plan, 0, 0.2), alone, "gpt", plan, 2)
 

@@ -284,7 +284,7 @@ def _lazy(parallel: Parallel, inputs: Inputs) -> nn.Module:
 ERRORS = {
     _unfroze_later: "2.weight has a gradient that ranks do not average",
     _added_later: "5.weight has a gradient that ranks do not average",
-    _assigned_gradients: "was assigned a gradient, which ranks have not averaged",
+    _assigned_gradients: "was assigned a gradient that ranks have not averaged",
     _hooks_after: "call register_post_accumulate_grad_hook before parallelize",
     _two_engines: "belongs to an engine already",
     _given_twice: "engine.optimizer was already called with this optimizer",

@@ -7,24 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from farandole.comm.communicator import Communicator
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.parallel.engine import Engine
-from tests.parallel.test_data import SHARE, Odd, _loss, _model
+from tests.parallel.odd import SHARE, Odd, loss_of, make_odd, world
 
 STEPS, CLIP, RATE, MOMENTUM = 3, 0.5, 0.1, 0.9
 STAGES = (0, 1, 2, 3)
-
-
-def _world() -> Communicator:
-    assert dist.group.WORLD is not None
-    return Communicator(dist.group.WORLD)
 
 
 def _batches(size: int) -> list[Tensor]:
@@ -46,7 +39,7 @@ def _train_alone(
     batches: list[Tensor], size: int, accumulate: int, uses: Callable[[int], bool], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """One process: gradients of each rank's share, in `dtype` if there is one, averaged in fp32 for a fp32 master."""
-    master, model = _model(0), _model(0)
+    master, model = make_odd(0), make_odd(0)
     if dtype is not None:
         model.to(dtype)
     optimizer = _grouped(master)
@@ -55,7 +48,7 @@ def _train_alone(
         for rank, share in enumerate(batch.split(SHARE)):
             for part in share.split(SHARE // accumulate):
                 model.zero_grad()
-                (_loss(model, part, uses(rank)) / accumulate).backward()
+                (loss_of(model, part, uses(rank)) / accumulate).backward()
                 for name, parameter in model.named_parameters():
                     if parameter.grad is not None:
                         gradient = parameter.grad.float() / size
@@ -79,20 +72,20 @@ def _train(
     dtype: torch.dtype | None,
     bucket_bytes: int,
 ) -> dict[str, Tensor]:
-    model = _model(seed=rank)  # rank 0's must win
+    model = make_odd(seed=rank)  # rank 0's must win
     model.offset = model.offset.to(dtype)
-    replica = Engine(model, _world(), bucket_bytes, zero=zero, dtype=dtype)
+    replica = Engine(model, world(), bucket_bytes, zero=zero, dtype=dtype)
     optimizer = replica.optimizer(_grouped(model))
     for batch in _batches(size):
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
         for part in first:
             with replica.no_sync():
-                (_loss(model, part, rank == user) / accumulate).backward()
-        (_loss(model, last, rank == user) / accumulate).backward()
+                (loss_of(model, part, rank == user) / accumulate).backward()
+        (loss_of(model, last, rank == user) / accumulate).backward()
         replica.clip(CLIP)
         optimizer.step()
         optimizer.zero_grad()
-    _world().barrier()
+    world().barrier()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     result = {names[id(parameter)]: value.clone() for parameter, value in replica.whole_parameters()}
     replica.close()
@@ -131,7 +124,7 @@ def _gpt_losses(rank: int, size: int, zero: int | None, dtype: torch.dtype | Non
         fully_shard(model, mp_policy=policy)
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
     else:
-        replica = Engine(model, _world(), 4000, zero=zero, dtype=dtype)
+        replica = Engine(model, world(), 4000, zero=zero, dtype=dtype)
         optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.5))
     losses = []
     for batch in tokens:
@@ -155,22 +148,22 @@ def test_fsdp2_has_the_same_losses(ranks: Any, dtype: torch.dtype | None) -> Non
 
 def _adam_matches_torch(rank: int, size: int, zero: int) -> None:
     """AdamW on pieces makes what AdamW makes on whole parameters."""
-    model, reference = _model(0), _model(0)
-    replica = Engine(model, _world(), 300, zero=zero)
+    model, reference = make_odd(0), make_odd(0)
+    replica = Engine(model, world(), 300, zero=zero)
     optimizer = replica.optimizer(torch.optim.AdamW(model.parameters(), 0.01, fused=True))
     plain = torch.optim.AdamW(reference.parameters(), 0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     plain_schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
     tokens = torch.arange(12).remainder(11).view(2, 6)
     for _ in range(3):
-        _loss(replica.model, tokens, use=True).backward()
-        _loss(reference, tokens, use=True).backward()
+        loss_of(replica.model, tokens, use=True).backward()
+        loss_of(reference, tokens, use=True).backward()
         for either in (optimizer, plain):
             either.step()
             either.zero_grad()
         schedule.step()
         plain_schedule.step()
-    _world().barrier()
+    world().barrier()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     states = sum(state["exp_avg"].numel() for state in optimizer.state.values())
@@ -184,21 +177,23 @@ def test_adam_and_schedulers_work_on_shards(ranks: Any) -> None:
 
 
 def _refusals(rank: int, size: int) -> None:
-    model = _model(0)
+    model = make_odd(0)
     with pytest.raises(ValueError, match="expected zero=0, 1, 2 or 3, got 4"):
-        Engine(model, _world(), zero=4)
-    replica = Engine(model, _world(), zero=1)
+        Engine(model, world(), zero=4)
+    replica = Engine(model, world(), zero=1)
     with pytest.raises(ValueError, match="do not belong to the engine's model"):
         replica.optimizer(torch.optim.SGD(Odd().parameters(), 0.1))
+    with pytest.raises(TypeError, match=r"AdamW\(model.parameters\(\)\), got Linear"):
+        replica.optimizer(lambda parameters: nn.Linear(1, 1))  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match=r"AdamW\(model.parameters\(\)\), got SGD"):
         replica.optimizer(torch.optim.SGD)  # type: ignore[arg-type]
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     tokens = torch.ones(2, 3, dtype=torch.long)
-    _loss(model, tokens).backward()
+    loss_of(model, tokens).backward()
     optimizer.step()
     with pytest.raises(ValueError, match="engine.optimizer was already called with this optimizer"):
         replica.optimizer(optimizer)
-    _world().barrier()
+    world().barrier()
 
 
 def test_unsupported_calls_are_refused(ranks: Any) -> None:
@@ -209,7 +204,7 @@ def _two_passes(rank: int, size: int, zero: int) -> None:
     """Without no_sync, what every pass has averaged adds up."""
     model = nn.Linear(5, 3)
     nn.init.ones_(model.weight)
-    replica = Engine(model, _world(), zero=zero)
+    replica = Engine(model, world(), zero=zero)
     x = torch.full((2, 5), float(rank + 1))
     for _ in range(2):
         for _ in range(2):
@@ -231,7 +226,7 @@ def _order(rank: int, size: int, zero: int) -> None:
     layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
     reference = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
     reference.load_state_dict(layers.state_dict())
-    replica = Engine(layers, _world(), 1000, zero=zero)
+    replica = Engine(layers, world(), 1000, zero=zero)
     torch.manual_seed(1)
     xs = torch.randn(size, 3, 40)
     for chosen in ((4, 0, 3, 1, 2, 0), (0, 1, 2), (2, 4)):
@@ -262,7 +257,7 @@ def test_any_order_of_blocks(ranks: Any, zero: int) -> None:
 def _memory(rank: int, size: int, zero: int) -> tuple[int, int]:
     """Bytes of this rank's own tensors, and of those that all ranks have in common, that a stage keeps."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
-    replica = Engine(model, _world(), 1, zero=zero)
+    replica = Engine(model, world(), 1, zero=zero)
     own = sum(bucket.reduced.nbytes for bucket in replica.buckets)
     common = sum(p.nbytes for p in model.parameters() if replica.shards_of_buckets[0].weights is not None)
     return own, common
@@ -301,7 +296,7 @@ def _train_listed(
     """Losses, the weights at the end, and the most bytes of gathered weights at a time."""
     torch.manual_seed(0)
     model = Listed()
-    replica = Engine(model, _world(), zero=zero, dtype=dtype)
+    replica = Engine(model, world(), zero=zero, dtype=dtype)
     optimizer = replica.optimizer(_grouped(model))
     losses = []
     most = 0

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.tracker import DeviceMemory
-from farandole.parallel.bucket import DEPTH
 from farandole.parallel.engine import Engine
+from farandole.parallel.zero.buffer_pool import DEPTH
+from tests.parallel.odd import loss_of
 
 WIDTH, SHARE, STEPS = 64, 4, 3
 
@@ -64,10 +65,6 @@ def _batches(size: int) -> list[Tensor]:
     return [torch.randint(0, 32, (SHARE * size, 6), generator=generator) for _ in range(STEPS)]
 
 
-def _loss(model: Any, tokens: Tensor, use: bool) -> Tensor:
-    return F.cross_entropy(model(tokens, use).flatten(0, 1), tokens.roll(1, -1).flatten())
-
-
 def _alone(size: int, accumulate: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Even()
@@ -76,7 +73,7 @@ def _alone(size: int, accumulate: int) -> dict[str, Tensor]:
         optimizer.zero_grad()
         for rank, share in enumerate(batch.split(SHARE)):
             for part in share.split(SHARE // accumulate):
-                (_loss(model, part, rank == 0) / (size * accumulate)).backward()
+                (loss_of(model, part, rank == 0) / (size * accumulate)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     return {name: value.detach() for name, value in model.named_parameters()}
@@ -92,8 +89,8 @@ def _together(rank: int, size: int, zero: int, accumulate: int) -> dict[str, Ten
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
         for part in first:
             with engine.no_sync():
-                (_loss(engine, part, rank == 0) / accumulate).backward()
-        (_loss(engine, last, rank == 0) / accumulate).backward()
+                (loss_of(engine, part, rank == 0) / accumulate).backward()
+        (loss_of(engine, last, rank == 0) / accumulate).backward()
         engine.clip(0.5)
         optimizer.step()
         optimizer.zero_grad()

@@ -19,6 +19,8 @@ from tests.parallel.plans import DEEPSEEK
 GPT = GPTConfig(vocabulary=1000, context=64, layers=3, heads=4, width=64)
 MIXTRAL = MixtralConfig(1000, 2, 4, 64, 96, kv_heads=2, experts=8, top=2)
 MACHINE = Machine(memory=1 << 30, bandwidth=1e9)
+LOSS = 2 * 8
+"""The bytes of the all-reduce of a loss and its number of targets in fp64."""
 
 
 def _workload(model: Any) -> Workload:
@@ -68,14 +70,14 @@ def test_a_ring_passes_keys_and_values_on() -> None:
     keys = 2 * 32 * 64 * 4  # of this rank, which has half of the positions
     circulating = 2 * keys + 2 * keys  # in the first of two steps of each pass
     gradients = 2 * 2 * keys  # in both steps
-    assert sent == {(0, 1): pytest.approx(GPT.layers * (circulating + gradients))}
+    assert sent == {(0, 1): pytest.approx(GPT.layers * (circulating + gradients) + LOSS)}
 
 
 def test_heads_are_exchanged_within_a_ring() -> None:
     plan = Plan(context=2, ring=1)
     sent = _workload(_with_meta(gpt, GPT)).split(plan, 2).trace(plan).sent
     hidden = 2 * 32 * 64 * 4  # of this rank, of which one half is sent
-    assert sent == {(0, 1): pytest.approx(GPT.layers * 2 * 4 * hidden / 2)}
+    assert sent == {(0, 1): pytest.approx(GPT.layers * 2 * 4 * hidden / 2 + LOSS)}
 
 
 def test_an_expert_parallel_rank_stores_some_experts() -> None:

@@ -198,7 +198,7 @@ def _bytes_on_a_rank(rank: int, size: int, plan: Plan) -> dict[str, int]:
     weights = [each.weights for each in engine.shards_of_buckets if each.weights]
     masters = [each.master for each in weights if each.has_master_copy]
     common = any(each.shared for each in weights)
-    own = [w.shard for w in engine._weights] if engine._gatherer else list(model.parameters())
+    own = [w.shard for w in engine.weights] if engine._gatherer else list(model.parameters())
     whole = _storages(own)
     pools = {bucket._pool for bucket in engine.buckets if bucket._pool}
     found = {

@@ -23,9 +23,9 @@ from farandole.parallel.lora import add_lora
 from farandole.plan import LoRA, PlanError
 from farandole.train.config import load_config
 from farandole.train.flops import Flops, count_flops
+from farandole.train.hardware import PrecisionChoice
 from farandole.train.metrics import read_metrics
 from farandole.train.observer import Observer
-from farandole.train.precision import PrecisionChoice
 from farandole.train.tasks import make_task
 from tests.models.hf.families import FAMILIES, folder_of, reference
 from tests.models.hf.folders import model_with_tokenizer, write_jsonl

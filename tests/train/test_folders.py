@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -83,24 +84,57 @@ def test_lora_under_zero_2_is_merged_and_saved_for_peft(folder: Path) -> None:
     torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, atol=1e-4, rtol=1e-3)
 
 
-def test_a_killed_run_resumes_bit_for_bit(folder: Path) -> None:
-    words = ("steps=12", "checkpoint.every=4", "plan.zero=2")
-    command = _sft(folder, "out=whole", *words)
-    assert command.end() == 0, command.output
-    expected = losses(only_run(folder / "whole"))
-    command = _sft(folder, "out=killed", *words)
-    saved = folder / "killed"
-    command.wait_until(lambda: bool(list(saved.glob("*/checkpoints/step-000004/train.json"))))
+def _kill_after(command: Command, file: str, folder: Path) -> Path:
+    """Kill the launcher and all ranks once `file` exists in the run, and return the run."""
+    command.wait_until(lambda: bool(list(folder.glob(f"*/{file}"))))
     for pid in (command.process.pid, *command.ranks()):
         os.kill(pid, signal.SIGKILL)
     command.process.wait(10)
-    run = only_run(saved)
+    return only_run(folder)
+
+
+@pytest.mark.parametrize(
+    "kind", [(), ("plan.lora_rank=4", "plan.lora_dropout=0.1", 'plan.lora_targets=["*.qkv","*.out"]')]
+)
+def test_a_killed_run_resumes_bit_for_bit_without_the_original_folder(
+    folder: Path, kind: tuple[str, ...]
+) -> None:
+    words = ("steps=12", "checkpoint.every=4", "evaluate.every=3", "plan.zero=2", *kind)
+    command = _sft(folder, "out=whole", *words)
+    assert command.end() == 0, command.output
+    whole = only_run(folder / "whole")
+    run = _kill_after(
+        _sft(folder, "out=killed", *words), "checkpoints/step-000004/train.json", folder / "killed"
+    )
     assert not (run / "checkpoints" / "step-000012").exists()
+    (folder / "base").rename(folder / "moved")
     command = Command(folder, "train", "--resume", str(run))
     assert command.end() == 0, command.output
-    assert losses(run) == expected
-    one, two = (only_run(folder / name) / "model" / "model.safetensors" for name in ("whole", "killed"))
-    assert one.read_bytes() == two.read_bytes()
+    assert losses(run) == losses(whole)
+    assert _validation(run) == _validation(whole)
+    files = ["model/model.safetensors", "checkpoints/step-000012/model.safetensors", "model/tokenizer.json"]
+    for file in files + ["checkpoints/step-000012/adapter/adapter_model.safetensors"] * bool(kind):
+        assert (run / file).read_bytes() == (whole / file).read_bytes(), file
+    assert transformers.AutoTokenizer.from_pretrained(run / "model").chat_template
+
+
+def _validation(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["validation_loss"] for record in records if "validation_loss" in record]
+
+
+def test_resuming_a_run_without_its_model_files_is_refused(folder: Path) -> None:
+    command = _sft(folder, "steps=2", "checkpoint.every=1")
+    assert command.end() == 0, command.output
+    run = only_run(folder / "runs")
+    shutil.rmtree(run / "base")  # as in runs of earlier versions
+    (folder / "base").rename(folder / "moved")
+    command = Command(folder, "train", "--resume", str(run), "steps=4")
+    assert command.end() == 2, command.output
+    assert "model=base: base does not exist: expected a Hugging Face model folder" in command.output
+    (folder / "moved").rename(folder / "base")
+    command = Command(folder, "train", "--resume", str(run), "steps=4")
+    assert command.end() == 0, command.output
 
 
 def test_text_is_learned_from_the_weights_of_a_folder(folder: Path) -> None:
@@ -180,6 +214,13 @@ def _remove(folder: Path) -> None:
     (folder / "base" / "model.safetensors").unlink()
 
 
+def _remove_shard(folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    (folder / "base" / "model.safetensors").unlink()
+    model.save_pretrained(folder / "base", max_shard_size="20KB")
+    sorted((folder / "base").glob("model-*.safetensors"))[1].unlink()
+
+
 def _truncate(folder: Path) -> None:
     file = folder / "base" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -202,6 +243,7 @@ def _no_template(folder: Path) -> None:
     ("damage", "message"),
     [
         (_remove, "expected model.safetensors or model.safetensors.index.json, found neither"),
+        (_remove_shard, "model-00002-of-"),
         (_truncate, "model.safetensors is truncated"),
         (lambda f: _change(f, model_type="new"), "model_type='new', which is not supported"),
         (lambda f: _change(f, hidden_size=64), "has shape"),

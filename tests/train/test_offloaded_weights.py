@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from farandole.bench.plan_check import make_trainer
 from farandole.comm.communicator import Communicator
-from farandole.parallel import weights
+from farandole.parallel.zero import weights
 from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.config import load_config
 from farandole.train.trainer import Trainer

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.comm.communicator import Communicator
-from farandole.train import precision
+from farandole.train import hardware
 from farandole.train.config import load_config
-from farandole.train.optimizer import build_optimizer, learning_rate
-from farandole.train.precision import choose_precision
+from farandole.train.hardware import choose_precision
+from farandole.train.trainer import build_optimizer, learning_rate
 
 CPU = torch.device("cpu")
 INTEL = "processor : 0\nflags\t\t: fpu sse avx512f avx512_bf16 amx_bf16\n\nprocessor : 1\nflags : fpu\n"
@@ -27,7 +27,7 @@ def _choose(rank: int, size: int, configured: str, processors: list[str], folder
     assert dist.group.WORLD is not None
     file = folder / f"cpuinfo-{rank}"
     file.write_text(processors[rank])
-    with mock.patch.object(precision, "_CPUINFO", file):
+    with mock.patch.object(hardware, "_CPUINFO", file):
         choice = choose_precision(configured, Communicator(dist.group.WORLD), CPU)
     return choice.name, choice.reason
 
@@ -52,9 +52,9 @@ def test_configured_precision_is_used(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_reads_this_machines_processor() -> None:
-    assert precision.bf16_unit(CPU) in ("", "amx_bf16", "avx512_bf16", "bf16")
-    with mock.patch.object(precision, "_CPUINFO", Path("/nowhere")):
-        assert precision.bf16_unit(CPU) == ""
+    assert hardware.bf16_unit(CPU) in ("", "amx_bf16", "avx512_bf16", "bf16")
+    with mock.patch.object(hardware, "_CPUINFO", Path("/nowhere")):
+        assert hardware.bf16_unit(CPU) == ""
 
 
 def test_learning_rate_warms_up_and_decays_as_a_cosine() -> None:

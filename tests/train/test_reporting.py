@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import signal
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from farandole.train.loss_curve import _smooth, draw_loss_curve
-from farandole.train.metrics import MetricsWriter, read_metrics
-from farandole.train.progress import Progress, ProgressLine, minutes
+from farandole.train.config import ConfigError
+from farandole.train.metrics import MetricsWriter, _smooth, draw_loss_curve, read_metrics
+from farandole.train.observer import Progress, ProgressLine, minutes
 from farandole.train.run import StopSignals
 from farandole.train.run_folder import DiskError
+from farandole.train.start import check_wandb
+from tests.train.command import Command
+from tests.train.small import overrides
 
 FULL = Path("/dev/full")
 
@@ -164,3 +168,80 @@ def test_ignored_signals_stay_ignored() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+WANDB = """
+import json
+
+class _Run:
+    def log(self, record, step):
+        _write("log", step, record)
+
+    def finish(self, exit_code):
+        _write("finish", exit_code)
+
+def init(**options):
+    _write("init", options["name"], options["config"]["steps"])
+    return _Run()
+
+def _write(*values):
+    with open("calls.jsonl", "a") as file:
+        file.write(json.dumps(values) + "\\n")
+"""
+"""A module with the functions of Weights & Biases that a run calls, which records the calls."""
+
+
+@pytest.mark.parametrize("diverges", [False, True])
+def test_run_is_logged_to_weights_and_biases_and_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, diverges: bool
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = overrides(tmp_path)
+    (tmp_path / "wandb.py").write_text(WANDB)
+    rate = ["optimizer.learning_rate=1e30", "optimizer.clip=1e30", "steps=9"] * diverges
+    command = Command(
+        tmp_path,
+        "train",
+        "tiny",
+        *words,
+        "steps=3",
+        "log.wandb=true",
+        "plan.precision=fp32",
+        "-n",
+        "2",
+        *rate,
+    )
+    assert command.end() == (1 if diverges else 0), command.output
+    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert calls[0] == ["init", run.name, 9 if diverges else 3]
+    assert calls[-1] == ["finish", int(diverges)]
+    assert [call[0] for call in calls].count("finish") == 1
+    logged = [(step, record["loss"]) for what, step, record in calls[1:-1] if "loss" in record]
+    expected = [(r["step"], r["loss"]) for r in read_metrics(run / "metrics.jsonl") if "loss" in r]
+    assert logged == expected
+
+
+def test_weights_and_biases_is_checked_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="log.wandb=true requires Weights & Biases: pip install wandb"):
+        check_wandb()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=r"requires a login to api.wandb.ai: run wandb login, .*offline"):
+        check_wandb()
+    (tmp_path / "netrc").write_text("machine wandb.example.com login user password secret\n")
+    with pytest.raises(ConfigError, match=r"requires a login to api.wandb.ai"):
+        check_wandb()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
+    check_wandb()
+    monkeypatch.delenv("WANDB_BASE_URL")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_wandb()
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    check_wandb()

@@ -91,6 +91,26 @@ def test_stopped_and_killed_run_resumes_bit_for_bit(folder: Path, reference: Pat
     assert not list(run.rglob("*.tmp"))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_killed_pretraining_of_a_bert_resumes_bit_for_bit(folder: Path) -> None:
+    words = ("task=masked-text", "plan.zero=1", "steps=24", "checkpoint.every=6")
+    command = _train(folder, "bert", *words)
+    assert command.end() == 0, command.output
+    whole = only_run(folder / "bert")
+    command = _train(folder, "killed", *words)
+    command.wait_until(lambda: bool(list((folder / "killed").glob("*/checkpoints/step-000006/train.json"))))
+    for pid in (command.process.pid, *command.ranks()):
+        os.kill(pid, signal.SIGKILL)
+    command.process.wait(10)
+    run = only_run(folder / "killed")
+    assert not (run / "checkpoints" / "step-000024").exists()
+    command = Command(folder, "train", "--resume", str(run))
+    assert command.end() == 0, command.output
+    assert losses(run) == losses(whole)
+    last = "checkpoints/step-000024/model.safetensors"
+    assert (run / last).read_bytes() == (whole / last).read_bytes()
+
+
 def test_generate_from_a_trained_model(folder: Path, reference: Path) -> None:
     command = Command(folder, "generate", "reference", "--prompt", "class ", "--tokens", "20")
     assert command.end() == 0, command.output

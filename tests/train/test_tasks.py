@@ -15,6 +15,7 @@ from PIL import Image
 
 from farandole.comm.communicator import Communicator
 from farandole.data.errors import DataError
+from farandole.parallel.zero.hidden_parameters import is_hidden
 from farandole.plan import Precision
 from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.config import ConfigError, load_config
@@ -177,7 +178,7 @@ def _generate(rank: int, size: int, folder: Path) -> tuple[str, int, int]:
     whole = []
 
     def count(*_: Any) -> None:
-        whole.append(sum(p.numel() for p in trainer.model.parameters() if not p.isnan().any()))
+        whole.append(sum(p.numel() for p in trainer.model.parameters() if not is_hidden(p)))
 
     hooks = [block.register_forward_hook(count) for block in trainer.model]
     text = trainer.task.report(trainer.model)

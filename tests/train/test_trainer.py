@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from farandole.launch.runtime import init
 from farandole.plan import Precision
 from farandole.train.checkpoint import CheckpointWriter, load
+from farandole.train.hardware import PrecisionChoice
 from farandole.train.metrics import read_metrics
 from farandole.train.observer import Observer
-from farandole.train.precision import PrecisionChoice
 from farandole.train.run_folder import CheckpointError, checkpoints
 from farandole.train.trainer import Trainer
 from tests.train.small import make_trainer, overrides, world

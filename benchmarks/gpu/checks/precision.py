@@ -157,7 +157,7 @@ def fp8(context: Context) -> Figures:
 @check(needs=("pydantic",))
 def automatic(context: Context) -> Figures:
     """Check the precision that `plan.precision=auto` selects."""
-    from farandole.train.precision import choose_precision
+    from farandole.train.hardware import choose_precision
 
     choice = choose_precision("auto", context.comm, context.device)
     expect(choice.name in ("fp32", "bf16"), f"expected fp32 or bf16, got {choice.name}")

@@ -42,8 +42,7 @@ class Compression(ABC):
         if any(a > b for a, b in zip([0, *ends], [*starts, count - exact], strict=True)):
             raise ValueError(
                 f"expected parameters in increasing order within the first {count - exact} elements, which are "
-                "compressed, "
-                f"got {list(parameters)}"
+                f"compressed, got {list(parameters)}"
             )
         return self._compressor(count, parameters, exact)
 
@@ -74,8 +73,7 @@ class Compressor(ABC):
         if before() is not group:
             raise ValueError(
                 "expected a compressor for this group, got one that belongs to another group; create a compressor "
-                "for this "
-                "group with `for_tensor`"
+                "for this group with `for_tensor`"
             )
         if op != op_before:
             raise ValueError(

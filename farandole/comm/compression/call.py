@@ -57,8 +57,7 @@ def compressed_all_reduce(
         if compression.error_feedback:
             raise ValueError(
                 f"compression: expected a compressor, because {compression} uses error feedback, got only the "
-                "settings; "
-                f"create a compressor once with for_tensor({tensor.numel()}), or set error_feedback=False"
+                f"settings; create a compressor once with for_tensor({tensor.numel()}), or set error_feedback=False"
             )
         compression = compression.for_tensor(tensor.numel())
     if not isinstance(compression, Compressor):

@@ -93,8 +93,7 @@ class MpiGroup:
             if len(set(numbers)) < size or world.Get_size() < size:
                 raise MpiUnavailable(
                     f"expected {size} MPI ranks for {name}, got {world.Get_size()} in {libraries[0]}; start the "
-                    "ranks with "
-                    "mpiexec"
+                    "ranks with mpiexec"
                 )
             tag = sum((i + 1) * number for i, number in enumerate(numbers)) % 32768
             with mpi_engine.lock:

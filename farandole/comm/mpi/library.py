@@ -44,8 +44,7 @@ def load() -> Any:
     except ImportError as error:
         raise MpiUnavailable(
             "the backend farandole-mpi needs mpi4py 4 or later and an MPI library; run pip install 'farandole[mpi]', "
-            "then "
-            "load the cluster's MPI module or run pip install mpich"
+            "then load the cluster's MPI module or run pip install mpich"
         ) from error
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # initialized below, finalized at program exit

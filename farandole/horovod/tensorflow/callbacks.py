@@ -208,7 +208,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+            message = f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}."
+            print(message)  # noqa: T201 - `verbose` asks for this output, as in Keras and Horovod
 
 
 __all__ = [

@@ -229,6 +229,6 @@ def _copied(optimizer: Any, kind: type, name: str | None) -> Any:
     copy: Any = kind.from_config(config)  # type: ignore[attr-defined]
     if optimizer.built:
         copy.build(optimizer._trainable_variables)
-        for mine, theirs in zip(copy.variables, optimizer.variables, strict=True):
-            mine.assign(theirs)
+        for copied, original in zip(copy.variables, optimizer.variables, strict=True):
+            copied.assign(original)
     return copy

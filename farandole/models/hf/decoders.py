@@ -21,6 +21,7 @@ from farandole.models.hf.mapping import Table
 from farandole.models.layers import ACTIVATIONS
 from farandole.models.llama import LlamaConfig, llama
 from farandole.models.mixtral import MixtralConfig, mixtral
+from farandole.models.moe import Balance
 
 _GELU = tuple(ACTIVATIONS)
 
@@ -381,22 +382,29 @@ for _name, _class, _read, _write, _matches in (
 
 
 def _read_mixtral(fields: Fields) -> MixtralConfig:
-    fields.one_of("output_router_logits", False)
-    fields.skip("router_aux_loss_coef")
     window = fields.take("sliding_window", None, kind=int)
     common = llama_fields(fields)
+    top = fields.size("num_experts_per_tok")
+    # transformers adds the loss, which is `top` for a uniform load, once for all layers, and only with the router's logits
+    coefficient = float(fields.take("router_aux_loss_coef", 0.001, kind=float))
+    balanced = fields.take("output_router_logits", False, kind=bool)
     return MixtralConfig(
         **common,
         windows=(window,) * common["layers"] if window else (),
         experts=fields.size("num_local_experts"),
-        top=fields.size("num_experts_per_tok"),
+        top=top,
+        balance=Balance(loss=coefficient * top / common["layers"]) if balanced else Balance(),
         jitter=float(fields.take("router_jitter_noise", 0.0, kind=float)),
     )
 
 
 def _write_mixtral(config: MixtralConfig) -> dict[str, Any]:
     experts = {"num_local_experts": config.experts, "num_experts_per_tok": config.top}
-    return {**_write_mistral(config), **experts, "router_jitter_noise": config.jitter}
+    router = {
+        "output_router_logits": config.balance.loss > 0,
+        "router_aux_loss_coef": config.balance.loss * config.layers / config.top or 0.001,
+    }
+    return {**_write_mistral(config), **experts, **router, "router_jitter_noise": config.jitter}
 
 
 def _mixtral_table(config: MixtralConfig) -> Table:

@@ -187,7 +187,15 @@ def _open(
     origin = read_config(folder)
     entries = open_folder(folder)
     config = origin.architecture.adapt(origin.config, entries)
-    values = dict(origin.values)
+    if config != origin.config:
+        values = {**origin.values, **origin.architecture.write(config)}
+        origin = replace(origin, config=config, values=values)
+    return with_changes(origin, classes, changes), entries
+
+
+def with_changes(origin: Pretrained, classes: int | None, changes: Mapping[str, Any]) -> Pretrained:
+    """Return `origin` with a classifier for `classes` classes and changed fields; see `from_pretrained`."""
+    config, values = origin.config, dict(origin.values)
     if classes is not None:
         if not hasattr(config, "classes"):
             raise FolderError(
@@ -205,7 +213,7 @@ def _open(
     config = replace(config, **changes)
     if changes:
         values |= origin.architecture.write(config)
-    return Pretrained(origin.architecture, config, values, folder), entries
+    return replace(origin, config=config, values=values)
 
 
 def describe(model: nn.Module) -> Pretrained:

@@ -184,6 +184,11 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
             raise UnreadableError(
                 "the folder does not exist, or is not a complete engine checkpoint; check the path"
             ) from None
+        if (version := found.get("version", _VERSION)) > _VERSION:
+            raise CheckpointError(
+                f"expected format version {_VERSION} or lower, got version {version}; load the checkpoint with the version "
+                "of farandole that wrote it, or a later one"
+            )
     with fail_on_all(comm, folder):
         loaded = empty_state(engine, comm.rank, saved)
         _check_optimizers(engine, found)

@@ -45,18 +45,17 @@ class Place:
 
     @staticmethod
     def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> Place:
-        """Return the place of a tensor that consists of several boxes, concatenated along the dimension in which they differ."""
-        regions: list[tuple[Box, Box]] = []
-        begun = 0
+        """Return the place of a tensor that consists of several boxes, concatenated along the dimensions in which they differ."""
+        firsts: list[dict[tuple[int, int], int]] = [{} for _ in shape]
         for box in boxes:
-            sizes = [end - start for start, end in box]
-            own = [(0, size) for size in sizes]
-            for dim, size in enumerate(sizes):
-                if len(boxes) > 1 and size != local[dim]:
-                    own[dim] = (begun, begun + size)
-                    begun += size
-            regions.append((tuple(own), box))
-        return Place(tuple(shape), tuple(local), tuple(regions))
+            for first, ends in zip(firsts, box, strict=True):
+                if ends not in first:
+                    first[ends] = sum(end - start for start, end in first)
+        regions = tuple(
+            (tuple((f[e], f[e] + e[1] - e[0]) for f, e in zip(firsts, box, strict=True)), box)
+            for box in boxes
+        )
+        return Place(tuple(shape), tuple(local), regions)
 
     @property
     def is_whole(self) -> bool:

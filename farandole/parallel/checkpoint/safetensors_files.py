@@ -48,8 +48,9 @@ from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
 from farandole.parallel.checkpoint.ranges import Place, Range, SavePlanner, read_state
 from farandole.parallel.checkpoint.state import Stored, state_of, stored_tensors
-from farandole.parallel.initial_values import WeightSource
 from farandole.parallel.lora.adapters import lora_layers
+from farandole.parallel.lora.quantized import is_wrapper
+from farandole.parallel.zero.initial_values import WeightSource
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
@@ -79,9 +80,7 @@ def export(engine: Engine, folder: Path, dtype: torch.dtype | None, file_bytes: 
 def save_pretrained(engine: Engine, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     """Write a Hugging Face folder; see `Engine.save_pretrained`."""
     origin = describe(engine.model)
-    quantized = [
-        path for path, layer in lora_layers(engine.model).items() if type(layer.weight.data) is not Tensor
-    ]
+    quantized = [path for path, layer in lora_layers(engine.model).items() if is_wrapper(layer.weight)]
     if quantized:
         raise ValueError(
             f"save_pretrained requires weights in full precision, but the weights of {quantized[0]} are quantized; "

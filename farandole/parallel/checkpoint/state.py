@@ -2,7 +2,8 @@
 
     model.NAME              a parameter in the type that the optimizer updates, frozen or not, or a buffer
     optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); numbers are saved unchanged
-    random.rankN            the generator of a rank; random.cuda.rankN is the generator of its accelerator
+    random.rankN            the generator of a rank, or of the Nth group of tensor-parallel ranks, which draw the same
+                            numbers; random.cuda.rankN is the generator of its accelerator
     compression.rankN.KEY   the compression residuals of a rank
 
 Each rank saves its boxes under the tensor names of the unsharded model, and loads the boxes that it needs from the
@@ -31,9 +32,10 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 
 from farandole._troubleshooting import see
 from farandole.memory.offloaded_optimizer import ShardState, UnitReader
+from farandole.mesh import AXES
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.ranges import Place, Range, read_state
-from farandole.parallel.weights import FlatWeights
+from farandole.parallel.zero.weights import FlatWeights
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
@@ -58,9 +60,10 @@ def state_of(engine: Engine, rank: int) -> State:
             by_element = value.dim() and value.numel() == shard.numel()
             state[f"{stem}/{key}"] = Range.of(value, start, place) if by_element else value
     state |= _offloaded_state(engine, state)
-    state[f"random.rank{rank}"] = torch.get_rng_state()
+    number = _generator_number(engine, rank)
+    state[f"random.rank{number}"] = torch.get_rng_state()
     if engine.device.type == "cuda":
-        state[f"random.cuda.rank{rank}"] = torch.cuda.get_rng_state(engine.device)
+        state[f"random.cuda.rank{number}"] = torch.cuda.get_rng_state(engine.device)
     for key, value in engine.compression_state().items():
         state[f"compression.rank{rank}.{key}"] = value
     return state
@@ -93,7 +96,8 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
     for stem, place, shard, start, _ in _states(engine):
         for entry in (f"{stem}/{key}" for key in keys[stem]):
             state[entry] = _empty_optimizer_state(saved[entry], shard, start, place)
-    own = [f"random.rank{rank}", *([f"random.cuda.rank{rank}"] if engine.device.type == "cuda" else [])]
+    number = _generator_number(engine, rank)
+    own = [f"random.rank{number}", *([f"random.cuda.rank{number}"] if engine.device.type == "cuda" else [])]
     for entry, description in saved.items():
         if entry in own or entry.startswith(f"compression.rank{rank}."):
             state[entry] = _empty_as(description)
@@ -113,10 +117,19 @@ def restore(engine: Engine, rank: int, loaded: State) -> None:
     whole = {entry: value for entry, value in loaded.items() if isinstance(value, Tensor)}
     own = f"compression.rank{rank}."
     engine.load_compression({e.removeprefix(own): v for e, v in whole.items() if e.startswith(own)})
-    if (generator := whole.get(f"random.rank{rank}")) is not None:
+    number = _generator_number(engine, rank)
+    if (generator := whole.get(f"random.rank{number}")) is not None:
         torch.set_rng_state(generator)
-    if (generator := whole.get(f"random.cuda.rank{rank}")) is not None:
+    if (generator := whole.get(f"random.cuda.rank{number}")) is not None:
         torch.cuda.set_rng_state(generator, engine.device)
+
+
+def _generator_number(engine: Engine, rank: int) -> int:
+    """Return the number of the group of ranks that draw the same random numbers as `rank`."""
+    mesh = engine.mesh
+    axes = [axis for axis in AXES if axis != "tensor"]
+    places = [mesh.of_rank(each)[0].at(axes) for each in range(mesh.size)]
+    return sorted(set(places)).index(places[rank])
 
 
 def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
@@ -145,17 +158,33 @@ class Stored:
 def stored_tensors(engine: Engine) -> Iterator[Stored]:
     """Yield this rank's parts of all parameters and buffers."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    trained = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
-    for part in engine.stored_parts():
-        name = names[id(part.parameter)]
-        place = _place(engine, name, part.parameter)
-        yield Stored(name, place, part.start, part.values, part.trained, part.weights)
-    for name, parameter in engine.model.named_parameters():
+    in_buckets = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
+    in_buckets |= {id(parameter) for weights in engine.weights for parameter in weights.parameters}
+
+    def place_of(parameter: nn.Parameter) -> tuple[str, Place]:
+        name = names[id(parameter)]
+        return name, _place(engine, name, parameter)
+
+    for shards in engine.shards_of_buckets:
+        for index, (parameter, tensor) in enumerate(zip(shards.parameters, shards.tensors, strict=True)):
+            if tensor is not None:
+                values, start = partial(shards.values, index), shards.starts[index]
+                weights = None if shards.has_masters else shards.weights
+                yield Stored(*place_of(parameter), start, values, trained=True, weights=weights)
+    for frozen in engine.weights:
+        if not frozen.trained:
+            for parameter, part, start in frozen.ranges():
+                yield Stored(*place_of(parameter), start, partial(_part_of, frozen, part), weights=frozen)
+    for parameter in engine.model.parameters():
         plain = type(parameter.data) is Tensor  # quantized tensors are not part of the state
-        if plain and id(parameter) not in trained and not engine.divides(parameter):
-            yield Stored(name, _place(engine, name, parameter), 0, parameter.detach)
+        if plain and id(parameter) not in in_buckets:
+            yield Stored(*place_of(parameter), 0, parameter.detach)
     for name, buffer in _persistent_buffers(engine.model):
         yield Stored(name, _place(engine, name, buffer), 0, partial(_itself, buffer))
+
+
+def _part_of(weights: FlatWeights, part: slice) -> Tensor:
+    return weights.shard[part]
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -258,8 +287,14 @@ def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: i
     found = _described(description)
     size = tuple(found.size)
     if size != place.shape:
-        if not place.is_whole or size != (math.prod(place.shape),):
+        if size != (math.prod(place.shape),):
             return None
+        if not place.is_whole:
+            raise CheckpointError(
+                "expected tensors with their shapes, got flattened tensors, which versions up to 2026-11 wrote and which can "
+                "be loaded only if tensors are not split; load the checkpoint with tensor=1 and expert=1, save it, and load "
+                "the new checkpoint"
+            )
         place = Place.whole(size)
     return Range.of(torch.empty(length, dtype=found.properties.dtype), start, place)
 

@@ -115,7 +115,7 @@ def merge(model: nn.Module, untie: bool = False) -> None:
 
 
 def unmerge(model: nn.Module) -> None:
-    """Subtract the updates from the weights, which restores them up to rounding.
+    """Subtract the updates from the weights, so that the original weights are restored up to rounding.
 
     A weight that was quantized remains an ordinary tensor.
 

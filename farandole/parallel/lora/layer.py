@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farandole.models.dropout import ShardedDropout
 from farandole.parallel.lora.quantized import dense, frozen_linear, is_wrapper
 from farandole.plan import LoRA
 
@@ -29,7 +29,7 @@ class LoRALinear(nn.Linear):
     lora_B: nn.Parameter  # noqa: N815
     merged: bool
     """Whether `weight` contains the update, W + s B A."""
-    sharded_dropout: ShardedDropout | None = None
+    sharded_dropout: Callable[[Tensor, float, bool], Tensor] | None = None
     """Dropout for a part of the inputs, if processes share them."""
 
     def forward(self, input: Tensor) -> Tensor:

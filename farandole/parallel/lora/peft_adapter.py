@@ -32,11 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole._extras import optional_import
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
-from farandole.parallel.hidden_parameters import is_hidden
 from farandole.parallel.lora.adapters import Summary, add_lora, lora_layers, other_trained, summarize
 from farandole.parallel.lora.hugging_face import config_for_peft, for_peft, from_peft, origin_of
 from farandole.parallel.lora.layer import LoRALinear
 from farandole.parallel.lora.targets import find_trained
+from farandole.parallel.zero.hidden_parameters import is_hidden
 from farandole.plan import LoRA
 
 with optional_import():
@@ -459,7 +459,7 @@ def _others_that_differ(model: nn.Module, lora: LoRA, saved: Saved) -> list[str]
 
 
 def _shape(name: str, found: Tensor, wanted: tuple[int, ...]) -> str:
-    """Return the difference between the shapes of a tensor, or nothing."""
+    """Return how the two shapes of a tensor differ, or "" if they are equal."""
     if tuple(found.shape) == wanted:
         return ""
     return f"{name} is {_times(found.shape)} in the adapter, but {_times(wanted)} in the model"

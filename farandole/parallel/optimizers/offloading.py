@@ -23,9 +23,9 @@ from farandole.memory.offloaded_optimizer import OffloadedOptimizer, ShardState
 from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.record_stream import RecordStream, disk_records, host_records
 from farandole.memory.tracker import memory_tag
-from farandole.parallel.building import Stores
 from farandole.parallel.optimizers.shards import OptimizerShards
-from farandole.parallel.sharding import ShardingPlan
+from farandole.parallel.zero.building import Stores
+from farandole.parallel.zero.sharding import ShardingPlan
 from farandole.plan import Offloaded, Place
 
 Records = Callable[[Sequence[int]], RecordStream]
@@ -128,10 +128,10 @@ class OffloadedUpdate:
         self._shards: list[OptimizerShards] = []
         units: list[list[nn.Parameter]] = []
         for each in shards:
-            mine = [shard for shard in each.tensors if shard is not None and id(shard) in own]
-            if mine:
+            updated = [shard for shard in each.tensors if shard is not None and id(shard) in own]
+            if updated:
                 self._shards.append(each)
-                units.append(mine)
+                units.append(updated)
         weights = [each.weights for each in self._shards if each.weights is not None]
         apart = any(weight.has_master_copy for weight in weights)
         self._elsewhere = any(each.parameters[0].is_cuda for each in self._shards)

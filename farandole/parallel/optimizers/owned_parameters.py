@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from farandole.comm.communicator import Communicator
 from farandole.memory.tracker import memory_tag
 from farandole.parallel.optimizers.shards import OptimizerShards
-from farandole.parallel.sharding import FlatRange
+from farandole.parallel.zero.sharding import FlatRange
 
 _COPIES = 2
 """The number of tensors that are sent for each part: gradient and values."""

@@ -1,7 +1,8 @@
-"""Determine whether an optimizer updates elements independently, parameters independently, or all parameters together.
+"""Determine whether an optimizer updates each element by itself, each parameter by itself, or all parameters together.
 
-Instead of a list of names, a few steps on small tensors are compared: the optimizer updates two matrices, and copies of the
-optimizer update their parts.
+The module does not compare names of optimizers.  It runs a few steps twice: one copy of the optimizer updates two small
+matrices, and further copies each update a part of these matrices.  The optimizer is independent of a split if the
+results are equal.
 """
 
 from __future__ import annotations

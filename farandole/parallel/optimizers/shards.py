@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket, Change, norm_of
-from farandole.parallel.hidden_parameters import unchecked
-from farandole.parallel.weights import FlatWeights
+from farandole.parallel.zero.hidden_parameters import unchecked
+from farandole.parallel.zero.weights import FlatWeights
 
 
 class OptimizerShards:
@@ -219,11 +219,9 @@ class OptimizerShards:
 
     def _assigned(self, index: int) -> RuntimeError:
         return RuntimeError(
-            f"{self.bucket.plan.names[index]} was assigned a gradient, which ranks have not averaged: call "
-            "loss.backward() or "
-            "engine.backward(loss) in place of torch.autograd.grad(); engine.gradients() and "
-            "engine.scale_gradients(factor) change "
-            f"averaged gradients"
+            f"{self.bucket.plan.names[index]} was assigned a gradient that ranks have not averaged: call "
+            "loss.backward() or engine.backward(loss) instead of torch.autograd.grad(); engine.gradients() and "
+            "engine.scale_gradients(factor) change averaged gradients"
         )
 
     def _is_cleared(self, index: int) -> bool:

@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from farandole.comm.communicator import Communicator
 from farandole.layout import Layout
-from farandole.parallel.hidden_parameters import unchecked
 from farandole.parallel.optimizers.offloading import OffloadedUpdate, records_at
 from farandole.parallel.optimizers.owned_parameters import OwnedParameters
 from farandole.parallel.optimizers.probe import why_not_by_parameter, why_not_elementwise
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.optimizers.shards import OptimizerShards
 from farandole.parallel.optimizers.state_dicts import StateDicts, refuse_state_dicts, state_of_shard
+from farandole.parallel.zero.hidden_parameters import unchecked
 from farandole.plan import Place
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
@@ -108,7 +108,7 @@ class Updates:
                 )
             )
             refuse_state_dicts(optimizer)
-        self._follow_new_groups(optimizer, state_dicts if owned is None else None)
+        self._replace_add_param_group(optimizer, state_dicts if owned is None else None)
         self.optimizers.append(optimizer)
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
@@ -138,8 +138,8 @@ class Updates:
         for update in self.offloaded:
             update.close()
 
-    def _follow_new_groups(self, optimizer: Optimizer, state_dicts: StateDicts | None) -> None:
-        """Make `add_param_group` accept the model's parameters, or raise an error without `state_dicts`."""
+    def _replace_add_param_group(self, optimizer: Optimizer, state_dicts: StateDicts | None) -> None:
+        """Make `add_param_group` shard the added parameters; without `state_dicts`, make it raise an error."""
         plain = type(optimizer).add_param_group
         trained = {id(parameter) for shards in self._shards for parameter in shards.parameters}
 
@@ -191,8 +191,11 @@ class Updates:
         reason = why_not_elementwise(optimizer)
         if not reason:
             return True
+        nearest = "zero=0 without offload"
         if split:
-            where = f"{split[0]}, which is split over ranks"
+            axes = [axis for axis, _ in self._layouts[split[0]].shards]
+            where = f"{split[0]}, which {' and '.join(axes)} parallelism splits"
+            nearest = " and ".join(f"{axis}=1" for axis in axes)
         elif offload != "none":
             where = "offload, which updates shards of parameters"
         elif self._rounding is not None:
@@ -202,8 +205,7 @@ class Updates:
             where = f"zero={self._zero}, where each parameter is updated by one rank"
         if reason:
             raise ValueError(
-                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an "
-                "elementwise optimizer such as AdamW"
+                f"{name} cannot be used with {where}: {reason}; use {nearest}, or an elementwise optimizer such as AdamW"
             )
         return False
 

@@ -26,7 +26,7 @@ Apply = Callable[[list[Contribution]], None]
 
 
 class Schedule(ABC):
-    """The workers' clocks, and one mode's rules."""
+    """Counts the gradients of each worker, and decides when the optimizer steps and which workers must wait."""
 
     def __init__(self, workers: Iterable[int], apply: Apply) -> None:
         self._clocks = dict.fromkeys(workers, 0)

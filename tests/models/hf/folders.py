@@ -75,7 +75,7 @@ def config_folder(folder: Path, scaling: str) -> Path:
 def model_with_tokenizer(folder: Path, family: str = "llama", **changes: Any) -> Path:
     """Write a folder of a random model with a tokenizer of 300 tokens."""
     sizes: dict[str, Any] = {"vocab_size": 300}
-    if family == "llama":
+    if family in ("llama", "mixtral"):
         sizes |= {
             "hidden_size": 32,
             "intermediate_size": 48,
@@ -85,6 +85,8 @@ def model_with_tokenizer(folder: Path, family: str = "llama", **changes: Any) ->
             "head_dim": 8,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         }
+    if family == "mixtral":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     folder_of(reference(family, 5, **(sizes | changes)), folder)
     add_tokenizer(folder, 300, bert=family.startswith("bert"))
     return folder

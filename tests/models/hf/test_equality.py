@@ -48,6 +48,20 @@ def test_decoder(family: str, seed: int, tmp_path: Path) -> None:
     compare_loss(ours, theirs, (tokens, None, targets), logits, tmp_path / "b")
 
 
+def test_the_balancing_loss_of_mixtral(tmp_path: Path) -> None:
+    """With `output_router_logits`, training adds the routers' loss, here of one layer and one sequence."""
+    theirs = reference("mixtral", 0, output_router_logits=True, router_aux_loss_coef=0.3, num_hidden_layers=1)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).train()
+    tokens, targets = (tokens_for(theirs, 1, 15, seed=seed) for seed in range(2))
+    found = theirs(tokens, use_cache=False)
+    loss = F.cross_entropy(found.logits.flatten(0, 1), targets.flatten()) + 0.3 * found.aux_loss
+    total, count = ours(tokens, None, targets)
+    close(total / count, loss)
+    save_pretrained(ours, tmp_path / "b")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "b")
+    assert config.output_router_logits and config.router_aux_loss_coef == pytest.approx(0.3)
+
+
 @pytest.mark.parametrize(("attention", "mlp"), [(True, False), (False, True), (True, True)])
 def test_biases_of_llama(attention: bool, mlp: bool, tmp_path: Path) -> None:
     theirs = reference("llama", 0, attention_bias=attention, mlp_bias=mlp, num_hidden_layers=1)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from farandole.comm.communicator import Communicator
 from farandole.parallel.parameter_server import ParameterServer
+from tests.parallel.odd import world
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -19,11 +18,6 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon(parameters, lr=0.1)
-
-
-def world() -> Communicator:
-    assert dist.group.WORLD is not None
-    return Communicator(dist.group.WORLD)
 
 
 def refuse_at_once(rank: int, size: int) -> None:

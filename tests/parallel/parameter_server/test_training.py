@@ -8,42 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.parameter_server import ParameterServer
+from tests.parallel.odd import SHARE, Odd, loss_of, world
 
-SHARE, STEPS = 4, 5
-
-
-class Odd(nn.Module):
-    """Uneven shapes, tied weights, a frozen one, one that nobody uses, a scalar, one that some batches use."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, width)
-        self.hidden = nn.Linear(width, 5)
-        self.hidden.bias.requires_grad_(False)
-        self.back = nn.Linear(5, width)
-        self.sometimes = nn.Linear(width, width)
-        self.never = nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, tokens: Tensor, use: bool) -> Tensor:
-        x = self.back(torch.tanh(self.hidden(self.embedding(tokens)))) * self.scale
-        if use:
-            x = x + self.sometimes(x)
-        return F.linear(x, self.embedding.weight)
-
-
-def loss_of(model: nn.Module, tokens: Tensor, use: bool) -> Tensor:
-    return F.cross_entropy(model(tokens, use).flatten(0, 1), tokens.roll(1, -1).flatten())
-
-
-def world() -> Communicator:
-    assert dist.group.WORLD is not None
-    return Communicator(dist.group.WORLD)
+STEPS = 5
 
 
 def values_of(model: nn.Module) -> list[Tensor]:

@@ -1,0 +1,122 @@
+"""The command `farandole serve`: an HTTP server for a language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A Hugging Face folder, a checkpoint, a run, or a folder of runs."
+        ),
+    ],
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="The port.  0: any free port.")
+    ] = 8000,
+    host: Annotated[
+        str, typer.Option("--host", help="The address to listen on.  0.0.0.0: all networks.")
+    ] = "127.0.0.1",
+    name: Annotated[
+        str, typer.Option("--name", help="The model's name in requests.", show_default="the folder's name")
+    ] = "",
+    precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "fp32",
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context", min=1, help="Maximum tokens of a prompt and its answer.", show_default="the model's"
+        ),
+    ] = None,
+    max_running: Annotated[
+        int, typer.Option("--max-running", min=1, max=4096, help="Maximum sequences in the batch.")
+    ] = 16,
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            "--max-waiting", min=1, help="Maximum waiting sequences.  More requests get status 429."
+        ),
+    ] = 256,
+    token_budget: Annotated[
+        int, typer.Option("--token-budget", min=1, help="Maximum tokens per step, at least --max-running.")
+    ] = 256,
+    kv_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--kv-memory",
+            min=0.001,
+            help="Memory for keys and values, in GiB.",
+            show_default="enough for --max-running sequences, at most half of the free memory",
+        ),
+    ] = None,
+    store: Annotated[
+        str, typer.Option("--store", help="How keys and values are stored: pages (shared prefixes) or slots.")
+    ] = "pages",
+    chat_template: Annotated[
+        str,
+        typer.Option(
+            "--chat-template", help="A file with a Jinja template, or chatml.", show_default="the model's"
+        ),
+    ] = "",
+    api_keys: Annotated[
+        Path | None,
+        typer.Option("--api-keys", help="A file with the SHA-256 hash of an API key per line."),
+    ] = None,
+    max_body: Annotated[
+        float, typer.Option("--max-body", min=0.001, help="Maximum size of a request, in MiB.")
+    ] = 8.0,
+    request_timeout: Annotated[
+        float, typer.Option("--request-timeout", min=0.1, help="Maximum seconds per request.")
+    ] = 600.0,
+    drain_timeout: Annotated[
+        int,
+        typer.Option("--drain-timeout", min=0, help="Seconds that running requests may take after SIGTERM."),
+    ] = 60,
+) -> None:
+    """Serve a language model through OpenAI's interface.
+
+    The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics.  It listens
+    on this machine only, unless --host is given.  SIGTERM ends it after the running requests.
+
+    \b
+      farandole serve runs --port 8000
+      farandole serve FOLDER --precision bf16 --max-running 64
+      farandole serve FOLDER --host 0.0.0.0 --api-keys keys.txt
+    """
+    # import here, so that `--help` does not wait for torch
+    from farandole.data.errors import DataError
+    from farandole.models.hf.fields import FolderError
+    from farandole.serve.request import RequestError
+    from farandole.serve.start import start
+    from farandole.train.config import ConfigError
+    from farandole.train.run_folder import CheckpointError
+
+    try:
+        start(
+            folder,
+            host=host,
+            port=port,
+            name=name,
+            precision=precision,
+            context=context,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            token_budget=token_budget,
+            kv_memory=kv_memory,
+            store=store,
+            chat_template=chat_template,
+            api_keys=api_keys,
+            max_body=max_body,
+            request_timeout=request_timeout,
+            drain_timeout=drain_timeout,
+        )
+    except RequestError as refusal:
+        option = "--" + refusal.field.replace("_", "-")
+        typer.echo(f"farandole serve: {option}: {str(refusal).partition(': ')[2]}", err=True)
+        raise typer.Exit(2) from None
+    except (CheckpointError, ConfigError, DataError, FolderError) as refusal:
+        typer.echo(f"farandole serve: {refusal}", err=True)
+        raise typer.Exit(2) from None

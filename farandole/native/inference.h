@@ -1,0 +1,46 @@
+/* Kernels for generation.  Each row of a result depends on its own inputs only, and is summed in a fixed order. */
+#ifndef FARANDOLE_INFERENCE_H
+#define FARANDOLE_INFERENCE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define FRD_PANEL 32 /* outputs per panel of packed weights */
+#define FRD_TILE 16  /* positions per tile of keys */
+
+struct frd_linear_task {
+    float *out;           /* (rows, outputs) */
+    const float *x;       /* (rows, inputs) */
+    const float *packed;  /* (panels, inputs, FRD_PANEL) */
+    const float *bias;    /* (outputs) or NULL */
+    size_t rows, inputs, outputs;
+};
+
+struct frd_attend_task {
+    float *out;               /* (queries, heads, value width) */
+    const float *query;       /* (queries, heads, width), with a stride per query and per head */
+    const void *keys;         /* (blocks, key-value heads, block length / FRD_TILE, width, FRD_TILE) */
+    const void *values;       /* (blocks, key-value heads, block length, value width) */
+    const int32_t *table;     /* (queries, table width), the blocks of each query's sequence */
+    const int64_t *positions; /* (queries), each query attends to positions 0 to its own */
+    size_t queries, heads, kv_heads, width, value_width, block_length, table_width;
+    int64_t query_stride, head_stride;
+    int64_t window; /* the number of most recent positions, or 0 for all */
+    float scale;
+    int is_bf16; /* the type of keys and values, else fp32 */
+};
+
+/* Computes one panel of outputs, or one query and key-value head.  `scores` has room for the group's scores of all
+ * positions, rounded up to 4 tiles. */
+struct frd_inference {
+    void (*linear)(const struct frd_linear_task *task, size_t panel);
+    void (*attend)(const struct frd_attend_task *task, size_t number, float *scores);
+};
+
+extern const struct frd_inference frd_inference_plain;
+#if defined(__x86_64__)
+extern const struct frd_inference frd_inference_avx2;
+extern const struct frd_inference frd_inference_avx512;
+#endif
+
+#endif

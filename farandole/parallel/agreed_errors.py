@@ -1,0 +1,49 @@
+"""Raise an error on all ranks if one rank finds it, so that no rank waits for a rank that has failed.
+
+with agreed_errors(comm):
+    check(model)        # local work, which may fail on some ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from farandole.comm.communicator import Communicator
+from farandole.plan import PlanError
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (PlanError, ValueError, TypeError, RuntimeError)
+}
+"""The errors that are raised with their type; others become a `RuntimeError`."""
+
+
+@contextmanager
+def agreed_errors(comm: Communicator) -> Iterator[None]:
+    """Raise an exception of the block on all ranks, which all enter the context.  The block must not communicate.
+
+    If all ranks have the same error, each raises its own.  Otherwise the message names the first rank with an error.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    found = [_description(own)] if comm.size == 1 else comm.all_gather_object(_description(own))
+    failed = next(((rank, each) for rank, each in enumerate(found) if each is not None), None)
+    if failed is None:
+        return
+    if own is not None and all(each == found[0] for each in found):
+        raise own
+    rank, (kind, message) = failed
+    if kind not in _KINDS:
+        message = f"{kind}: {message}"
+    raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {message}") from own
+
+
+def _description(error: Exception | None) -> tuple[str, str] | None:
+    """Return the nearest type in `_KINDS`, or the type's name, and the message."""
+    if error is None:
+        return None
+    kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), type(error).__name__)
+    return kind, str(error)

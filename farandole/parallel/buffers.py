@@ -1,0 +1,99 @@
+"""Buffers of a model, such as BatchNorm statistics: every replica continues with the mean of all replicas.
+
+Each rank updates buffers with its own samples.  The `Layout` of a buffer determines its replicas: the ranks that store
+the same elements.  A buffer without a layout is complete on every rank of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from farandole.layout import Layout
+from farandole.mesh import Groups, Mesh
+from farandole.parallel.zero.sharding import ranks_of
+
+
+def buffer_layouts(
+    model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], rank: int
+) -> dict[str, Layout]:
+    """Return the layouts of the model's buffers on a rank by name."""
+    stages = frozenset(cell.pipeline for cell in mesh.of_rank(rank))
+    return {
+        name: layouts.get(name) or Layout(name, tuple(buffer.shape), stages)
+        for name, buffer in model.named_buffers()
+    }
+
+
+class ReplicatedBuffers:
+    """Averages the floating-point buffers of `model` over their replicas, if a step has changed them.
+
+    Args:
+        layouts: the layouts of all tensors in the mesh; buffers may be omitted.
+        groups: the groups of ranks that store the same elements.
+
+    Raises:
+        LayoutError: if parts of a buffer have different replicas.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], groups: Groups) -> None:
+        self._model, self._mesh, self._layouts, self._groups = model, mesh, layouts, groups
+        _ = self._by_replicas()  # checks the layouts
+        self._known = self._versions()
+
+    @property
+    def changed(self) -> bool:
+        """Whether this rank has changed a buffer since the last average."""
+        return self._versions() != self._known
+
+    def average(self) -> None:
+        """Average the buffers of modules in which any replica has changed a buffer.  This is a collective call.
+
+        Other buffers are not averaged, because the mean of equal values can differ in the last bit.
+        """
+        known = dict(self._known)
+        changed = {
+            id(buffer)
+            for module in self._model.modules()
+            if any(known.get(id(b)) != b._version for b in module.buffers(recurse=False))
+            for buffer in module.buffers(recurse=False)
+        }
+        for replicas, buffers in sorted(self._by_replicas().items()):  # in one order on all ranks
+            comm = self._groups.of_ranks(replicas)
+            if comm is None:
+                continue
+            flags = torch.tensor([id(buffer) in changed for buffer in buffers], dtype=torch.uint8)
+            comm.all_reduce(flags, "max")
+            chosen = [buffer for buffer, flag in zip(buffers, flags.tolist(), strict=True) if flag]
+            for members in _alike(chosen):
+                with torch.no_grad():
+                    flat = torch.cat([buffer.detach().reshape(-1) for buffer in members])
+                    comm.all_reduce(flat, "avg")
+                    means = flat.split([buffer.numel() for buffer in members])
+                    for buffer, mean in zip(members, means, strict=True):
+                        buffer.copy_(mean.view(buffer.shape))
+        self._known = self._versions()
+
+    def _by_replicas(self) -> dict[tuple[int, ...], list[Tensor]]:
+        """Return the floating-point buffers by the ranks that store the same elements; ranks list them in the same order."""
+        found: dict[tuple[int, ...], list[Tensor]] = {}
+        layouts = buffer_layouts(self._model, self._mesh, self._layouts, self._groups.comm.rank)
+        for name, buffer in self._model.named_buffers():
+            if buffer.is_floating_point():
+                replicas = ranks_of(self._mesh, layouts[name], self._groups.comm.rank, 0).copies
+                found.setdefault(replicas, []).append(buffer)
+        return found
+
+    def _versions(self) -> list[tuple[int, int]]:
+        # of all buffers: BatchNorm's kernel does not increment the version of its statistics, but that of its batch counter
+        return [(id(buffer), buffer._version) for buffer in self._model.buffers()]
+
+
+def _alike(buffers: Iterable[Tensor]) -> list[Sequence[Tensor]]:
+    """Return the buffers in groups with the same type and device."""
+    found: dict[object, list[Tensor]] = {}
+    for buffer in buffers:
+        found.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    return list(found.values())

@@ -1,0 +1,134 @@
+"""Divide a model into the stages of a plan, and refuse what stages do not support yet."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from farandole.models.moe import MixtureOfExperts
+from farandole.parallel.axes import Layouts, Position
+from farandole.parallel.pipeline.balance import measure_blocks
+from farandole.parallel.pipeline.runtime import Pipeline
+from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
+from farandole.parallel.pipeline.stage import split
+from farandole.parallel.zero.initial_values import is_deferred
+from farandole.plan import Plan, PlanError
+
+_log = logging.getLogger(__name__)
+
+
+def apply(
+    model: nn.Module, position: Position, plan: Plan, layouts: Layouts, example: Any = None
+) -> Pipeline:
+    """Remove the blocks of other stages from `model`, and return the pipeline that runs the stages.
+
+    Args:
+        model: a model that `check` accepts.
+        example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
+            default, stages have similar numbers of parameters.
+
+    Raises:
+        PlanError: if the model has too few blocks.
+    """
+    schedule, sequential = schedule_of(plan), _sequential(model)
+    rank = position.coordinate("pipeline")
+    costs = None
+    if example is not None and position.groups is not None:
+        seconds = [cost.seconds for cost in measure_blocks(sequential, example)]
+        costs = position.groups.comm.broadcast_object(seconds)  # ranks measure different times
+    stages, balance = split(sequential, schedule, rank, layouts, costs)
+    _log.info("pipeline=%d, schedule=%s: %s", plan.pipeline, plan.schedule, balance)
+    comm, places = position.comm("pipeline"), list(range(plan.pipeline))
+    if position.groups is not None:
+        places = position.groups.of(position.cell, "pipeline").places
+    return Pipeline(stages, plan.schedule, comm, places, rank)
+
+
+def check(model: nn.Module, plan: Plan) -> None:
+    """Check that stages support the plan and the model, before the model is changed.
+
+    Raises:
+        PlanError: with the nearest plan that works.
+    """
+    _check_plan(plan, schedule_of(plan))
+    _check_model(_sequential(model))
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """Return the schedule of a plan for one micro-batch.
+
+    Raises:
+        PlanError: if the schedule does not exist for the number of stages.
+    """
+    try:
+        return build(plan.schedule, plan.pipeline, 1)
+    except ScheduleError as error:
+        raise PlanError(f"schedule={plan.schedule!r} with pipeline={plan.pipeline}: {error}") from error
+
+
+def _check_plan(plan: Plan, schedule: Schedule) -> None:
+    asked = f"pipeline={plan.pipeline}"
+    for axis in ("context", "expert"):
+        if (size := getattr(plan, axis)) > 1:
+            raise PlanError(
+                f"{asked} with {axis}={size}: stages cannot be combined with {axis} parallelism; nearest plan: {axis}=1"
+            )
+    if schedule.mirrored and plan.tensor > 1:
+        raise PlanError(
+            f"schedule={plan.schedule!r} with tensor={plan.tensor}: two replicas of the model cannot be combined with tensor "
+            "parallelism; nearest plan: tensor=1, or schedule='1f1b'"
+        )
+    if plan.sequence:
+        raise PlanError(
+            f"{asked} with sequence=True: stages exchange complete hidden states; nearest plan: sequence=False"
+        )
+    if plan.precision in ("fp16", "fp8"):
+        raise PlanError(
+            f"{asked} with precision={plan.precision!r}: stages support fp32 and bf16; nearest plan: precision='bf16'"
+        )
+    if plan.lora is not None:
+        raise PlanError(f"{asked} with lora: stages do not support adapters; nearest plan: lora=None")
+    for name in ("swap", "offload"):
+        if getattr(plan, name) != "none":
+            raise PlanError(
+                f"{asked} with {name}={getattr(plan, name)!r}: stages keep states in memory; nearest plan: {name}='none'"
+            )
+    if plan.recompute != "none" and schedule.splits_backward:
+        raise PlanError(
+            f"schedule={plan.schedule!r} with recompute={plan.recompute!r}: the schedule separates weight gradients, and would "
+            "recompute activations twice; nearest plan: schedule='1f1b'"
+        )
+    if plan.recompute in ("selective", "attention", "auto"):
+        raise PlanError(
+            f"{asked} with recompute={plan.recompute!r}: a rank cannot measure the blocks of other stages; nearest plan: "
+            "recompute='block'"
+        )
+
+
+def _sequential(model: nn.Module) -> nn.Sequential:
+    if not isinstance(model, nn.Sequential):
+        raise PlanError(
+            f"pipeline parallelism divides an nn.Sequential of blocks, got {type(model).__name__}; write the model as "
+            "nn.Sequential, or use pipeline=1"
+        )
+    return model
+
+
+def _check_model(model: nn.Sequential) -> None:
+    if is_deferred(model):
+        raise PlanError(
+            "pipeline parallelism needs a model in memory, got a model on the meta device; use pipeline=1"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            raise PlanError(
+                f"{name} is a mixture of experts, whose router losses stages do not pass on; nearest plan: pipeline=1"
+            )
+    if any(True for _ in model.buffers()):
+        name = next(name for name, _ in model.named_buffers())
+        raise PlanError(
+            f"{name} is a buffer, and stages do not average or save buffers such as BatchNorm statistics; nearest plan: "
+            "pipeline=1, or a model without buffers"
+        )

@@ -1,0 +1,178 @@
+"""Divide the blocks of a model into stages with the smallest maximum cost.
+
+    costs = measure_blocks(model, example)                   # seconds and bytes per block
+    found = balance([cost.seconds for cost in costs], 4)
+    found.ranges, found.imbalance                            # blocks of each stage; the slowest stage against the mean
+
+The division is exact: dynamic programming over the number of stages and the end of the last stage, in O(stages x blocks^2)
+(Huang et al., 2019, "GPipe", and Narayanan et al., 2019, "PipeDream", divide models in the same way).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farandole.parallel.pipeline.schedule import ScheduleError
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """The cost of one block: the time of a forward and a backward pass, and the bytes of its parameters and activations."""
+
+    name: str
+    seconds: float
+    parameter_bytes: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Stages as ranges of blocks, with the cost of each stage."""
+
+    ranges: tuple[range, ...]
+    costs: tuple[float, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """How much the most expensive stage exceeds the mean: 0.1 for 10 %."""
+        mean = sum(self.costs) / len(self.costs)
+        return max(self.costs) / mean - 1 if mean else 0.0
+
+    def __str__(self) -> str:
+        total = sum(self.costs) or 1.0
+        stages = ", ".join(
+            f"{blocks.start}-{blocks.stop - 1} ({100 * cost / total:.0f} %)"
+            for blocks, cost in zip(self.ranges, self.costs, strict=True)
+        )
+        return f"blocks of the stages: {stages}; the slowest stage exceeds the mean by {100 * self.imbalance:.0f} %"
+
+
+def balance(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    sizes: Sequence[float] | None = None,
+    memory: float | None = None,
+) -> Balance:
+    """Divide consecutive blocks into non-empty stages with the smallest maximum cost.
+
+    Args:
+        costs: the cost of each block.
+        sizes: the size of each block, for `memory`.
+        memory: the maximum size of a stage.
+
+    Raises:
+        ScheduleError: if there are fewer blocks than stages, or stages do not fit in `memory`.
+    """
+    blocks = len(costs)
+    if not 1 <= stages <= blocks:
+        raise ScheduleError(
+            f"{blocks} blocks cannot be divided into {stages} stages; nearest: {max(1, blocks)} stages"
+        )
+    total, size = [0.0, *accumulate(costs)], [0.0, *accumulate(sizes or [0.0] * blocks)]
+    infinite = float("inf")
+
+    def cost(start: int, end: int) -> float:
+        fits = memory is None or size[end] - size[start] <= memory
+        return total[end] - total[start] if fits else infinite
+
+    # best[end] is the smallest maximum of the stages so far, if they contain the blocks before `end`
+    best = [cost(0, end) if end else infinite for end in range(blocks + 1)]
+    starts: list[list[int]] = []
+    for _ in range(1, stages):
+        choices = [
+            min(((max(best[start], cost(start, end)), start) for start in range(end)), default=(infinite, 0))
+            for end in range(blocks + 1)
+        ]
+        best = [value for value, _ in choices]
+        starts.append([start for _, start in choices])
+    if best[blocks] == infinite:
+        raise ScheduleError(f"no division into {stages} stages fits in {memory:g} per stage; use more stages")
+    ends = [blocks]
+    for row in reversed(starts):
+        ends.append(row[ends[-1]])
+    bounds = [0, *reversed(ends)]
+    ranges = tuple(range(start, end) for start, end in zip(bounds, bounds[1:], strict=False))
+    return Balance(ranges, tuple(total[each.stop] - total[each.start] for each in ranges))
+
+
+def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list[BlockCost]:
+    """Measure each block of `model` on one micro-batch, in training mode; gradients are discarded.
+
+    Args:
+        example: the arguments of the model: a tensor, or a tuple.
+        repeats: the number of measurements; the minimum counts.
+    """
+    arguments = example if isinstance(example, tuple) else (example,)
+    calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def remember(block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls[block] = (given, named)
+
+    handles = [block.register_forward_pre_hook(remember, with_kwargs=True) for block in model]
+    try:
+        with torch.no_grad():
+            model(*arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+    blocks = [(name, block) for name, block in model._modules.items() if block is not None]
+    return [_measure(name, block, *calls[block], repeats) for name, block in blocks]
+
+
+def _measure(
+    name: str, block: nn.Module, given: tuple[Any, ...], named: dict[str, Any], repeats: int
+) -> BlockCost:
+    parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    inputs = tuple(_leaf(value) for value in given)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    seconds, kept = [], 0
+    for _ in range(repeats):
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        started = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = [each for each in tensors_of(block(*inputs, **named)) if each.requires_grad]
+        wanted = [*parameters, *(each for each in tensors_of(inputs) if each.requires_grad)]
+        if outputs and wanted:
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(o) for o in outputs], allow_unused=True)
+        if outputs and outputs[0].is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        kept = sum(saved.values())
+    return BlockCost(name, min(seconds), sum(p.nbytes for p in block.parameters()), kept)
+
+
+def parameter_costs(model: nn.Sequential) -> list[float]:
+    """Return an estimate of each block's time without a measurement: its parameters, except the tables of embeddings."""
+    costs = []
+    for block in model:
+        tables = {id(m.weight) for m in block.modules() if isinstance(m, nn.Embedding)}
+        costs.append(float(sum(p.numel() for p in block.parameters() if id(p) not in tables)))
+    return costs
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in a tensor, or in nested tuples and lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for part in value for each in tensors_of(part)] if isinstance(value, tuple | list) else []
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.is_floating_point())
+    return type(value)(map(_leaf, value)) if type(value) in (tuple, list) else value

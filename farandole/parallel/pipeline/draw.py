@@ -1,0 +1,192 @@
+"""Print and draw timelines: as text, as a picture (PNG, SVG or PDF), and as a trace for https://ui.perfetto.dev.
+
+In text, each column is one unit of time, a digit is a forward pass, and letters mark the other actions:
+
+    rank 0 | 0 1 2 3 . . . . . . B0B0...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from farandole._extras import optional_import
+from farandole.parallel.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
+from farandole.parallel.pipeline.simulate import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {
+    Forward: ("#3d6cb9", "#8aa9dd"),
+    Backward: ("#0b6e4f", "#6bb59b"),
+    BackwardInput: ("#2a9d8f", "#93d3ca"),
+    BackwardWeight: ("#c98a1b", "#e6bf77"),
+}
+"""The colours of an action in the first chunk or replica, and in the second one."""
+
+KINDS = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "input gradient",
+    BackwardWeight: "weight gradient",
+}
+
+
+def second(schedule: Schedule, stage: int, micro_batch: int) -> bool:
+    """Return whether a stage belongs to a later chunk of its rank, or to the second replica."""
+    replica = schedule.replicas[micro_batch]
+    rank = schedule.placement[replica][stage]
+    return bool(replica) or schedule.stages_of(rank, replica)[0] != stage
+
+
+def text(timeline: Timeline, columns: int = 200) -> str:
+    """Return the timeline as text, at most `columns` characters wide."""
+    schedule = timeline.schedule
+    shortest = min((s.end - s.start for spans in timeline.spans for s in spans if s.end > s.start), default=1)
+    cell = 1 + len(str(schedule.micro_batches - 1))
+    label = len(f"rank {schedule.ranks - 1} ")
+    units = max(1, round(timeline.makespan / shortest))
+    cells = min(units, max(1, (columns - label) // cell))
+    scale = cells / timeline.makespan if timeline.makespan else 0.0
+    lines = []
+    for rank, spans in enumerate(timeline.spans):
+        line = [("." + " " * (cell - 1))] * cells
+        for span in spans:
+            first, last = (
+                round(span.start * scale),
+                max(round(span.start * scale) + 1, round(span.end * scale)),
+            )
+            code = span.action.code
+            code = code.lower() if second(schedule, span.action.stage, span.action.micro_batch) else code
+            entry = f"{code}{span.action.micro_batch}".ljust(cell)
+            for place in range(first, min(last, cells)):
+                line[place] = entry if place == first else ("-" * cell)
+        lines.append(f"rank {rank}".ljust(label) + "".join(line).rstrip())
+    return "\n".join(lines)
+
+
+def summary(timeline: Timeline) -> str:
+    """Return the numbers of a timeline in one line."""
+    parts = [
+        f"makespan {timeline.makespan:g}",
+        f"idle {100 * timeline.idle:.1f} %",
+        f"peak activations {timeline.peak:g}",
+    ]
+    if timeline.repeated:
+        parts.insert(2, f"lost with recomputation {100 * timeline.lost:.1f} %")
+    if timeline.schedule.mirrored:
+        parts.append(f"weights 2x, summed {timeline.schedule.reductions}x per step")
+    return ", ".join(parts)
+
+
+def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
+    """Draw timelines below each other, on one time axis.
+
+    Args:
+        path: a file whose name ends in .png, .svg or .pdf.
+    """
+    with optional_import():
+        import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Rectangle
+
+    longest = max(timeline.makespan for timeline in timelines)
+    heights = [timeline.schedule.ranks * 0.26 + 0.45 for timeline in timelines]
+    figure, axes = plt.subplots(
+        len(timelines),
+        1,
+        figsize=(11, sum(heights) + 0.4),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis, timeline in zip(axes[:, 0], timelines, strict=True):
+        draw_timeline(axis, timeline, longest)
+    used = {type(s.action) for timeline in timelines for spans in timeline.spans for s in spans}
+    kinds = [kind for kind in COLOURS if kind in used]
+    handles = [Rectangle((0, 0), 1, 1, fc=COLOURS[kind][0]) for kind in kinds]
+    labels = [KINDS[kind] for kind in kinds]
+    if any(timeline.schedule.chunks > 1 or timeline.schedule.mirrored for timeline in timelines):
+        handles.append(Rectangle((0, 0), 1, 1, fc=COLOURS[Forward][1]))
+        labels.append("light: later chunk, or second replica")
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
+    """Draw one timeline with the number of the micro-batch in each action; the time axis ends at `longest`."""
+    from matplotlib.patches import Rectangle
+
+    schedule = timeline.schedule
+    for rank, spans in enumerate(timeline.spans):
+        axis.add_patch(Rectangle((0, rank), timeline.makespan, 0.9, fc="#dfe4e8", ec="none"))
+        for span in spans:
+            action, width = span.action, span.end - span.start
+            light = second(schedule, action.stage, action.micro_batch)
+            colour = COLOURS[type(action)][light]
+            axis.add_patch(Rectangle((span.start, rank), width, 0.9, fc=colour, ec="white", lw=0.4))
+            if width > 0.0065 * len(str(action.micro_batch)) * longest:  # a digit needs 0.65 % of the width
+                axis.text(
+                    span.start + width / 2,
+                    rank + 0.47,
+                    str(action.micro_batch),
+                    ha="center",
+                    va="center",
+                    fontsize=6.5,
+                    color="black" if light else "white",
+                )
+    places = [rank + 0.45 for rank in range(schedule.ranks)]
+    axis.set(xlim=(0, longest * 1.001), ylim=(schedule.ranks, -0.05), xticks=[])
+    axis.set_yticks(places, [str(rank) for rank in range(schedule.ranks)], fontsize=7)
+    axis.set_ylabel("rank", fontsize=8)
+    axis.tick_params(length=0, labelsize=7)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    axis.set_title(schedule.name, fontsize=9.5, weight="bold", loc="left")
+    axis.set_title(summary(timeline), fontsize=8.5, loc="right")
+
+
+def trace(timeline: Timeline, unit_s: float = 1e-3) -> dict[str, Any]:
+    """Return a trace in the format of Chrome and Perfetto, in which one unit of time is `unit_s` seconds."""
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(timeline.spans):
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for span in spans:
+            action = span.action
+            events.append(
+                {
+                    "name": f"{action.code}{action.micro_batch}",
+                    "cat": KINDS[type(action)],
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": 0,
+                    "ts": span.start * unit_s * 1e6,
+                    "dur": (span.end - span.start) * unit_s * 1e6,
+                    "args": {"stage": action.stage, "micro_batch": action.micro_batch},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write(timelines: Sequence[Timeline], path: str | Path) -> None:
+    """Write timelines to a picture, or a single timeline to a .json trace.
+
+    Raises:
+        ValueError: for an unknown suffix, or a trace of several timelines.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".png", ".svg", ".pdf", ".json"):
+        raise ValueError(f"{path}: expected a name that ends in .png, .svg, .pdf or .json (Perfetto)")
+    if suffix != ".json":
+        draw(timelines, path)
+        return
+    if len(timelines) > 1:
+        raise ValueError(
+            f"{path}: a trace has one schedule, got {len(timelines)}; draw a .png or .svg instead"
+        )
+    Path(path).write_text(json.dumps(trace(timelines[0])) + "\n")

@@ -1,0 +1,86 @@
+"""Losses and metrics of a pipeline: the last stage computes them, and all ranks receive the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from farandole.mesh import LOSS_AXES, Mesh
+from farandole.parallel.global_mean import GlobalMean, Loss, Step, scalar_sum
+from farandole.parallel.pipeline.runtime import Arguments, Pipeline
+from farandole.parallel.precision import cast_floating
+
+if TYPE_CHECKING:
+    from farandole.parallel.engine import Engine
+
+
+class PipelineMean(GlobalMean):
+    """Runs micro-batches through the stages of a pipeline; see `GlobalMean`.
+
+    The loss of the first step is not divided by an estimated count before the backward passes, because ranks would have to agree
+    on the estimate in the middle of the schedule.  Gradients are divided by the exact count after the backward passes.
+    """
+
+    def __init__(self, engine: Engine, mesh: Mesh, pipeline: Pipeline, dtype: torch.dtype | None) -> None:
+        super().__init__(engine, mesh)
+        self._pipeline, self._dtype = pipeline, dtype
+        # ranks that compute a stage together have the same loss, which is counted once
+        axes = ("pipeline", "mirror", *LOSS_AXES)
+        own = mesh.of_rank(engine.comm.rank)[0]
+        first = min(cell.rank for cell in mesh.cells if cell.at(axes) == own.at(axes))
+        self._counts = pipeline.has_loss and first == own.rank
+
+    def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> Step:
+        """Run the schedule on all micro-batches; see `Engine.forward_backward`."""
+        engine, own_batches = self._engine, list(batches)
+        self._most(len(own_batches))
+        expected = self.expected or 1.0
+        with engine.no_sync():
+            sums, counts = self._run_all(
+                own_batches, loss, inputs, train=True, factor=self._losses / expected
+            )
+        engine.join_backward(last=True)
+        mean, count = self._mean(sums, counts)
+        if count != expected:
+            engine.scale_all(expected / count)
+        self.expected = count
+        return Step(mean, count, skipped=engine.will_skip())
+
+    def _evaluate(
+        self, batches: Sequence[Any], metric: Loss, inputs: Callable[[Any], Any]
+    ) -> tuple[list[Tensor], list[Tensor | float]]:
+        self._most(len(batches))
+        return self._run_all(batches, metric, inputs, train=False, factor=1.0)
+
+    def _run_all(
+        self,
+        batches: Sequence[Any],
+        loss: Loss,
+        inputs: Callable[[Any], Any],
+        *,
+        train: bool,
+        factor: float,
+    ) -> tuple[list[Tensor], list[Tensor | float]]:
+        sums: list[Tensor] = []
+        counts: list[Tensor | float] = []
+
+        def loss_of(output: Any, number: int) -> Tensor:
+            total, count = scalar_sum(loss(output, batches[number]))
+            sums.append(total.detach().double())
+            counts.append(count)
+            return total * factor
+
+        if batches:
+            arguments = [self._arguments(inputs(batch)) for batch in batches]
+            self._pipeline.run(arguments, loss_of, device=self._engine.device, train=train)
+        return sums, counts
+
+    def _arguments(self, given: Any) -> Arguments:
+        if self._dtype is not None:
+            given = cast_floating(given, self._dtype)
+        if isinstance(given, Mapping):
+            return (), given
+        return (given if isinstance(given, tuple) else (given,)), {}

@@ -1,0 +1,230 @@
+"""Run a schedule: the stages of this rank, on all micro-batches of a step.
+
+    runtime = Pipeline(stages, name, comm, places, rank)
+    runtime.forward_backward(batches, ...)
+
+An action runs when its inputs have arrived.  The runtime follows the schedule's order, and keeps for each stage and
+micro-batch only what the remaining actions need:
+
+- Forward keeps the leaves that it received and the outputs that require gradients.
+- Backward, or BackwardInput, receives the gradients of these outputs, releases the outputs, and sends the gradients of the leaves.
+- BackwardWeight releases the rest of the graph.
+
+Between two stages on the same rank, tensors are passed without a message.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farandole.parallel.axes import AxisCommunicator
+from farandole.parallel.pipeline.backward import SplitBackward
+from farandole.parallel.pipeline.balance import tensors_of
+from farandole.parallel.pipeline.schedule import (
+    Action,
+    Backward,
+    BackwardInput,
+    Forward,
+    Schedule,
+    build,
+)
+from farandole.parallel.pipeline.simulate import simulate
+from farandole.parallel.pipeline.stage import Stage
+from farandole.parallel.pipeline.transfers import Transfers
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""The positional and the named arguments of the model for a micro-batch."""
+
+
+@dataclass
+class _Pass:
+    """What a stage keeps for the backward pass of one micro-batch."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    split: SplitBackward | None = None
+
+
+class Pipeline:
+    """The stages of this rank and the communicator of the pipeline.
+
+    Args:
+        stages: this rank's stages by number.
+        name: the name of the schedule.
+        comm: the communicator of the pipeline's ranks; None for a single rank.
+        places: the rank in `comm` of each pipeline rank.
+        rank: this pipeline rank.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        name: str,
+        comm: AxisCommunicator | None,
+        places: Sequence[int],
+        rank: int,
+    ) -> None:
+        self._stages, self._name, self._comm, self._places, self._rank = stages, name, comm, places, rank
+        self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
+        """Whether this rank has the last stage of a replica."""
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - an engine has one pipeline
+    def schedule(self, micro_batches: int) -> Schedule:
+        """Return the schedule for a number of micro-batches, after a check that it is complete and free of deadlock."""
+        return simulate(build(self._name, len(self._places), micro_batches)).schedule
+
+    def run(
+        self,
+        batches: Sequence[Arguments],
+        loss: Callable[[Any, int], Tensor | None],
+        *,
+        device: torch.device,
+        train: bool,
+    ) -> None:
+        """Run all micro-batches.
+
+        Args:
+            batches: the arguments of the model for each micro-batch.
+            loss: called on the last rank with the output of a micro-batch and its number; returns the loss to
+                differentiate.
+            device: where received tensors are allocated.
+            train: whether to run backward passes.
+        """
+        schedule = self.schedule(len(batches))
+        if not train:
+            forward = [[a for a in actions if isinstance(a, Forward)] for actions in schedule.actions]
+            schedule = replace(schedule, actions=tuple(map(tuple, forward)))
+        transfers = None
+        if self._comm is not None:
+            transfers = Transfers(self._comm, self._places, schedule, self._rank, device)
+        step = _Step(schedule, self._stages, self._rank, batches, loss, transfers)
+        for action in schedule.actions[self._rank]:
+            if transfers is not None:
+                transfers.poll()
+            step.run(action)
+        if transfers is not None:
+            transfers.finish()
+
+
+class _Step:
+    """One step of one rank."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        rank: int,
+        batches: Sequence[Arguments],
+        loss: Callable[[Any, int], Tensor | None],
+        transfers: Transfers | None,
+    ) -> None:
+        self._schedule, self._stages, self._rank = schedule, stages, rank
+        self._batches, self._loss, self._transfers = batches, loss, transfers
+        self._passes: dict[tuple[int, int], _Pass] = {}
+        self._local: dict[tuple[str, int, int], Any] = {}  # results for other stages of this rank
+
+    def run(self, action: Action) -> None:
+        """Run an action."""
+        where = (action.stage, action.micro_batch)
+        if isinstance(action, Forward):
+            self._forward(*where)
+        elif isinstance(action, Backward):
+            self._backward(*where)
+        elif isinstance(action, BackwardInput):
+            self._backward_input(*where)
+        else:
+            found = self._passes.pop(where)
+            if found.split is not None:
+                found.split.weight_gradients()
+
+    # ---- computation ----
+
+    def _forward(self, stage: int, m: int) -> None:
+        hidden = self._receive("F", stage, m, stage - 1) if stage else None
+        output = self._stages[stage].run(hidden, *self._batches[m])
+        if stage == self._schedule.stages - 1:
+            output = self._loss(output, m)
+        else:
+            _check_output(output, stage)
+        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        if torch.is_grad_enabled():
+            inputs = [tensor for tensor in tensors_of(hidden) if tensor.requires_grad]
+            self._passes[stage, m] = _Pass(inputs, outputs)
+        if stage < self._schedule.stages - 1:
+            self._send_output(stage, m, output)
+
+    def _backward(self, stage: int, m: int) -> None:
+        gradients = self._output_gradients(stage, m)
+        found = self._passes.pop((stage, m))
+        if found.outputs:
+            torch.autograd.backward(found.outputs, gradients)
+        self._send_gradients(stage, m, found.inputs, [each.grad for each in found.inputs])
+
+    def _backward_input(self, stage: int, m: int) -> None:
+        gradients = self._output_gradients(stage, m)
+        found = self._passes[stage, m]
+        inputs = found.inputs
+        own: list[Tensor | None] = [None] * len(inputs)
+        if found.outputs:
+            found.split = SplitBackward(found.outputs, inputs)
+            found.outputs, found.inputs = [], []
+            own = found.split.input_gradients(gradients)
+        self._send_gradients(stage, m, inputs, own)
+
+    def _output_gradients(self, stage: int, m: int) -> list[Tensor]:
+        if stage == self._schedule.stages - 1:
+            return [torch.ones_like(output) for output in self._passes[stage, m].outputs]
+        return list(self._receive("I", stage, m, stage + 1))
+
+    # ---- messages ----
+
+    def _is_local(self, stage: int, m: int) -> bool:
+        return self._schedule.rank_of(stage, m) == self._rank
+
+    def _receive(self, code: str, stage: int, m: int, source: int) -> Any:
+        if self._is_local(source, m):
+            return self._local.pop((code, stage, m))
+        assert self._transfers is not None
+        return self._transfers.receive(code, stage, m)
+
+    def _send_output(self, stage: int, m: int, output: Any) -> None:
+        if self._is_local(stage + 1, m):
+            self._local["F", stage + 1, m] = _leaves(output)
+        elif self._transfers is not None:
+            self._transfers.send_output(stage, m, output)
+
+    def _send_gradients(
+        self, stage: int, m: int, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> None:
+        if not stage:
+            return
+        complete = [
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(inputs, gradients, strict=True)
+        ]
+        if self._is_local(stage - 1, m):
+            self._local["I", stage - 1, m] = complete
+        elif self._transfers is not None:
+            self._transfers.send_gradients(stage, m, complete)
+
+
+def _check_output(output: Any, stage: int) -> None:
+    parts = list(output) if isinstance(output, tuple) else [output]
+    if not all(part is None or isinstance(part, Tensor) for part in parts):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(
+            f"stage {stage} returned {kinds}; expected a tensor, or a tuple of tensors and None, between blocks"
+        )
+
+
+def _leaves(output: Any) -> Any:
+    """Return the output of a stage as leaves, which end the graph of the stage."""
+    if isinstance(output, Tensor):
+        return output.detach().requires_grad_(output.requires_grad)
+    return tuple(None if part is None else _leaves(part) for part in output)

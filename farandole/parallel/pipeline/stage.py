@@ -1,0 +1,162 @@
+"""Keep the blocks of this rank's stages, and run one stage of a model whose code knows nothing about stages.
+
+A model is an `nn.Sequential` of blocks.  A stage is a range of blocks.  To run a stage, its model is called with the
+micro-batch's usual arguments, but with other blocks replaced:
+
+- The block before the stage returns the hidden states that were received from the previous stage.
+- The block after the stage ends the call, and its input is the output of the stage.
+
+So each stage executes the model's own `forward`, including its preparation of positions and masks, and the last stage
+returns the model's output.  Parameters keep the names that they have in the complete model.  A parameter that is tied to a
+block of another rank, such as the token embedding in the output projection, also keeps its first name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from farandole.parallel.axes import Layouts
+from farandole.parallel.pipeline.balance import Balance, balance, parameter_costs
+from farandole.parallel.pipeline.schedule import Schedule, ScheduleError
+from farandole.plan import PlanError
+
+
+class Stage:
+    """One stage of `model`: the blocks in `blocks`."""
+
+    def __init__(self, model: nn.Sequential, number: int, blocks: range) -> None:
+        self.number, self._model = number, model
+        self._before = _Before()
+        self._view = copy.copy(model)
+        after = _After()
+        children = blocks_of(model)
+        self._view._modules = {
+            name: child if place in blocks else self._before if place < blocks.start else after
+            for place, (name, child) in enumerate(children)
+        }
+
+    def run(self, hidden: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Return the output of the stage.
+
+        Args:
+            hidden: the output of the previous stage; ignored by the first stage.
+            arguments, named: the arguments of the complete model for the micro-batch.
+        """
+        self._before.received = hidden
+        self._view.training = self._model.training
+        try:
+            return self._view(*arguments, **named)
+        except _StageEnd as end:
+            return end.hidden
+        finally:
+            self._before.received = None
+
+
+class _StageEnd(Exception):
+    """Ends the call of a model after the last block of a stage."""
+
+    def __init__(self, hidden: Any) -> None:
+        super().__init__("the stage has ended")
+        self.hidden = hidden
+
+
+class _Before(nn.Module):
+    """Replaces the blocks before a stage."""
+
+    received: Any = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Return the hidden states of the previous stage."""
+        return self.received
+
+
+class _After(nn.Module):
+    """Replaces the blocks after a stage."""
+
+    def forward(self, hidden: Any, *_: Any, **__: Any) -> Any:
+        """End the call."""
+        raise _StageEnd(hidden)
+
+
+class Absent(nn.Module):
+    """Replaces a block that another rank has; it contains only parameters that are tied to a block of this rank."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Refuse to run."""
+        raise RuntimeError(
+            "this rank has only some stages of the model: call engine.forward_backward or engine.evaluate, which run all "
+            "stages"
+        )
+
+
+def blocks_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """Return the names and blocks of a model; unlike `named_children`, a block that occurs twice is listed twice."""
+    return [(name, block) for name, block in model._modules.items() if block is not None]
+
+
+def split(
+    model: nn.Sequential,
+    schedule: Schedule,
+    rank: int,
+    layouts: Layouts,
+    costs: Sequence[float] | None = None,
+) -> tuple[dict[int, Stage], Balance]:
+    """Remove the blocks of other ranks from `model`, and declare in `layouts` which ranks store each parameter.
+
+    Args:
+        rank: the pipeline rank.
+        costs: the cost of each block; by default, the number of its parameters.
+
+    Returns:
+        The stages of this rank by number, and the division of the blocks.
+
+    Raises:
+        PlanError: if the model has too few blocks.
+    """
+    try:
+        found = balance(costs or parameter_costs(model), schedule.stages)
+    except ScheduleError as error:
+        raise PlanError(f"pipeline={schedule.ranks}, schedule={schedule.name!r}: {error}") from error
+    placement = schedule.placement[0]
+    children = blocks_of(model)
+    holders: dict[str, set[int]] = {name: set() for name in layouts}
+    for number, blocks in enumerate(found.ranges):
+        for place in blocks:
+            for parameter in children[place][1].parameters():
+                holders[layouts.of(parameter).name].add(placement[number])
+    for name, stages in holders.items():
+        layouts[name] = replace(layouts[name], stages=frozenset(stages))
+    own = {
+        number: blocks
+        for number, blocks in enumerate(found.ranges)
+        if any(
+            row[number] == rank for row in schedule.placement
+        )  # a mirrored rank has a stage of each replica
+    }
+    kept = {place for blocks in own.values() for place in blocks}
+    needed = {id(p): p for place in kept for p in children[place][1].parameters()}
+    for place, (name, child) in enumerate(children):
+        if place not in kept:
+            model._modules[name] = _absent(child, needed)
+    return {number: Stage(model, number, blocks) for number, blocks in own.items()}, found
+
+
+def _absent(block: nn.Module, needed: Mapping[int, nn.Parameter]) -> Absent:
+    """Return a replacement for a block, with its parameters in `needed` under their names."""
+    absent = Absent()
+    for path, parameter in block.named_parameters(remove_duplicate=False):
+        if id(parameter) not in needed:
+            continue
+        *folders, leaf = path.split(".")
+        module: nn.Module = absent
+        for folder in folders:
+            if folder not in module._modules:
+                module.add_module(folder, nn.Module())
+            module = module._modules[folder]  # type: ignore[assignment]
+        module.register_parameter(leaf, parameter)
+    return absent

@@ -1,0 +1,247 @@
+"""Sends and receives between the stages of one step.
+
+Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank of the
+previous stage.  Shapes are found at run time: a header with types and shapes precedes an output.  A gradient has the shapes of
+the output, which its receiver knows.
+
+The order of messages follows from the schedule of all ranks.  A rank sends a result directly after the action that computed
+it, and posts the receives from a peer in the order of the peer's sends.  No order deadlocks:
+
+- A send never blocks, and a rank waits only for receives.
+- Assume that some ranks wait forever.  Each of them waits in front of an action for a message, or for an earlier message of
+  the same peer, which the peer sends earlier.  The peer has not sent the message, so it waits as well, in front of the action
+  that computes the message or an earlier action.  Therefore each waiting rank waits for an action that precedes its own action
+  in the order of the simulator (`simulate`).  This order is finite and has a first waiting action, which contradicts the
+  assumption.
+
+Because receives are posted as soon as the header has arrived, data arrives while the rank computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farandole.parallel.axes import AxisCommunicator
+from farandole.parallel.pipeline.schedule import Action, Backward, BackwardInput, Forward, Schedule
+
+HEADER = 64
+"""The length of a header in int64 numbers."""
+
+TYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """The type and shape of a tensor, and whether it requires a gradient; None in a tuple stands for None."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> TensorShape | None:
+        """Return the type and shape of a tensor."""
+        return None if tensor is None else cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return an uninitialized tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+Shapes = list[TensorShape | None]
+Message = tuple[str, int, int]
+"""The message of an action: "F" or "I", the stage that receives it, and the micro-batch."""
+
+
+@dataclass
+class _Receive:
+    """A posted receive, and the tensors that it fills."""
+
+    works: list[dist.Work]
+    tensors: list[Tensor | None]
+    shapes: Shapes
+    single: bool
+
+
+class Transfers:
+    """The messages of this rank in one step.
+
+    Args:
+        comm: the communicator of the pipeline's ranks.
+        places: the rank in `comm` of each rank of the schedule.
+        rank: this rank in the schedule.
+        device: where received tensors are allocated.
+    """
+
+    def __init__(
+        self,
+        comm: AxisCommunicator,
+        places: Sequence[int],
+        schedule: Schedule,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._comm, self._places, self._schedule, self._device = comm, places, schedule, device
+        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._gradients: dict[Message, Shapes] = {}
+        self._posted: dict[Message, _Receive] = {}
+        self._headers: dict[int, tuple[dist.Work, Tensor]] = {}
+        self._queues = {
+            peer: deque(messages)
+            for peer in range(schedule.ranks)
+            if peer != rank and (messages := _messages(schedule, peer, rank))
+        }
+
+    def send_output(self, stage: int, m: int, output: Any) -> None:
+        """Send the output of a forward pass to the next stage."""
+        single = isinstance(output, Tensor)
+        tensors = [output] if single else list(output)
+        shapes = [TensorShape.of(tensor) for tensor in tensors]
+        message = ("F", stage + 1, m)
+        peer = self._schedule.rank_of(stage + 1, m)
+        self._send(encode(shapes, single=single).to(self._device), peer, self._tag(message, header=True))
+        for tensor in tensors:
+            if tensor is not None:
+                self._send(tensor.detach().contiguous(), peer, self._tag(message))
+        self._gradients["I", stage, m] = [
+            shape for shape in shapes if shape is not None and shape.requires_grad
+        ]
+
+    def send_gradients(self, stage: int, m: int, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients of a stage's inputs to the previous stage."""
+        message = ("I", stage - 1, m)
+        for gradient in gradients:
+            self._send(gradient.contiguous(), self._schedule.rank_of(stage - 1, m), self._tag(message))
+
+    def receive(self, code: str, stage: int, m: int) -> Any:
+        """Return what a stage needs: the previous stage's output for "F", or the gradients of its own outputs for "I".
+
+        Outputs are leaves that require gradients if the sent tensors did.
+        """
+        message = (code, stage, m)
+        peer = self._schedule.rank_of(stage + (1 if code == "I" else -1), m)
+        while message not in self._posted:
+            self._post(peer)
+        received = self._posted.pop(message)
+        for work in received.works:
+            work.wait()
+        for tensor, shape in zip(received.tensors, received.shapes, strict=True):
+            if code == "F" and tensor is not None and shape is not None and shape.requires_grad:
+                tensor.requires_grad_()
+        return received.tensors[0] if received.single else tuple(received.tensors)
+
+    def poll(self) -> None:
+        """Post the receives whose headers have arrived, and release sent tensors."""
+        for peer, queue in self._queues.items():
+            while queue and self._is_known(peer, queue[0]):
+                self._post(peer)
+        self._sends = [(work, tensor) for work, tensor in self._sends if not work.is_completed()]
+
+    def finish(self) -> None:
+        """Wait until all sends are complete."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends = []
+
+    def _is_known(self, peer: int, message: Message) -> bool:
+        """Return whether the shapes of a peer's next message are known."""
+        if message[0] == "I":
+            return message in self._gradients
+        return self._header(peer, message)[0].is_completed()
+
+    def _header(self, peer: int, message: Message) -> tuple[dist.Work, Tensor]:
+        if peer not in self._headers:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
+            self._headers[peer] = (
+                self._comm.irecv(header, self._places[peer], self._tag(message, header=True)),
+                header,
+            )
+        return self._headers[peer]
+
+    def _post(self, peer: int) -> None:
+        """Post the receive of a peer's next message."""
+        message = self._queues[peer].popleft()
+        single = False
+        if message[0] == "I":
+            shapes = self._gradients.pop(message)
+        else:
+            work, header = self._header(peer, message)
+            work.wait()
+            del self._headers[peer]
+            shapes, single = decode(header.cpu())
+        tensors = [None if shape is None else shape.empty(self._device) for shape in shapes]
+        tag = self._tag(message)
+        works = [
+            self._comm.irecv(tensor, self._places[peer], tag) for tensor in tensors if tensor is not None
+        ]
+        self._posted[message] = _Receive(works, tensors, shapes, single)
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        self._sends.append((self._comm.isend(tensor, self._places[peer], tag), tensor))
+
+    def _tag(self, message: Message, *, header: bool = False) -> int:
+        code, stage, m = message
+        return 4 * (stage * self._schedule.micro_batches + m) + 2 * (code == "I") + header
+
+
+def _messages(schedule: Schedule, peer: int, rank: int) -> list[Message]:
+    """Return the messages from a peer to a rank, in the order in which the peer sends them."""
+
+    def of(action: Action) -> Message | None:
+        stage, m = action.stage, action.micro_batch
+        if isinstance(action, Forward) and stage + 1 < schedule.stages:
+            return ("F", stage + 1, m) if schedule.rank_of(stage + 1, m) == rank else None
+        if isinstance(action, Backward | BackwardInput) and stage:
+            return ("I", stage - 1, m) if schedule.rank_of(stage - 1, m) == rank else None
+        return None
+
+    return [message for action in schedule.actions[peer] if (message := of(action)) is not None]
+
+
+def encode(shapes: Shapes, *, single: bool) -> Tensor:
+    """Return the header of an output.
+
+    Raises:
+        TypeError: if the header is too short for the shapes, or a type is unknown.
+    """
+    numbers = [int(single), len(shapes)]
+    for shape in shapes:
+        if shape is None:
+            numbers.append(-1)
+            continue
+        if shape.dtype not in TYPES:
+            raise TypeError(
+                f"a stage's output has type {shape.dtype}; expected one of {', '.join(map(str, TYPES))}"
+            )
+        numbers += [TYPES.index(shape.dtype), int(shape.requires_grad), len(shape.shape), *shape.shape]
+    if len(numbers) > HEADER:
+        raise TypeError(
+            f"a stage's output has {len(shapes)} tensors, whose shapes need {len(numbers)} numbers, more than {HEADER}; "
+            "return fewer tensors from a block"
+        )
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
+
+
+def decode(header: Tensor) -> tuple[Shapes, bool]:
+    """Return the shapes in a header, and whether the output is a single tensor instead of a tuple."""
+    numbers = deque(header.tolist())
+    single, count = bool(numbers.popleft()), numbers.popleft()
+    shapes: Shapes = []
+    for _ in range(count):
+        kind = numbers.popleft()
+        if kind < 0:
+            shapes.append(None)
+            continue
+        requires_grad, dims = bool(numbers.popleft()), numbers.popleft()
+        shapes.append(TensorShape(TYPES[kind], tuple(numbers.popleft() for _ in range(dims)), requires_grad))
+    return shapes, single

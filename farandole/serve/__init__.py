@@ -1,0 +1,13 @@
+"""Serve language models: requests join and leave a running batch at every step.
+
+engine.py    the generation engine: schedule, run, post-process
+store.py     keys and values of all running sequences: contiguous slots, or pages with shared prefixes
+rows.py      products and attention whose results do not depend on the other rows of a batch
+sampling.py  draws the next tokens of all sequences
+text.py      converts tokens to text as they arrive, and finds stop strings
+folder.py    reads a model, its tokenizer and its chat template from a folder
+llm.py       generates text offline
+service.py   runs the engine in a thread for the server
+protocol.py  the fields of the HTTP requests
+app.py       the HTTP server
+"""

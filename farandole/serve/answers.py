@@ -1,0 +1,134 @@
+"""Convert the engine's outputs to the answers of OpenAI's interface."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from farandole.serve.request import Logprob, Output
+
+
+class TokenTexts:
+    """The bytes of tokens, for log-probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._is_byte_level = "ByteLevel" in str(tokenizer.decoder)
+        self._special = {
+            number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return a token's bytes."""
+        text: str = self._tokenizer.id_to_token(token) or ""
+        if token in self._tokenizer.get_added_tokens_decoder() or not text:
+            return text.encode()
+        if self._is_byte_level:
+            table = _byte_of_character()
+            if all(character in table for character in text):
+                return bytes(table[character] for character in text)
+        if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text):
+            return bytes.fromhex(match[1])
+        return text.replace("▁", " ").encode()
+
+    def text_of(self, token: int) -> str:
+        """Return a token's text; for an incomplete character, its bytes as in OpenAI's interface."""
+        found = self.bytes_of(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    def is_special(self, token: int) -> bool:
+        """Return whether a token is not part of the text."""
+        return token in self._special
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """Return GPT-2's table: printable bytes are themselves, and the others are characters from 256."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+@dataclass
+class Choice:
+    """Collects one sequence's text and log-probabilities.
+
+    Log-probabilities are held back as long as their tokens' text, so that they do not show a stop string.
+    """
+
+    texts: TokenTexts
+    index: int
+    offset: int = 0
+    text: str = ""
+    tokens: int = 0
+    finish_reason: str | None = None
+    logprobs: list[tuple[Logprob, int]] = field(default_factory=list)
+    _pending: list[tuple[Logprob, int]] = field(default_factory=list)
+    _decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("ignore"))
+    _end: int = 0
+
+    def add(self, output: Output) -> tuple[str, list[tuple[Logprob, int]]]:
+        """Add an output.  Returns the new text, and the new log-probabilities with offsets in the text."""
+        self.text += output.text
+        self.tokens += len(output.tokens)
+        self.finish_reason = output.finish_reason
+        for logprob in output.logprobs:
+            self._pending.append((logprob, self._end))
+            if not self.texts.is_special(logprob.token):
+                self._end += len(self._decoder.decode(self.texts.bytes_of(logprob.token)))
+        sent = len(self.text)
+        everything = output.finish_reason == "length"
+        ready = [each for each in self._pending if everything or each[1] < sent]
+        self._pending = self._pending[len(ready) :]
+        ready = [(logprob, at + self.offset) for logprob, at in ready]
+        self.logprobs += ready
+        return output.text, ready
+
+
+def completion_logprobs(
+    texts: TokenTexts, entries: Sequence[tuple[Logprob, int]], first: int | None = None
+) -> dict[str, Any]:
+    """Return log-probabilities in the format of completions.  `first` is the prompt's first token, without a value."""
+    start = [] if first is None else [texts.text_of(first)]
+    blank: list[Any] = [] if first is None else [None]
+    return {
+        "tokens": [*start, *(texts.text_of(each.token) for each, _ in entries)],
+        "token_logprobs": [*blank, *(each.logprob for each, _ in entries)],
+        "top_logprobs": [
+            *blank,
+            *({texts.text_of(token): value for token, value in each.top} for each, _ in entries),
+        ],
+        "text_offset": [*(0 for _ in start), *(at for _, at in entries)],
+    }
+
+
+def chat_logprobs(texts: TokenTexts, entries: Sequence[tuple[Logprob, int]]) -> dict[str, Any]:
+    """Return log-probabilities in the format of chat completions."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": texts.text_of(token),
+            "logprob": logprob,
+            "bytes": list(texts.bytes_of(token)),
+        }
+
+    content = [
+        {**one(each.token, each.logprob), "top_logprobs": [one(*pair) for pair in each.top]}
+        for each, _ in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    """Return the number of tokens."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

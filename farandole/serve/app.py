@@ -1,0 +1,416 @@
+"""The HTTP server: OpenAI's completions and chat completions, and a few endpoints of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from farandole._extras import optional_import
+
+with optional_import():
+    from fastapi import FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.exceptions import HTTPException
+
+from farandole.data.errors import DataError
+from farandole.serve.answers import Choice, TokenTexts, chat_logprobs, completion_logprobs, usage
+from farandole.serve.engine import QueueFullError
+from farandole.serve.folder import ModelFolder
+from farandole.serve.guard import Guard, Limits
+from farandole.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from farandole.serve.request import RequestError, Sampling
+from farandole.serve.service import Service, Ticket
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request in progress.
+
+    Args:
+        head: the fields that all parts of the answer have.
+        tickets: the engine's requests, one per prompt.
+        choices: all sequences, `n` for each prompt.
+        echoes: for each prompt, the text with which its choices start.
+    """
+
+    request: CompletionRequest | ChatRequest
+    head: dict[str, Any]
+    tickets: list[Ticket]
+    choices: list[Choice]
+    echoes: list[str]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the number of tokens in all prompts."""
+        return sum(len(ticket.prompt) for ticket in self.tickets)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Return the number of tokens so far."""
+        return usage(self.prompt_tokens, sum(choice.tokens for choice in self.choices))
+
+
+class Server:
+    """Answers HTTP requests.
+
+    Args:
+        found: the model.
+        service: the engine.
+        name: the model's name in requests.
+        limits: the limits on requests.
+        keys: SHA-256 hashes of API keys; if empty, no key is required.
+    """
+
+    def __init__(
+        self, found: ModelFolder, service: Service, name: str, limits: Limits, keys: Sequence[bytes] = ()
+    ) -> None:
+        self._found, self._service, self._name, self._limits = found, service, name, limits
+        self._texts = TokenTexts(found.tokenizer)
+        self._created = int(time.time())
+        self.app = self._build(keys)
+
+    def _build(self, keys: Sequence[bytes]) -> FastAPI:
+        @contextlib.asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            self._service.start()
+            yield
+            self._service.close()
+
+        # the pages with the documentation of FastAPI load scripts from other servers
+        app = FastAPI(title="farandole serve", lifespan=lifespan, docs_url=None, redoc_url=None)
+        app.add_middleware(Guard, limits=self._limits, keys=keys)
+        app.add_exception_handler(RequestValidationError, _on_invalid)
+        app.add_exception_handler(HTTPException, _on_http_error)
+        app.add_exception_handler(RequestError, _on_request_error)
+        app.add_exception_handler(QueueFullError, _on_full)
+
+        @app.post("/v1/completions")
+        async def completions(body: CompletionRequest, request: Request) -> Response:
+            return await self._answer(request, await self._start_completion(body))
+
+        @app.post("/v1/chat/completions")
+        async def chat(body: ChatRequest, request: Request) -> Response:
+            return await self._answer(request, await self._start_chat(body))
+
+        @app.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            return {"object": "list", "data": [self._model()]}
+
+        @app.get("/v1/models/{name:path}")
+        async def model(name: str) -> dict[str, Any]:
+            self._check_model(name)
+            return self._model()
+
+        @app.post("/tokenize")
+        async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+            if body.model is not None:
+                self._check_model(body.model)
+            tokens = await self._encode(body.prompt, body.add_special_tokens)
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": self._found.context}
+
+        @app.get("/health")
+        async def health() -> Response:
+            alive = self._service.is_alive
+            return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            return PlainTextResponse(self._service.metrics(), media_type="text/plain; version=0.0.4")
+
+        return app
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "farandole",
+            "max_model_len": self._found.context,
+        }
+
+    def _check_model(self, name: str) -> None:
+        if name != self._name:
+            raise HTTPException(404, f"model: {name!r} does not exist; this server has {self._name!r}")
+
+    async def _encode(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text, without blocking the event loop."""
+        encoding = await asyncio.to_thread(self._found.tokenizer.encode, text, add_special_tokens=special)
+        tokens: list[int] = encoding.ids
+        return tokens
+
+    # ---- start ----
+
+    async def _start_completion(self, body: CompletionRequest) -> _Job:
+        self._check_model(body.model)
+        sampling = body.sampling()
+        if body.stream and sampling.prompt_logprobs and sampling.n > 1:
+            raise RequestError("n", "expected 1 for a stream with echo and logprobs")
+        prompts = body.prompts()
+        tokens = [
+            await self._encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
+        echoes = []
+        for prompt, own in zip(prompts, tokens, strict=True):
+            self._service.engine.check(own, sampling)  # also the range of the tokens
+            text = prompt if isinstance(prompt, str) else self._found.tokenizer.decode(own)
+            echoes.append(text if body.echo else "")
+        return self._submit(body, sampling, tokens, echoes, "cmpl", "text_completion")
+
+    async def _start_chat(self, body: ChatRequest) -> _Job:
+        self._check_model(body.model)
+        sampling = body.sampling()
+        template = self._found.template
+        if template is None:
+            raise RequestError("messages", f"the model has no chat template: {self._found.no_template}")
+        try:
+            text = template.render([message.plain() for message in body.messages], prompt=True)
+        except DataError as error:
+            raise RequestError("messages", str(error)) from None
+        tokens = await self._encode(text, False)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        return self._submit(body, sampling, [tokens], [""], "chatcmpl", kind)
+
+    def _submit(
+        self,
+        body: CompletionRequest | ChatRequest,
+        sampling: Sampling,
+        prompts: Sequence[list[int]],
+        echoes: list[str],
+        prefix: str,
+        kind: str,
+    ) -> _Job:
+        _ = body.include_usage  # checks the field
+        tickets = self._service.submit([(prompt, sampling) for prompt in prompts])
+        head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._name,
+        }
+        choices = [
+            Choice(self._texts, index, len(echoes[index // sampling.n]))
+            for index in range(len(prompts) * sampling.n)
+        ]
+        return _Job(body, head, tickets, choices, echoes)
+
+    # ---- answer ----
+
+    async def _answer(self, request: Request, job: _Job) -> Response:
+        if job.request.stream:
+            return StreamingResponse(
+                self._stream(job),
+                media_type="text/event-stream",
+                headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+            )
+        try:
+            async with asyncio.timeout(self._limits.request_s):
+                return await _unless_disconnected(request, self._collect(job))
+        except TimeoutError:
+            return _error(504, f"the request took more than {self._limits.request_s:g} s", "timeout")
+        finally:
+            self._service.cancel(job.tickets)
+
+    async def _collect(self, job: _Job) -> Response:
+        """Wait for the complete answer."""
+        prompt_logprobs: list[list[Any]] = [[] for _ in job.tickets]
+        n = job.request.n
+        for number, ticket in enumerate(job.tickets):
+            left = n
+            while left:
+                output = await ticket.outputs.get()
+                if output.finish_reason == "error":
+                    return _error(500, "the engine failed; see the server's log", "internal_error")
+                prompt_logprobs[number] += output.prompt_logprobs
+                job.choices[number * n + output.choice].add(output)
+                left -= output.finish_reason is not None
+        found = []
+        for choice in job.choices:
+            number = choice.index // n
+            entry: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason}
+            if isinstance(job.request, ChatRequest):
+                entry["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+                entry["logprobs"] = (
+                    chat_logprobs(self._texts, choice.logprobs) if job.request.logprobs else None
+                )
+            else:
+                entry["text"] = job.echoes[number] + choice.text
+                entry["logprobs"] = None
+                if job.request.logprobs is not None:
+                    before = (
+                        self._with_offsets(job.tickets[number], prompt_logprobs[number])
+                        if job.request.echo
+                        else []
+                    )
+                    first = job.tickets[number].prompt[0] if job.request.echo else None
+                    entry["logprobs"] = completion_logprobs(self._texts, [*before, *choice.logprobs], first)
+            found.append(entry)
+        return JSONResponse({**job.head, "choices": found, "usage": job.usage})
+
+    async def _stream(self, job: _Job) -> AsyncIterator[str]:
+        """Yield server-sent events.  When the client disconnects, the generator is closed, and the slot is freed."""
+        try:
+            try:
+                async with asyncio.timeout(self._limits.request_s):
+                    async for event in self._events(job):
+                        yield event
+            except TimeoutError:
+                message = f"the request took more than {self._limits.request_s:g} s"
+                yield _event({"error": _error_body(message, "timeout")})
+            yield "data: [DONE]\n\n"
+        finally:
+            self._service.cancel(job.tickets)
+
+    async def _events(self, job: _Job) -> AsyncIterator[str]:
+        n, is_chat = job.request.n, isinstance(job.request, ChatRequest)
+        blank = {"usage": None} if job.request.include_usage else {}
+        if isinstance(job.request, ChatRequest):
+            for choice in job.choices:
+                delta = {"role": "assistant", "content": ""}
+                yield _event(
+                    {
+                        **job.head,
+                        "choices": [
+                            {"index": choice.index, "delta": delta, "finish_reason": None, "logprobs": None}
+                        ],
+                        **blank,
+                    }
+                )
+        started: set[int] = set()
+        async for number, output in _merged(job.tickets):
+            if output.finish_reason == "error":
+                yield _event(
+                    {"error": _error_body("the engine failed; see the server's log", "internal_error")}
+                )
+                return
+            choice = job.choices[number * n + output.choice]
+            text, logprobs = choice.add(output)
+            entry: dict[str, Any] = {"index": choice.index, "finish_reason": output.finish_reason}
+            if isinstance(job.request, ChatRequest):
+                entry["delta"] = {"content": text} if text else {}
+                entry["logprobs"] = chat_logprobs(self._texts, logprobs) if job.request.logprobs else None
+            else:
+                first = None
+                entries = logprobs
+                if choice.index not in started and job.request.echo:
+                    text = job.echoes[number] + text
+                    first = job.tickets[number].prompt[0]
+                    entries = [
+                        *self._with_offsets(job.tickets[number], output.prompt_logprobs),
+                        *logprobs,
+                    ]
+                started.add(choice.index)
+                entry["text"] = text
+                wanted = job.request.logprobs is not None
+                entry["logprobs"] = completion_logprobs(self._texts, entries, first) if wanted else None
+            has_logprobs = bool(logprobs)
+            if text or has_logprobs or output.finish_reason or (not is_chat and output.prompt_logprobs):
+                yield _event({**job.head, "choices": [entry], **blank})
+        if job.request.include_usage:
+            yield _event({**job.head, "choices": [], "usage": job.usage})
+
+    def _with_offsets(self, ticket: Ticket, logprobs: Sequence[Any]) -> list[tuple[Any, int]]:
+        """Return the log-probabilities of a prompt with offsets in its text."""
+        found, end = [], len(self._texts.bytes_of(ticket.prompt[0]).decode(errors="ignore"))
+        if self._texts.is_special(ticket.prompt[0]):
+            end = 0
+        for logprob in logprobs:
+            found.append((logprob, end))
+            if not self._texts.is_special(logprob.token):
+                end += len(self._texts.bytes_of(logprob.token).decode(errors="ignore"))
+        return found
+
+
+async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Any]]:
+    """Yield the outputs of all tickets as they arrive, each with the number of its ticket."""
+    left = [ticket.sampling.n for ticket in tickets]
+    tasks = {asyncio.ensure_future(ticket.outputs.get()): number for number, ticket in enumerate(tickets)}
+    try:
+        while tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = tasks.pop(task)
+                outputs = [task.result()]
+                queue = tickets[number].outputs
+                while not queue.empty():
+                    outputs.append(queue.get_nowait())
+                for output in outputs:
+                    left[number] -= output.finish_reason is not None
+                    yield number, output
+                if left[number]:
+                    tasks[asyncio.ensure_future(queue.get())] = number
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _unless_disconnected(request: Request, answer: Coroutine[Any, Any, T]) -> T | Response:
+    """Return the answer, or cancel it when the client disconnects."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else Response(status_code=499)
+    finally:
+        work.cancel()
+        gone.cancel()
+
+
+# ---- errors ----
+
+
+def _error_body(message: str, code: str, param: str | None = None, kind: str = "") -> dict[str, Any]:
+    return {"message": message, "type": kind or code, "param": param, "code": code}
+
+
+def _error(
+    status: int, message: str, code: str, param: str | None = None, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
+    return JSONResponse({"error": _error_body(message, code, param, kind)}, status, headers)
+
+
+def _on_invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return _error(400, f"body: expected JSON, got invalid JSON: {first['ctx']['error']}", "invalid_json")
+    # the place is, for example, ("body", "prompt", "str"), with the type of a union at the end
+    place = [str(part) for part in first["loc"][1:]]
+    field = place[0] if place else "body"
+    reason = first["msg"]
+    if first["type"] == "extra_forbidden":
+        field, reason = ".".join(place), "this field is not supported"
+    return _error(400, f"{field}: {reason}", "invalid_value", field)
+
+
+def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = "model_not_found" if str(error.detail).startswith("model: ") else "invalid_request"
+    return _error(error.status_code, str(error.detail), code, "model" if code == "model_not_found" else None)
+
+
+def _on_request_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    code = "context_length_exceeded" if "does not fit" in str(error) else "invalid_value"
+    return _error(400, str(error), code, error.field)
+
+
+def _on_full(_: Request, error: Exception) -> Response:
+    return _error(429, f"{error}; try again later", "queue_full", headers={"Retry-After": "1"})
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -1,0 +1,157 @@
+"""Generate text for the prompts in a file, and continue where an interrupted run stopped.
+
+Each line of the input is a JSON object with `prompt` (text or tokens) or `messages` (a conversation), optionally an
+`id`, and fields of `Sampling` that replace the defaults:
+
+    {"prompt": "import "}
+    {"id": "q1", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20, "temperature": 0}
+
+Each line of the output belongs to the line of the input with the same number:
+
+    {"index": 0, "text": "os\\n", "finish_reason": "length", "prompt_tokens": 2, "completion_tokens": 16}
+
+With `n` above 1, `choices` replaces `text` and `finish_reason`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from farandole.data.errors import DataError
+from farandole.serve.llm import LLM, Generation, Prompt
+from farandole.serve.request import RequestError, Sampling
+
+OWN = ("id", "prompt", "messages")
+_ALLOWED = {field.name for field in fields(Sampling)} - {"logprobs", "prompt_logprobs"}
+
+
+def generate_file(
+    llm: LLM,
+    input_file: Path,
+    output_file: Path,
+    defaults: Sampling,
+    progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+) -> int:
+    """Write a line for each line of the input, in order.
+
+    Lines that the output already has are not computed again.  Line i is sampled with the seed of `defaults` plus i, so
+    an interrupted run writes the same lines as an uninterrupted run.
+
+    Args:
+        progress: a callback that receives the number of lines written so far, of all lines, and of new tokens.
+
+    Returns:
+        The number of lines written.
+
+    Raises:
+        DataError: if a file cannot be read or a line is invalid.  No line is computed in this case.
+    """
+    records = _read_lines(input_file)
+    parsed = [
+        _parse(
+            llm, record, replace(defaults, seed=defaults.seed + number), f"{input_file}, line {number + 1}"
+        )
+        for number, record in enumerate(records)
+    ]
+    done = _completed(output_file, len(records))
+    prompts = [prompt for prompt, _ in parsed[done:]]
+    samplings = [sampling for _, sampling in parsed[done:]]
+    tokens = 0
+
+    def count(new: int) -> None:
+        nonlocal tokens
+        tokens += new
+        progress(written, len(records), tokens)
+
+    written = done
+    with output_file.open("ab") as file:
+        for result in llm.stream(prompts, samplings, progress=count):
+            line = json.dumps(_line(written, records[written], result), ensure_ascii=False)
+            file.write(line.encode() + b"\n")
+            file.flush()
+            written += 1
+            progress(written, len(records), tokens)
+        os.fsync(file.fileno())
+    return written - done
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}; expected a file with a JSON object per line") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            raise DataError(f"{path}, line {number}: expected a JSON object, got an empty line")
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: expected a JSON object: {error}") from None
+        if not isinstance(record, dict):
+            raise DataError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}")
+        records.append(record)
+    return records
+
+
+def _parse(llm: LLM, record: dict[str, Any], defaults: Sampling, where: str) -> tuple[Prompt, Sampling]:
+    if unknown := sorted(record.keys() - _ALLOWED - set(OWN)):
+        near = difflib.get_close_matches(unknown[0], [*OWN, *_ALLOWED], 1)
+        raise DataError(f"{where}: unknown field {unknown[0]}" + (f"; nearest: {near[0]}" if near else ""))
+    if ("prompt" in record) == ("messages" in record):
+        raise DataError(f"{where}: expected either prompt or messages")
+    try:
+        changes = {name: value for name, value in record.items() if name in _ALLOWED}
+        if isinstance(changes.get("stop"), str):
+            changes["stop"] = (changes["stop"],)
+        if "logit_bias" in changes:
+            changes["logit_bias"] = {int(token): bias for token, bias in changes["logit_bias"].items()}
+        sampling = replace(defaults, **changes)
+        prompt: Any = llm.render(record["messages"]) if "messages" in record else record["prompt"]
+        is_text = isinstance(prompt, str)
+        if not is_text and not (isinstance(prompt, list) and all(type(each) is int for each in prompt)):
+            raise RequestError("prompt", "expected text or a list of tokens")
+        encoded = llm.encode(prompt)
+        llm.engine.check(encoded, sampling)
+    except (RequestError, DataError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{where}: {error}") from None
+    return encoded, sampling
+
+
+def _line(index: int, record: dict[str, Any], result: Generation) -> dict[str, Any]:
+    own = {"id": record["id"]} if "id" in record else {}
+    choices = [{"text": each.text, "finish_reason": each.finish_reason} for each in result.completions]
+    content: dict[str, Any] = dict(choices[0]) if len(choices) == 1 else {"choices": choices}
+    counts = {
+        "prompt_tokens": len(result.prompt_tokens),
+        "completion_tokens": sum(len(each.tokens) for each in result.completions),
+    }
+    return {"index": index, **own, **content, **counts}
+
+
+def _completed(path: Path, total: int) -> int:
+    """Return the number of complete lines of the output, and remove an incomplete last line."""
+    if not path.exists():
+        return 0
+    content = path.read_bytes()
+    complete = content[: content.rfind(b"\n") + 1]
+    lines = complete.splitlines()
+    for number, line in enumerate(lines):
+        try:
+            index = json.loads(line)["index"]
+        except (ValueError, TypeError, KeyError):
+            index = None
+        if index != number or number >= total:
+            raise DataError(
+                f"{path}, line {number + 1}: expected the result of line {number + 1} of the input, which has {total} "
+                "lines; delete this file, or choose another output"
+            )
+    if len(complete) < len(content):
+        os.truncate(path, len(complete))
+    return len(lines)

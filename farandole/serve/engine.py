@@ -1,0 +1,411 @@
+"""Generate text for many requests at once.
+
+    engine = GenerationEngine(model, context=2048)
+    number = engine.add([1, 2, 3], Sampling(max_tokens=10, temperature=0))
+    while engine.has_work:
+        for output in engine.step():
+            print(output.request, output.tokens, output.finish_reason)
+
+A step is: schedule, run, post-process.  There are no prefill and decode phases.  Each sequence has a number of tokens
+and a number of computed tokens, and each step computes the next tokens of some sequences, at most `token_budget` in
+all: first one token of every sequence that generates, then the tokens of prompts, in order of arrival.  A request
+therefore joins the running batch at the next step, and a long prompt does not delay the others by more than one step.
+
+In fp32, the greedy tokens of a request, and the logits from which they are selected, do not depend on the other
+requests (`rows.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from farandole.models.sequence import Transformer
+from farandole.serve.metrics import Metrics
+from farandole.serve.request import Logprob, Output, RequestError, Sampling
+from farandole.serve.runner import Runner, Span
+from farandole.serve.sampling import Draw, Sampler, logprobs_of
+from farandole.serve.store import STORES, Blocks, Store
+from farandole.serve.text import TextStream
+
+
+class QueueFullError(Exception):
+    """The queue is full; the client should try again later."""
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One sequence of a request."""
+
+    request: int
+    choice: int
+    sampling: Sampling
+    prompt: int
+    tokens: list[int]
+    most: int  # generated tokens
+    ends: frozenset[int]
+    text: TextStream | None
+    arrived: float
+    arrived_step: int
+    blocks: Blocks | None = None
+    draw: Draw | None = None
+    computed: int = 0
+    last_token: float = 0.0
+    first_token: float = 0.0
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """Return the number of tokens to compute."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> int:
+        """Return the number of generated tokens."""
+        return len(self.tokens) - self.prompt
+
+
+class GenerationEngine:
+    """Generates tokens for requests that arrive and end at any time.
+
+    Args:
+        model: a decoder on the CPU, or its runner.
+        context: the maximum number of tokens of a sequence, with its prompt.
+        tokenizer: converts tokens to text; without a tokenizer, outputs have no text.
+        end_tokens: the model's end-of-sequence tokens.
+        store: "slots" or "pages"; see `store.py`.
+        kv_positions: the number of positions whose keys and values fit in memory, for all sequences together.
+        max_running: the maximum number of sequences in the batch.
+        max_waiting: the maximum number of sequences that wait to join the batch.
+        token_budget: the maximum number of tokens per step, at least `max_running`.
+
+    Raises:
+        RequestError: if an argument is out of range or the model is not supported.
+    """
+
+    def __init__(
+        self,
+        model: Transformer | Runner,
+        *,
+        context: int,
+        tokenizer: Tokenizer | None = None,
+        end_tokens: Collection[int] = (),
+        store: str = "pages",
+        kv_positions: int | None = None,
+        max_running: int = 16,
+        max_waiting: int = 256,
+        token_budget: int = 256,
+    ) -> None:
+        if store not in STORES:
+            raise RequestError("store", f"expected one of {', '.join(STORES)}, got {store!r}")
+        if token_budget < max_running:
+            raise RequestError(
+                "token_budget", f"expected at least max_running={max_running}, got {token_budget}"
+            )
+        self._runner = model if isinstance(model, Runner) else Runner(model)
+        self.vocabulary = self._runner.vocabulary
+        self.context, self.tokenizer = context, tokenizer
+        self.end_tokens = frozenset(end_tokens)
+        self.max_running, self.max_waiting, self.token_budget = max_running, max_waiting, token_budget
+        positions = kv_positions or max_running * (-(-context // 256) * 256)
+        self.store: Store = STORES[store](self._runner.shapes, positions)
+        self._sampler = Sampler(self.vocabulary, max_running)
+        self._running: list[_Sequence] = []
+        self._waiting: deque[_Sequence] = deque()
+        self._requests = 0
+        self.metrics = Metrics()
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a sequence is running or waiting."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Return the number of sequences in the batch."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of sequences that wait to join the batch."""
+        return len(self._waiting)
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        """Return the maximum number of generated tokens for a request.
+
+        Raises:
+            RequestError: if the engine cannot serve the request.
+        """
+        if not prompt:
+            raise RequestError("prompt", "expected at least one token, got none")
+        for name, tokens in (
+            ("prompt", prompt),
+            ("logit_bias", sampling.logit_bias),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocabulary):
+                odd = next(token for token in tokens if not 0 <= token < self.vocabulary)
+                raise RequestError(name, f"expected tokens from 0 to {self.vocabulary - 1}, got {odd}")
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop", "expected no strings, because the engine has no tokenizer")
+        if sampling.n > self.max_waiting:
+            raise RequestError(
+                "n", f"expected at most max_waiting={self.max_waiting} sequences, got {sampling.n}"
+            )
+        room = self.context - len(prompt)
+        most = room if sampling.max_tokens is None else sampling.max_tokens
+        if most > room or (sampling.max_tokens is None and room < 1):
+            asked = "" if sampling.max_tokens is None else f" and max_tokens={most}"
+            raise RequestError(
+                "max_tokens" if room > 0 else "prompt",
+                f"a prompt of {len(prompt)} tokens{asked} does not fit in the context of {self.context} tokens",
+            )
+        length = self._positions(len(prompt), most)
+        if length > self.store.capacity:
+            raise RequestError(
+                "max_tokens" if len(prompt) <= self.store.capacity else "prompt",
+                f"{length} positions do not fit in the memory for keys and values, {self.store.capacity} positions",
+            )
+        return most
+
+    def add(self, prompt: Sequence[int], sampling: Sampling | None = None) -> int:
+        """Add a request, and return its number.
+
+        Raises:
+            RequestError: if the engine cannot serve the request.
+            QueueFullError: if too many sequences are waiting.
+        """
+        sampling = sampling or Sampling()
+        most = self.check(prompt, sampling)
+        if len(self._waiting) + sampling.n > self.max_waiting:
+            self.metrics.refused += 1
+            raise QueueFullError(
+                f"{len(self._waiting)} sequences are waiting, and at most {self.max_waiting} may wait"
+            )
+        number = self._requests
+        self._requests += 1
+        stops = frozenset(sampling.stop_token_ids)
+        ends = stops if sampling.ignore_eos else stops | self.end_tokens
+        now = time.monotonic()
+        for choice in range(sampling.n):
+            text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
+            self._waiting.append(
+                _Sequence(
+                    number,
+                    choice,
+                    sampling,
+                    len(prompt),
+                    list(prompt),
+                    most,
+                    ends,
+                    text,
+                    now,
+                    self.metrics.steps,
+                )
+            )
+        return number
+
+    @torch.inference_mode()
+    def cancel(self, request: int) -> None:
+        """Remove a request, and free its memory.  A request that has ended is ignored."""
+        for sequence in [each for each in self._running if each.request == request]:
+            self._remove(sequence, "cancelled")
+        for sequence in [each for each in self._waiting if each.request == request]:
+            self._waiting.remove(sequence)
+            self._count_end("cancelled")
+        self.store.compact()
+
+    def has_request(self, request: int) -> bool:
+        """Return whether a sequence of a request is running or waiting."""
+        return any(each.request == request for each in self._running) or any(
+            each.request == request for each in self._waiting
+        )
+
+    def cancel_all(self) -> list[int]:
+        """Remove all requests, and return their numbers."""
+        numbers = sorted({each.request for each in [*self._running, *self._waiting]})
+        for number in numbers:
+            self.cancel(number)
+        return numbers
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Advance the batch by one step, and return the changes."""
+        start = time.perf_counter()
+        plan = self._schedule()
+        if not plan:
+            return []
+        spans = [self._span(sequence, count) for sequence, count in plan]
+        before = time.perf_counter()
+        logits = self._runner.run(self.store, spans)
+        self.metrics.model_time += time.perf_counter() - before
+        outputs = self._post_process(plan, spans, logits)
+        self.metrics.steps += 1
+        self.metrics.step_time += time.perf_counter() - start
+        return outputs
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError if memory is in use without a sequence, or the books of the store are inconsistent."""
+        self.store.check()
+        if not self._running and self.store.used:
+            raise RuntimeError(f"{self.store.used} positions are in use, but no sequence is running")
+
+    # ---- schedule ----
+
+    def _schedule(self) -> list[tuple[_Sequence, int]]:
+        """Return the sequences to advance, each with a number of tokens."""
+        budget = self.token_budget
+        plan = []
+        for sequence in sorted(self._running, key=lambda each: each.remaining > 1):
+            if count := min(sequence.remaining, budget):
+                plan.append((sequence, count))
+                budget -= count
+        while budget and self._waiting and len(self._running) < self.max_running:
+            sequence = self._waiting[0]
+            sampling = sequence.sampling
+            most = self._positions(sequence.prompt, sequence.most)
+            blocks = self.store.add(sequence.tokens, most, share=not sampling.prompt_logprobs)
+            if blocks is None:
+                break
+            self._waiting.popleft()
+            self._running.append(sequence)
+            sequence.blocks, sequence.computed = blocks, blocks.stored
+            sequence.draw = self._sampler.add(
+                sampling, sequence.choice, sequence.tokens, sorted(sequence.ends)
+            )
+            self.metrics.shared_tokens += blocks.stored
+            self.metrics.queue_time.observe(time.monotonic() - sequence.arrived)
+            self.metrics.fusion_delay.observe(self.metrics.steps - sequence.arrived_step + 1)
+            count = min(sequence.remaining, budget)
+            plan.append((sequence, count))
+            budget -= count
+        return plan
+
+    def _span(self, sequence: _Sequence, count: int) -> Span:
+        start = sequence.computed
+        assert sequence.blocks is not None
+        self.store.reserve(sequence.blocks, start + count)
+        is_last = start + count == len(sequence.tokens)
+        wants_prompt = sequence.sampling.prompt_logprobs and sequence.choice == 0 and start < sequence.prompt
+        logits = count if wants_prompt else int(is_last)
+        return Span(sequence.tokens[start : start + count], start, sequence.blocks, logits)
+
+    # ---- post-process ----
+
+    def _post_process(
+        self, plan: Sequence[tuple[_Sequence, int]], spans: Sequence[Span], logits: Tensor
+    ) -> list[Output]:
+        """Select tokens, and end sequences."""
+        ready: list[_Sequence] = []
+        rows: list[int] = []
+        end = 0
+        for (sequence, count), span in zip(plan, spans, strict=True):
+            start, end = end, end + span.logits
+            assert sequence.blocks is not None
+            if span.start < sequence.prompt:
+                self.metrics.prompt_tokens += count
+                if sequence.sampling.prompt_logprobs and sequence.choice == 0:
+                    self._add_prompt_logprobs(sequence, span, logits[start:end])
+            sequence.computed += count
+            self.store.commit(sequence.blocks, sequence.tokens, sequence.computed)
+            if sequence.remaining == 0:
+                ready.append(sequence)
+                rows.append(end - 1)
+        outputs = []
+        if ready:
+            selected = logits if rows == list(range(len(logits))) else logits[rows]
+            wanted = max(-1 if each.sampling.logprobs is None else each.sampling.logprobs for each in ready)
+            raw = selected.clone() if wanted >= 0 else None
+            draws = [each.draw for each in ready if each.draw is not None]
+            tokens = self._sampler.draw(selected, draws)
+            logprobs: Sequence[Logprob | None] = (
+                [None] * len(ready) if raw is None else logprobs_of(raw, tokens, wanted)
+            )
+            now = time.monotonic()
+            for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
+                outputs.append(self._extend(sequence, token, logprob, now))
+        self.store.compact()
+        return outputs
+
+    def _extend(self, sequence: _Sequence, token: int, logprob: Logprob | None, now: float) -> Output:
+        """Add a token to a sequence, and end the sequence if the token is the last."""
+        sampling, text = sequence.sampling, ""
+        prompt_logprobs = tuple(sequence.prompt_logprobs)
+        sequence.prompt_logprobs = []
+        if sequence.most == 0:
+            self._remove(sequence, "length")
+            return Output(
+                sequence.request, sequence.choice, prompt_logprobs=prompt_logprobs, finish_reason="length"
+            )
+        sequence.tokens.append(token)
+        self.metrics.generated_tokens += 1
+        if sequence.last_token:
+            self.metrics.between_tokens.observe(now - sequence.last_token)
+        else:
+            sequence.first_token = now
+            self.metrics.first_token.observe(now - sequence.arrived)
+        sequence.last_token = now
+        reason = None
+        if token in sequence.ends:
+            reason = "stop"
+        elif sequence.text is not None:
+            text = sequence.text.add(token)
+            if sequence.text.stopped:
+                reason = "stop"
+        if reason is None and sequence.generated == sequence.most:
+            reason = "length"
+        if reason is not None:
+            if sequence.text is not None:
+                text += sequence.text.finish()
+                if sequence.text.stopped:
+                    reason = "stop"
+            self._remove(sequence, reason)
+        if logprob is not None and sampling.logprobs is not None:
+            logprob = Logprob(logprob.token, logprob.logprob, logprob.top[: sampling.logprobs])
+        else:
+            logprob = None
+        return Output(
+            sequence.request,
+            sequence.choice,
+            (token,),
+            text,
+            () if logprob is None else (logprob,),
+            prompt_logprobs,
+            reason,
+        )
+
+    def _add_prompt_logprobs(self, sequence: _Sequence, span: Span, logits: Tensor) -> None:
+        """Add the log-probabilities of the prompt's tokens that follow the tokens of a span."""
+        first = span.start + 1
+        following = sequence.tokens[first : min(span.start + len(span.tokens) + 1, sequence.prompt)]
+        if following:
+            top = sequence.sampling.logprobs or 0
+            sequence.prompt_logprobs += logprobs_of(logits[: len(following)], following, top)
+
+    def _remove(self, sequence: _Sequence, reason: str) -> None:
+        """Remove a running sequence."""
+        assert sequence.blocks is not None and sequence.draw is not None
+        self._running.remove(sequence)
+        self.store.release(sequence.blocks)
+        self._sampler.remove(sequence.draw)
+        self._count_end(reason)
+        if sequence.last_token:
+            self.metrics.total_time.observe(sequence.last_token - sequence.arrived)
+            if sequence.generated > 1:
+                seconds = sequence.last_token - sequence.first_token
+                self.metrics.per_output_token.observe(seconds / (sequence.generated - 1))
+
+    def _count_end(self, reason: str) -> None:
+        counts = self.metrics.requests
+        counts[reason] = counts.get(reason, 0) + 1
+
+    @staticmethod
+    def _positions(prompt: int, most: int) -> int:
+        """Return the number of positions with keys and values.  The last token needs none."""
+        return prompt + max(most - 1, 0)

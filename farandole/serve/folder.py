@@ -1,0 +1,121 @@
+"""Read a model, its tokenizer and its chat template from a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer
+
+from farandole.data.errors import DataError
+from farandole.data.template import Template, find_template, read_tokenizer_config, token_text
+from farandole.data.tokenizer import END_OF_TEXT, load_tokenizer
+from farandole.models.hf.fields import FolderError
+from farandole.models.hf.pretrained import CONFIG, from_pretrained, read_config
+from farandole.models.sequence import Transformer
+from farandole.serve.request import RequestError
+from farandole.train.run_folder import METADATA, TOKENIZER, newest_checkpoint
+from farandole.train.text import load_model
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model that can be served.
+
+    Args:
+        folder: the folder with the weights.
+        context: the maximum number of tokens of a sequence.
+        end_tokens: the tokens that end a sequence.
+        template: the chat template, or None.
+        no_template: the reason, if there is no chat template.
+    """
+
+    folder: Path
+    model: Transformer
+    tokenizer: Tokenizer
+    context: int
+    end_tokens: frozenset[int]
+    template: Template | None
+    no_template: str
+
+
+def read_model(
+    folder: str | Path, *, precision: str = "fp32", context: int | None = None, template: str = ""
+) -> ModelFolder:
+    """Read a Hugging Face folder, or the newest checkpoint of a run of `farandole train`.
+
+    Args:
+        folder: a Hugging Face folder, a checkpoint, a run, or a folder of runs.
+        precision: "fp32" or "bf16".
+        context: the maximum number of tokens of a sequence, by default the model's context.
+        template: a file with another chat template, or "chatml".
+
+    Raises:
+        FolderError, CheckpointError, DataError: if a file is missing or damaged, or the model is not supported.
+        RequestError: if an argument is invalid.
+    """
+    path = Path(folder).expanduser()
+    if precision not in PRECISIONS:
+        raise RequestError("precision", f"expected one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if (path / CONFIG).is_file() and not (path / METADATA).is_file():
+        model, tokenizer, limit, choice = _hugging_face(path, precision)
+    else:
+        path = newest_checkpoint(path)
+        loaded, tokenizer, config = load_model(path)
+        model = cast(Transformer, loaded.to(PRECISIONS[precision]))
+        limit, choice = config.model.context, getattr(config.data, "template", "")
+    if context is not None and not 0 < context <= limit:
+        raise RequestError(
+            "context", f"expected a value from 1 to {limit}, the model's context, got {context}"
+        )
+    found, reason = None, ""
+    try:
+        found = find_template(path, template or choice)
+    except DataError as error:
+        if template:
+            raise
+        reason = str(error).replace("data.template=", "--chat-template ")
+    return ModelFolder(path, model, tokenizer, context or limit, _end_tokens(path, tokenizer), found, reason)
+
+
+def _hugging_face(path: Path, precision: str) -> tuple[Transformer, Tokenizer, int, str]:
+    origin = read_config(path)
+    if not origin.architecture.is_decoder:
+        raise FolderError(
+            f"{path} has a {origin.architecture.name} model, which does not generate text; expected a decoder"
+        )
+    if not (path / TOKENIZER).is_file():
+        raise FolderError(
+            f"{path} has no {TOKENIZER}; save the tokenizer with transformers' AutoTokenizer.save_pretrained"
+        )
+    try:
+        tokenizer = load_tokenizer(path / TOKENIZER)
+    except Exception as error:  # the library raises plain Exception
+        raise FolderError(f"{path / TOKENIZER} is damaged: {error}; download the file again") from None
+    limit = next(
+        (origin.values[name] for name in ("max_position_embeddings", "n_positions") if name in origin.values),
+        getattr(origin.config, "context", 0),
+    )
+    if not limit:
+        raise FolderError(f"{path / CONFIG} has no max_position_embeddings, which limits the context")
+    model = from_pretrained(path, dtype=PRECISIONS[precision]).eval()
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return model, tokenizer, int(limit), ""
+
+
+def _end_tokens(path: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the end-of-sequence tokens from the first file that names one."""
+    for name in ("generation_config.json", CONFIG):
+        if (path / name).is_file():
+            ends: Any = json.loads((path / name).read_text()).get("eos_token_id")
+            if ends is not None:
+                return frozenset(ends if isinstance(ends, list) else [ends])
+    text = token_text(read_tokenizer_config(path), "eos_token") or END_OF_TEXT
+    token = tokenizer.token_to_id(text)
+    return frozenset() if token is None else frozenset([token])

@@ -1,0 +1,193 @@
+"""Generate text offline, for many prompts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from farandole.data.errors import DataError
+from farandole.serve.engine import GenerationEngine
+from farandole.serve.folder import read_model
+from farandole.serve.request import Logprob, Output, RequestError, Sampling
+
+Prompt = str | Sequence[int]
+"""Text, or tokens."""
+
+
+@dataclass
+class Completion:
+    """One generated sequence.
+
+    Args:
+        text: the text, without stop strings.
+        tokens: the generated tokens.
+        finish_reason: "stop" or "length".
+        logprobs: for each token, if requested.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    logprobs: list[Logprob] = field(default_factory=list)
+
+    def add(self, output: Output) -> None:
+        """Append an output of the engine."""
+        self.text += output.text
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.finish_reason = output.finish_reason or self.finish_reason
+
+
+@dataclass
+class Generation:
+    """The result for one prompt.
+
+    Args:
+        prompt_tokens: the prompt's tokens.
+        completions: `n` sequences.
+        prompt_logprobs: for each token of the prompt except the first, if requested.
+    """
+
+    prompt_tokens: list[int]
+    completions: list[Completion]
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Return the text of the first sequence."""
+        return self.completions[0].text
+
+
+class LLM:
+    """A language model for offline generation.
+
+        llm = farandole.LLM("runs")
+        for result in llm.generate(["def", "class"], max_tokens=20, temperature=0):
+            print(result.text)
+
+    Args:
+        folder: a Hugging Face folder, a checkpoint, a run, or a folder of runs.
+        precision: "fp32" or "bf16".
+        context: the maximum number of tokens of a sequence, by default the model's context.
+        chat_template: a file with another chat template, or "chatml".
+        options: further arguments of `GenerationEngine`, such as max_running=32.
+
+    Raises:
+        FolderError, CheckpointError, DataError: if a file is missing or damaged, or the model is not supported.
+        RequestError: if an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        precision: str = "fp32",
+        context: int | None = None,
+        chat_template: str = "",
+        **options: Any,
+    ) -> None:
+        found = read_model(folder, precision=precision, context=context, template=chat_template)
+        self.tokenizer, self._found = found.tokenizer, found
+        self.engine = GenerationEngine(
+            found.model,
+            context=found.context,
+            tokenizer=found.tokenizer,
+            end_tokens=found.end_tokens,
+            **options,
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt."""
+        if isinstance(prompt, str):
+            tokens: list[int] = self.tokenizer.encode(prompt).ids
+            return tokens
+        return list(prompt)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation, up to the start of the assistant's next message.
+
+        Raises:
+            DataError: if the model has no chat template, or the template rejects the messages.
+        """
+        if self._found.template is None:
+            raise DataError(self._found.no_template)
+        text = self._found.template.render(messages, prompt=True)
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None, **parameters: Any
+    ) -> list[Generation]:
+        """Return the results for all prompts, in order.
+
+        Args:
+            prompts: text or tokens.
+            sampling: how tokens are selected; or the fields of `Sampling` as keyword arguments.
+
+        Raises:
+            RequestError: if a prompt does not fit or a parameter is out of range.  No prompt is computed in this case.
+        """
+        return list(self.stream(prompts, sampling, **parameters))
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        progress: Callable[[int], None] | None = None,
+        **parameters: Any,
+    ) -> Iterator[Generation]:
+        """Yield the results in order, each as soon as the results before it are complete.
+
+        Args:
+            sampling: for all prompts, or for each prompt.
+            progress: a callback that receives the number of tokens generated in each step.
+        """
+        if sampling is not None and parameters:
+            raise TypeError("expected either sampling or its fields, got both")
+        each = (
+            sampling
+            if isinstance(sampling, Sequence)
+            else [sampling or Sampling(**parameters)] * len(prompts)
+        )
+        encoded = []
+        for number, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            encoded.append(self.encode(prompt))
+            try:
+                self.engine.check(encoded[-1], own)
+            except RequestError as error:
+                raise RequestError(
+                    f"prompts[{number}], {error.field}", str(error).partition(": ")[2]
+                ) from None
+        results: dict[int, Generation] = {}
+        unfinished: dict[int, int] = {}
+        order: list[int] = []
+        next_prompt = next_result = 0
+        ahead = min(self.engine.max_running, self.engine.max_waiting)
+        try:
+            while next_result < len(encoded):
+                while next_prompt < len(encoded):
+                    own = each[next_prompt]
+                    if self.engine.waiting and self.engine.waiting + own.n > ahead:
+                        break
+                    number = self.engine.add(encoded[next_prompt], own)
+                    results[number] = Generation(encoded[next_prompt], [Completion() for _ in range(own.n)])
+                    unfinished[number] = own.n
+                    order.append(number)
+                    next_prompt += 1
+                outputs = self.engine.step()
+                for output in outputs:
+                    result = results[output.request]
+                    result.completions[output.choice].add(output)
+                    result.prompt_logprobs += output.prompt_logprobs
+                    unfinished[output.request] -= output.finish_reason is not None
+                if progress is not None:
+                    progress(sum(len(output.tokens) for output in outputs))
+                while next_result < len(order) and unfinished[order[next_result]] == 0:
+                    yield results.pop(order[next_result])
+                    next_result += 1
+        finally:
+            for number in results:
+                self.engine.cancel(number)

@@ -1,0 +1,91 @@
+"""Count and measure, and write the result in Prometheus' text format."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+STEPS = (1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
+
+
+class Histogram:
+    """Counts observations by size.
+
+    Args:
+        bounds: the upper bounds of the buckets, in ascending order.
+    """
+
+    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Metrics:
+    """The measurements of an engine.  Times are in seconds."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, int] = {}
+        self.refused = 0
+        self.prompt_tokens = self.shared_tokens = self.generated_tokens = 0
+        self.steps = 0
+        self.step_time, self.model_time = 0.0, 0.0
+        self.queue_time, self.fusion_delay = Histogram(), Histogram(STEPS)
+        self.first_token, self.between_tokens = Histogram(), Histogram()
+        self.per_output_token, self.total_time = Histogram(), Histogram()
+
+    def text(self, *, running: int, waiting: int, used: int, capacity: int, moves: int) -> str:
+        """Return all measurements in Prometheus' text format."""
+        lines: list[str] = []
+
+        def add(name: str, kind: str, help_: str, values: Sequence[tuple[str, float]]) -> None:
+            lines.extend([f"# HELP farandole_{name} {help_}", f"# TYPE farandole_{name} {kind}"])
+            lines.extend(f"farandole_{name}{labels} {value:.17g}" for labels, value in values)
+
+        def one(name: str, kind: str, help_: str, value: float) -> None:
+            add(name, kind, help_, [("", value)])
+
+        one("requests_running", "gauge", "Sequences in the running batch.", running)
+        one("requests_waiting", "gauge", "Sequences that wait to join the batch.", waiting)
+        one("kv_positions_used", "gauge", "Positions of keys and values in use.", used)
+        one("kv_positions_capacity", "gauge", "Positions of keys and values that fit.", capacity)
+        one("compaction_moves_total", "counter", "Sequences moved to fill holes.", moves)
+        one("prompt_tokens_total", "counter", "Prompt tokens computed.", self.prompt_tokens)
+        one("shared_tokens_total", "counter", "Prompt tokens found in shared pages.", self.shared_tokens)
+        one("generated_tokens_total", "counter", "Tokens generated.", self.generated_tokens)
+        one("steps_total", "counter", "Steps of the engine.", self.steps)
+        one("step_seconds_total", "counter", "Time in steps.", self.step_time)
+        one("model_seconds_total", "counter", "Time in the model, as a part of steps.", self.model_time)
+        one("requests_refused_total", "counter", "Requests refused because the queue was full.", self.refused)
+        add(
+            "sequences_finished_total",
+            "counter",
+            "Finished sequences, by reason.",
+            [(f'{{reason="{reason}"}}', count) for reason, count in sorted(self.requests.items())],
+        )
+        for name, help_, histogram in (
+            ("queue_seconds", "Time from arrival to the first step.", self.queue_time),
+            ("fusion_delay_steps", "Steps from arrival to the first step of a sequence.", self.fusion_delay),
+            ("time_to_first_token_seconds", "Time from arrival to the first token.", self.first_token),
+            ("inter_token_latency_seconds", "Time between consecutive tokens.", self.between_tokens),
+            (
+                "time_per_output_token_seconds",
+                "Mean time per token after the first.",
+                self.per_output_token,
+            ),
+            ("request_seconds", "Time from arrival to the last token.", self.total_time),
+        ):
+            total, values = 0, []
+            bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+            for bound, count in zip(bounds, histogram.counts, strict=True):
+                total += count
+                values.append((f'_bucket{{le="{bound}"}}', float(total)))
+            values += [("_sum", histogram.sum), ("_count", float(total))]
+            add(name, "histogram", help_, values)
+        return "\n".join(lines) + "\n"

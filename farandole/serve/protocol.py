@@ -1,0 +1,156 @@
+"""The fields of the HTTP requests, and their meaning.
+
+Unknown fields, and fields of OpenAI's interface that are not supported, are errors.  null means that a field is absent.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from farandole.serve.request import MAX_CHOICES, MAX_LOGPROBS, RequestError, Sampling
+
+Tokens = Annotated[list[int], Field(min_length=1)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+class StreamOptions(_Fields):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class _Generation(_Fields):
+    """Fields that completions and chat completions share."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] = []
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: dict[str, float] = {}
+    seed: int | None = None
+    # fields that OpenAI's interface does not have
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+    @property
+    def include_usage(self) -> bool:
+        """Return whether a stream ends with the number of tokens."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "expected stream=true, got stream=false")
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool) -> Sampling:
+        try:
+            bias = {int(token): value for token, value in self.logit_bias.items()}
+        except ValueError:
+            raise RequestError(
+                "logit_bias", f"expected token numbers, got {list(self.logit_bias)[:4]}"
+            ) from None
+        return Sampling(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            n=self.n,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            logit_bias=bias,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class CompletionRequest(_Generation):
+    """The fields of POST /v1/completions."""
+
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Tokens], Field(min_length=1)]
+    )
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each as text or tokens."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+    def sampling(self) -> Sampling:
+        """Return the parameters of the engine."""
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        return self._sampling(max_tokens, self.logprobs, self.echo and self.logprobs is not None)
+
+
+class TextPart(_Fields):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Fields):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def plain(self) -> dict[str, str]:
+        """Return the message for a chat template."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(_Generation):
+    """The fields of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def sampling(self) -> Sampling:
+        """Return the parameters of the engine."""
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise RequestError("max_completion_tokens", "max_tokens is also set; omit one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs", "expected logprobs=true, got logprobs=false")
+        most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return self._sampling(most, (self.top_logprobs or 0) if self.logprobs else None, False)
+
+
+class TokenizeRequest(_Fields):
+    """The fields of POST /tokenize."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True

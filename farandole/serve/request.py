@@ -1,0 +1,159 @@
+"""Describe generation requests and their outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 64
+
+
+class RequestError(ValueError):
+    """A request that cannot be served.  `field` names the invalid field."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
+_OPTIONAL = ("max_tokens", "logprobs")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are selected, and when a sequence ends.
+
+    The logits are processed in this order: logit_bias, repetition, presence and frequency penalties, minimum tokens,
+    temperature, top_k, top_p, min_p.
+
+    Args:
+        max_tokens: the maximum number of generated tokens; None for as many as the context allows.
+        min_tokens: the number of tokens before which neither an end-of-sequence nor a stop token is generated.
+        temperature: 0 selects the most likely token.
+        top_k: the number of most likely tokens to sample from; 0 for all.  Tokens as likely as the last one are kept.
+        top_p: the smallest set of tokens whose probability reaches `top_p`.
+        min_p: the minimum probability, relative to the most likely token.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt or the output.
+        presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once and per occurrence.
+        seed: with the same seed, a request gets the same tokens.
+        n: the number of sequences for the prompt.
+        logprobs: the number of most likely tokens to report with log-probabilities; None for no log-probabilities.
+            They describe the model's distribution, before any processing.
+        prompt_logprobs: whether to report log-probabilities of the prompt's tokens.
+        logit_bias: added to the logits, by token.
+        stop: strings that end the sequence.  They are not part of the text.
+        stop_token_ids: tokens that end the sequence.
+        ignore_eos: whether the model's end-of-sequence tokens do not end the sequence.
+
+    Raises:
+        RequestError: if a value is out of range.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (*_INTEGERS, *_NUMBERS):
+            kinds = int if name in _INTEGERS else int | float
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                what = "an integer" if name in _INTEGERS else "a number"
+                raise RequestError(name, f"expected {what}, got {value!r}")
+        for name, low, high in (
+            ("max_tokens", 0, math.inf),
+            ("min_tokens", 0, math.inf),
+            ("temperature", 0, 100),
+            ("top_k", 0, math.inf),
+            ("min_p", 0, 1),
+            ("presence_penalty", -2, 2),
+            ("frequency_penalty", -2, 2),
+            ("n", 1, MAX_CHOICES),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("seed", -(2**63), 2**64 - 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                limit = f"at least {low}" if high == math.inf else f"a value from {low} to {high}"
+                raise RequestError(name, f"expected {limit}, got {value}")
+        if not 0 < self.top_p <= 1:
+            raise RequestError("top_p", f"expected a value above 0 and at most 1, got {self.top_p}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise RequestError(
+                "repetition_penalty", f"expected a positive value, got {self.repetition_penalty}"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                "min_tokens", f"expected at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+        if "" in self.stop:
+            raise RequestError("stop", "expected non-empty strings, got an empty string")
+        for token, bias in self.logit_bias.items():
+            if not -100 <= bias <= 100:
+                raise RequestError(
+                    "logit_bias", f"expected values from -100 to 100, got {bias} for token {token}"
+                )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Return whether earlier tokens affect the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability of a token in nats, and of the most likely tokens, most likely first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """A change of one sequence in a step.
+
+    Args:
+        request: the request's number.
+        choice: the sequence's number, from 0 to n - 1.
+        tokens: the new tokens.
+        text: the new text, which can lag behind the tokens.
+        logprobs: for each new token, if requested.
+        prompt_logprobs: for each token of the prompt except the first, in the first output of choice 0, if requested.
+        finish_reason: "stop", "length", "cancelled" or "error", in the sequence's last output.
+    """
+
+    request: int
+    choice: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] = ()
+    finish_reason: str | None = None

@@ -1,0 +1,221 @@
+"""Compute each row of a batch independently of the other rows, bit by bit.
+
+A library's matrix product selects its algorithm by the number of rows, and sums in another order.  Vectorized functions
+such as `exp` compute the last elements of a tensor with another approximation.  Therefore, the logits of a request
+would depend on the other requests in its batch.  Within `IndependentRows`, for fp32,
+
+- `F.linear` sums in an order that depends on the weight only;
+- activations and trigonometric functions run on whole vectors.
+
+Normalization, softmax and additions are independent already.  `ragged_attention` computes each query alone.
+
+The C core computes products and attention.  Where it was not compiled, torch computes products of 16 rows, and one
+query at a time, which is slow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from farandole import native
+from farandole.serve.store import TILE
+
+BLOCK = 16
+"""The number of rows in each product of torch."""
+VECTOR = 64
+"""A multiple of the elements that an iteration of a vectorized function computes."""
+PIECE = 1 << 14
+"""The number of elements below which torch computes a function in one thread."""
+
+_ELEMENTWISE = (F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid, Tensor.cos, Tensor.sin)
+
+
+class IndependentRows(TorchFunctionMode):
+    """A context in which the fp32 results of a model on the CPU do not depend on the other rows.
+
+    The context keeps a packed copy of each weight.
+
+    Args:
+        use_core: whether to use the C core, by default if available.
+    """
+
+    def __init__(self, use_core: bool | None = None) -> None:
+        super().__init__()
+        self._use_core = native.available() if use_core is None else use_core
+        self._packed: dict[tuple[int, torch.Size], tuple[int, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Replace functions whose results depend on the number of rows."""
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        if func in _ELEMENTWISE and args[0].dtype == torch.float32:
+            return _elementwise(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x weight^T + bias, of shape (..., outputs), for `x` of shape (..., inputs)."""
+        if x.dtype != torch.float32:
+            return F.linear(x, weight, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        if self._use_core:
+            result = _core_linear(rows, self._pack(weight), bias, len(weight))
+        else:
+            result = _block_linear(rows, weight, bias)
+        return result.view(*x.shape[:-1], len(weight))
+
+    def _pack(self, weight: Tensor) -> Tensor:
+        """Return the weight in the core's format, computed again if the weight has changed."""
+        key, version = (weight.data_ptr(), weight.shape), weight._version
+        found = self._packed.get(key)
+        if found is None or found[0] != version:
+            core, own = native.library(), weight.detach().contiguous()
+            packed = torch.empty(core.frd_packed_floats(*own.shape))
+            core.frd_pack(packed.data_ptr(), own.data_ptr(), *own.shape)
+            found = self._packed[key] = (version, packed)
+        return found[1]
+
+
+def _core_linear(rows: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    rows = rows.contiguous()
+    result = rows.new_empty(len(rows), outputs)
+    offset = None if bias is None else bias.contiguous().data_ptr()
+    sizes = (len(rows), rows.shape[1], outputs)
+    _check(
+        native.library().frd_linear(
+            result.data_ptr(), rows.data_ptr(), packed.data_ptr(), offset, *sizes, torch.get_num_threads()
+        )
+    )
+    return result
+
+
+def _block_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    count = len(rows)
+    if count % BLOCK:
+        rows = F.pad(rows, (0, 0, 0, -count % BLOCK))
+    products = [F.linear(block, weight, bias) for block in rows.split(BLOCK)]
+    return (products[0] if len(products) == 1 else torch.cat(products))[:count]
+
+
+def _elementwise(func: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
+    """Apply a function to whole vectors, in one thread."""
+    flat = x.reshape(-1)
+    count = flat.numel()
+    if count % VECTOR:
+        flat = F.pad(flat, (0, -count % VECTOR))
+    if len(flat) <= PIECE:
+        result = func(flat, **options)
+    else:
+        result = torch.cat([func(piece, **options) for piece in flat.split(PIECE)])
+    return result[:count].view(x.shape)
+
+
+def ragged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None = None,
+    use_core: bool | None = None,
+) -> Tensor:
+    """Return the attention of single queries over the stored positions of their sequences.
+
+    Args:
+        query: (queries, heads, width).
+        keys: (blocks, key-value heads, tiles, width, 16), fp32 or bf16.
+        values: (blocks, key-value heads, block length, value width), like `keys`.
+        table: int32 of shape (queries, maximum number of blocks), the blocks of each query's sequence.
+        positions: int64 of shape (queries).  A query attends to positions 0 to its own.
+        scale: the factor applied to the scores.
+        window: the number of most recent positions that a query attends to.
+        use_core: whether to use the C core, by default if available.
+
+    Returns:
+        (queries, heads, value width).
+    """
+    if not (native.available() if use_core is None else use_core):
+        return _attention_by_query(query, keys, values, table, positions, scale, window)
+    kv_heads, length, value_width = values.shape[1:]
+    own = query.float()
+    if own.stride(2) != 1:
+        own = own.contiguous()
+    result = own.new_empty(*query.shape[:2], value_width)
+    tensors = (result, own, keys, values, table, positions)
+    sizes = (*query.shape[:2], kv_heads, query.shape[2], value_width, length, table.shape[1])
+    is_bf16 = keys.dtype == torch.bfloat16
+    _check(
+        native.library().frd_attend(
+            *(tensor.data_ptr() for tensor in tensors),
+            *sizes,
+            *own.stride()[:2],
+            window or 0,
+            ctypes.c_float(scale),
+            is_bf16,
+            torch.get_num_threads(),
+        )
+    )
+    return result.to(query.dtype)
+
+
+def _attention_by_query(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    kv_heads, length, value_width = values.shape[1:]
+    result = query.new_empty(*query.shape[:2], value_width)
+    for number, position in enumerate(positions.tolist()):
+        first = 0 if window is None else max(0, position + 1 - window)
+        blocks = table[number, : position // length + 1].long()
+        key = keys[blocks].permute(1, 0, 2, 4, 3).reshape(kv_heads, -1, query.shape[2])
+        value = values[blocks].transpose(0, 1).reshape(kv_heads, -1, value_width)
+        grouped = query[number].view(kv_heads, -1, query.shape[2])
+        scores = grouped.float() @ key[:, first : position + 1].float().transpose(1, 2) * scale
+        mixed = scores.softmax(-1) @ value[:, first : position + 1].float()
+        result[number] = mixed.view(-1, value_width)
+    return result
+
+
+def write_positions(
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    use_core: bool | None = None,
+) -> None:
+    """Store keys and values (rows, heads, width) at their positions; see `ragged_attention` for the other arguments."""
+    kv_heads, length, value_width = values.shape[1:]
+    if native.available() if use_core is None else use_core:
+        key = key if key.stride(2) == 1 else key.contiguous()
+        value = value if value.stride(2) == 1 else value.contiguous()
+        strides = (ctypes.c_int64 * 4)(*key.stride()[:2], *value.stride()[:2])
+        tensors = (keys, values, key, value, table, positions)
+        sizes = (len(key), kv_heads, key.shape[2], value_width, length, table.shape[1])
+        is_bf16 = keys.dtype == torch.bfloat16
+        native.library().frd_store(*(tensor.data_ptr() for tensor in tensors), *sizes, strides, is_bf16)
+        return
+    blocks = table.gather(1, (positions // length)[:, None])[:, 0].long()
+    offsets = positions % length
+    keys[blocks, :, offsets // TILE, :, offsets % TILE] = key
+    values[blocks, :, offsets] = value
+
+
+def _check(status: int) -> None:
+    if status != native.Status.OK:
+        raise MemoryError(f"the C core returned {native.Status(status).name}")

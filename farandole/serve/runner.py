@@ -1,0 +1,167 @@
+"""Run a model on tokens of many sequences at once, and return the logits of selected tokens.
+
+The tokens of all sequences form one row, each with its own position.  All layers but attention compute each token
+independently; attention reads the sequence's blocks in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farandole.models.rotary import Rotary
+from farandole.models.sequence import KeyValueCache, SequenceInfo, Transformer
+from farandole.serve.request import RequestError
+from farandole.serve.rows import IndependentRows, ragged_attention, write_positions
+from farandole.serve.store import Blocks, LayerShape, Store
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of one sequence in a step.
+
+    Args:
+        tokens: the tokens.
+        start: the position of the first token.
+        blocks: the sequence's blocks.
+        logits: the number of last tokens whose logits are required.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Blocks
+    logits: int
+
+
+class _StepCache(KeyValueCache):
+    """Writes the keys and values of a step to the store, and computes attention from the store."""
+
+    def __init__(
+        self, store: Store, layers: dict[nn.Module, int], spans: Sequence[Span], use_core: bool | None
+    ) -> None:
+        super().__init__()
+        self._store, self._layers, self._use_core = store, layers, use_core
+        counts = [len(span.tokens) for span in spans]
+        positions = [p for span in spans for p in range(span.start, span.start + len(span.tokens))]
+        self.positions = torch.tensor(positions)
+        most = max(len(span.blocks.numbers) for span in spans)
+        rows = [span.blocks.numbers + [0] * (most - len(span.blocks.numbers)) for span in spans]
+        self._table = torch.tensor(rows, dtype=torch.int32).repeat_interleave(torch.tensor(counts), 0)
+        self._layer = 0
+
+    def append(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values (1, heads, tokens, width) of a layer."""
+        self._layer = self._layers[layer]
+        keys, values = self._store.keys[self._layer], self._store.values[self._layer]
+        write_positions(
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            keys,
+            values,
+            self._table,
+            self.positions,
+            self._use_core,
+        )
+        return key, value
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Return the attention output (1, heads, tokens, value width)."""
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        keys, values = self._store.keys[self._layer], self._store.values[self._layer]
+        mixed = ragged_attention(
+            query[0].transpose(0, 1),
+            keys,
+            values,
+            self._table,
+            self.positions,
+            scale,
+            window,
+            self._use_core,
+        )
+        return mixed.transpose(0, 1)[None]
+
+
+class _Probe(KeyValueCache):
+    """Records the shapes of all layers' keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: dict[nn.Module, LayerShape] = {}
+
+    def append(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Record the shapes."""
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        return key, value
+
+
+class Runner:
+    """Computes logits.
+
+    Args:
+        model: a decoder on the CPU, whose weights no longer change.
+        use_core: whether to use the C core, by default if available.
+
+    Raises:
+        RequestError: if the model's results would depend on the other sequences in a batch.
+    """
+
+    def __init__(self, model: Transformer, use_core: bool | None = None) -> None:
+        for module in model.modules():
+            for value in vars(module).values():
+                if isinstance(value, Rotary) and value.depends_on_length:
+                    raise RequestError(
+                        "model",
+                        f"rotary positions with scaling={value.scaling!r} depend on the length of all sequences in a "
+                        "batch, which is not supported; use farandole generate --prompt",
+                    )
+        self.model = model.eval()
+        self.vocabulary = _vocabulary(model)
+        self._use_core = use_core
+        self._rows = IndependentRows(use_core)
+        with torch.inference_mode(), self._rows:
+            probe = _Probe()
+            self.model(torch.zeros(1, 1, dtype=torch.int64), SequenceInfo(cache=probe))
+        self.shapes = list(probe.shapes.values())
+        self.bytes_per_position = sum(shape.nbytes for shape in self.shapes)
+        self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
+
+    def run(self, store: Store, spans: Sequence[Span]) -> Tensor:
+        """Store keys and values, and return the fp32 logits (selected tokens, vocabulary).
+
+        Call in inference mode.
+        """
+        with self._rows:
+            cache = _StepCache(store, self._layers, spans, self._use_core)
+            tokens = torch.tensor([[token for span in spans for token in span.tokens]])
+            info = SequenceInfo(positions=cache.positions[None], cache=cache)
+            hidden: Any = tokens
+            for block in list(self.model)[:-1]:
+                hidden = block(hidden, info)
+            selected: list[int] = []
+            end = 0
+            for span in spans:
+                end += len(span.tokens)
+                selected += range(end - span.logits, end)
+            if not selected:
+                return torch.empty(0, self.vocabulary)
+            logits: Tensor = self.model[-1](hidden[:, selected], info)
+            return logits[0].float()
+
+
+def _vocabulary(model: Transformer) -> int:
+    weight = model[-1].weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]

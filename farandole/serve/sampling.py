@@ -1,0 +1,199 @@
+"""Select the next tokens of many sequences at once.
+
+Random numbers come from a hash of the seed, the choice and the number of the token, so a request gets the same tokens
+in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farandole.serve.request import Logprob, Sampling
+
+
+@dataclass(eq=False)
+class Draw:
+    """One sequence's part in a draw.
+
+    Args:
+        sampling: the request's parameters.
+        choice: the number of the sequence in its request.
+        generated: the number of generated tokens.
+        seat: the sequence's row in the sampler's tables, from `Sampler.add`.
+        ends: the tokens that may not be selected before the minimum number of tokens.
+    """
+
+    sampling: Sampling
+    choice: int
+    seat: int
+    ends: Sequence[int] = ()
+    generated: int = 0
+
+
+@dataclass(eq=False)
+class _Batch:
+    """The parameters of a batch as tensors (sequences, 1), which are computed again only when the batch changes."""
+
+    draws: list[Draw]
+    temperature: Tensor = field(init=False)
+    top_k: Tensor = field(init=False)
+    top_p: Tensor = field(init=False)
+    min_p: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor([[getattr(draw.sampling, name)] for draw in self.draws], dtype=dtype)
+
+        self.temperature = column("temperature")
+        self.top_k, self.top_p, self.min_p = column("top_k", torch.int64), column("top_p"), column("min_p")
+        self.repetition = column("repetition_penalty")
+        self.presence, self.frequency = column("presence_penalty"), column("frequency_penalty")
+        samplings = [draw.sampling for draw in self.draws]
+        self.is_greedy = all(each.temperature == 0 for each in samplings)
+        self.any_greedy = any(each.temperature == 0 for each in samplings)
+        self.any_penalty = any(each.has_penalties for each in samplings)
+        self.any_bias = any(each.logit_bias for each in samplings)
+        self.most_k = max(each.top_k for each in samplings)
+        self.any_p = any(each.top_p < 1 for each in samplings)
+        self.any_min_p = any(each.min_p > 0 for each in samplings)
+        self.seats = torch.tensor([draw.seat for draw in self.draws])
+        self.unfinished = any(each.min_tokens for each in samplings)
+
+
+class Sampler:
+    """Draws tokens, and keeps the sequences' penalties and biases in tables.
+
+    Args:
+        vocabulary: the number of tokens.
+        seats: the maximum number of sequences.
+    """
+
+    def __init__(self, vocabulary: int, seats: int) -> None:
+        self._vocabulary, self._seats = vocabulary, seats
+        self._free = list(range(seats - 1, -1, -1))
+        self._counts: Tensor | None = None  # int32 (seats, vocabulary), generated tokens
+        self._prompted: Tensor | None = None  # bool (seats, vocabulary), tokens of the prompt
+        self._bias: Tensor | None = None  # fp32 (seats, vocabulary)
+        self._batch: _Batch | None = None
+
+    def add(self, sampling: Sampling, choice: int, prompt: Sequence[int], ends: Sequence[int]) -> Draw:
+        """Add a sequence."""
+        seat = self._free.pop()
+        if sampling.has_penalties:
+            if self._counts is None or self._prompted is None:
+                self._counts = torch.zeros(self._seats, self._vocabulary, dtype=torch.int32)
+                self._prompted = torch.zeros(self._seats, self._vocabulary, dtype=torch.bool)
+            self._counts[seat] = 0
+            self._prompted[seat] = False
+            self._prompted[seat, torch.tensor(prompt)] = True
+        if sampling.logit_bias:
+            if self._bias is None:
+                self._bias = torch.zeros(self._seats, self._vocabulary)
+            self._bias[seat] = 0
+            for token, bias in sampling.logit_bias.items():
+                self._bias[seat, token] = bias
+        return Draw(sampling, choice, seat, ends)
+
+    def remove(self, draw: Draw) -> None:
+        """Remove a sequence."""
+        self._free.append(draw.seat)
+
+    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """Return a token for each row of `logits`, and count the tokens.  Changes `logits`."""
+        batch = self._batch
+        if batch is None or batch.draws != list(draws):
+            batch = self._batch = _Batch(list(draws))
+        self._process(logits, batch)
+        tokens = logits.argmax(-1) if batch.is_greedy else self._random(logits, batch)
+        for draw in draws:
+            draw.generated += 1
+        if batch.any_penalty:
+            assert self._counts is not None
+            rows = [row for row, draw in enumerate(draws) if draw.sampling.has_penalties]
+            self._counts[batch.seats[rows], tokens[rows]] += 1
+        found: list[int] = tokens.tolist()
+        return found
+
+    def _process(self, logits: Tensor, batch: _Batch) -> None:
+        if batch.any_bias:
+            assert self._bias is not None
+            rows = [row for row, draw in enumerate(batch.draws) if draw.sampling.logit_bias]
+            logits[rows] += self._bias[batch.seats[rows]]
+        if batch.any_penalty:
+            assert self._counts is not None and self._prompted is not None
+            rows = [row for row, draw in enumerate(batch.draws) if draw.sampling.has_penalties]
+            seats, chosen = batch.seats[rows], logits[rows]
+            counts = self._counts[seats]
+            seen, repetition = (counts > 0) | self._prompted[seats], batch.repetition[rows]
+            penalized = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
+            chosen = torch.where(seen, penalized, chosen)
+            chosen -= batch.presence[rows] * (counts > 0) + batch.frequency[rows] * counts
+            logits[rows] = chosen
+        if batch.unfinished:
+            pairs = [
+                (row, token)
+                for row, draw in enumerate(batch.draws)
+                if draw.generated < draw.sampling.min_tokens
+                for token in draw.ends
+            ]
+            if pairs:
+                rows_, tokens = zip(*pairs, strict=True)
+                logits[list(rows_), list(tokens)] = -torch.inf
+
+    def _random(self, logits: Tensor, batch: _Batch) -> Tensor:
+        greedy = logits.argmax(-1) if batch.any_greedy else None
+        scores = logits / batch.temperature.clamp(min=1e-6)
+        if batch.most_k:
+            kept = scores.topk(min(batch.most_k, self._vocabulary), -1).values
+            last = kept.gather(1, batch.top_k.clamp(1, kept.shape[1]) - 1)
+            scores = scores.masked_fill((scores < last) & (batch.top_k > 0), -torch.inf)
+        if batch.any_p:
+            best, order = scores.sort(dim=-1, descending=True, stable=True)
+            probabilities = best.softmax(-1)
+            before = probabilities.cumsum(-1) - probabilities
+            dropped = torch.empty_like(order, dtype=torch.bool)
+            dropped.scatter_(1, order, before >= batch.top_p)
+            scores = scores.masked_fill(dropped & (batch.top_p < 1), -torch.inf)
+        if batch.any_min_p:
+            least = scores.amax(-1, keepdim=True) + batch.min_p.log()
+            scores = scores.masked_fill((scores < least) & (batch.min_p > 0), -torch.inf)
+        sums = scores.softmax(-1).double().cumsum(-1)
+        uniform = torch.from_numpy(_uniform(batch.draws))[:, None]
+        total = sums[:, -1:]
+        target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+        drawn = torch.searchsorted(sums, target, right=True)[:, 0]
+        if greedy is not None:
+            drawn = torch.where(batch.temperature[:, 0] == 0, greedy, drawn)
+        return drawn
+
+
+def _uniform(draws: Sequence[Draw]) -> np.ndarray:
+    """Return a number in [0, 1) for each sequence, from its seed, choice and number of tokens (splitmix64)."""
+    with np.errstate(over="ignore"):
+        state = np.array([draw.sampling.seed & (2**64 - 1) for draw in draws], np.uint64)
+        for part in ([draw.choice for draw in draws], [draw.generated for draw in draws]):
+            state = _mix(state + np.array(part, np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
+    """Return the log-probability of a token for each row of `logits`, and of the `top` most likely tokens."""
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    if not top:
+        return [Logprob(token, value) for token, value in zip(tokens, own, strict=True)]
+    values, indices = logprobs.topk(min(top, logits.shape[1]), -1)
+    best = [tuple(zip(*pair, strict=True)) for pair in zip(indices.tolist(), values.tolist(), strict=True)]
+    return [Logprob(*each) for each in zip(tokens, own, best, strict=True)]

@@ -1,0 +1,162 @@
+"""Run a generation engine in a thread, for clients in an asyncio event loop.
+
+The thread sleeps while there is no work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from farandole.serve.engine import GenerationEngine, QueueFullError
+from farandole.serve.request import Output, RequestError, Sampling
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A submitted request.  `outputs` receives the engine's outputs, the last of each sequence with a finish reason."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    outputs: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
+    number: int | None = None
+
+
+class Service:
+    """Runs an engine in a thread.
+
+    Args:
+        engine: the engine; after `start`, only the service's thread may use it.
+    """
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self.engine = engine
+        self._condition = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._queued = 0  # sequences in the inbox
+        self._tickets: dict[int, Ticket] = {}
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="farandole-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread.  Call from the event loop that receives the outputs."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cancel all requests, and end the thread."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the thread is running."""
+        return self._thread.is_alive()
+
+    def submit(self, requests: Sequence[tuple[Sequence[int], Sampling]]) -> list[Ticket]:
+        """Add requests to the queue: all or none.
+
+        Raises:
+            RequestError: if the engine cannot serve a request.
+            QueueFullError: if too many sequences are waiting.
+        """
+        for prompt, sampling in requests:
+            self.engine.check(prompt, sampling)
+        count = sum(sampling.n for _, sampling in requests)
+        if count > self.engine.max_waiting:
+            raise RequestError(
+                "prompt",
+                f"expected at most {self.engine.max_waiting} sequences in a request, got {count}",
+            )
+        tickets = [Ticket(prompt, sampling) for prompt, sampling in requests]
+        with self._condition:
+            waiting = self.engine.waiting + self._queued
+            if waiting + count > self.engine.max_waiting:
+                self.engine.metrics.refused += len(requests)
+                raise QueueFullError(
+                    f"{waiting} sequences are waiting, and at most {self.engine.max_waiting} may wait"
+                )
+            self._queued += count
+            self._inbox.append(lambda: self._add(tickets, count))
+            self._condition.notify()
+        return tickets
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Remove requests, and free their memory before the next step."""
+        with self._condition:
+            self._inbox.append(lambda: self._cancel(tickets))
+            self._condition.notify()
+
+    def metrics(self) -> str:
+        """Return the measurements in Prometheus' text format."""
+        engine = self.engine
+        return engine.metrics.text(
+            running=engine.running,
+            waiting=engine.waiting + self._queued,
+            used=engine.store.used,
+            capacity=engine.store.capacity,
+            moves=engine.store.moves,
+        )
+
+    # ---- in the thread ----
+
+    def _add(self, tickets: Sequence[Ticket], count: int) -> None:
+        with self._condition:
+            self._queued -= count
+        for ticket in tickets:
+            ticket.number = self.engine.add(ticket.prompt, ticket.sampling)
+            self._tickets[ticket.number] = ticket
+
+    def _cancel(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            if ticket.number is not None and self._tickets.pop(ticket.number, None) is not None:
+                self.engine.cancel(ticket.number)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not (self._inbox or self._closed or self.engine.has_work):
+                    self._condition.wait()
+                if self._closed:
+                    return
+                commands, self._inbox = self._inbox, []
+            for command in commands:
+                command()
+            try:
+                outputs = self.engine.step()
+            except Exception:
+                log.exception("a step of the generation engine failed; all requests are cancelled")
+                numbers = self.engine.cancel_all()
+                outputs = [
+                    Output(number, choice, finish_reason="error")
+                    for number in numbers
+                    for choice in range(self._tickets[number].sampling.n)
+                ]
+            self._deliver(outputs)
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        """Send outputs to the event loop, in one call per step."""
+        pairs = [(self._tickets[output.request].outputs, output) for output in outputs]
+        ended = [output.request for output in outputs if output.finish_reason is not None]
+        for number in ended:
+            ticket = self._tickets.get(number)
+            if ticket is not None and not self.engine.has_request(number):
+                del self._tickets[number]
+        if pairs and self._loop is not None:
+
+            def put() -> None:
+                for queue, output in pairs:
+                    queue.put_nowait(output)
+
+            try:
+                self._loop.call_soon_threadsafe(put)
+            except RuntimeError:  # the event loop is closed
+                log.debug("outputs were dropped, because the event loop is closed")

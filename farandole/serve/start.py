@@ -1,0 +1,118 @@
+"""Start the HTTP server, and end it when the process receives SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from farandole._extras import optional_import
+
+with optional_import():
+    import uvicorn
+
+from farandole.launch.reports import notify
+from farandole.serve.app import Server
+from farandole.serve.engine import GenerationEngine
+from farandole.serve.folder import read_model
+from farandole.serve.guard import Limits, read_keys
+from farandole.serve.request import RequestError
+from farandole.serve.runner import Runner
+from farandole.serve.service import Service
+from farandole.serve.store import CHUNK
+
+GIB = 1 << 30
+
+
+def start(
+    folder: Path,
+    *,
+    host: str,
+    port: int,
+    name: str,
+    precision: str,
+    context: int | None,
+    max_running: int,
+    max_waiting: int,
+    token_budget: int,
+    kv_memory: float | None,
+    store: str,
+    chat_template: str,
+    api_keys: Path | None,
+    max_body: float,
+    request_timeout: float,
+    drain_timeout: int,
+) -> None:
+    """Serve a model until a signal; see `farandole serve --help` for the arguments.
+
+    Raises:
+        RequestError: if an argument is invalid.
+        CheckpointError, DataError, FolderError: if the folder cannot be read.
+    """
+    keys = read_keys(api_keys) if api_keys is not None else []
+    listener = _listen(host, port)
+    found = read_model(folder, precision=precision, context=context, template=chat_template)
+    limits = Limits(body_bytes=int(max_body * (1 << 20)), request_s=request_timeout)
+
+    runner = Runner(found.model)
+    per_position = runner.bytes_per_position
+    wanted = max_running * (-(-found.context // CHUNK) * CHUNK)
+    if kv_memory is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        positions = min(wanted, free // 2 // per_position)
+    else:
+        positions = int(kv_memory * GIB) // per_position
+    if positions < CHUNK:
+        raise RequestError(
+            "kv_memory",
+            f"expected memory for at least {CHUNK} positions of {per_position} bytes, got {positions} positions",
+        )
+    engine = GenerationEngine(
+        runner,
+        context=found.context,
+        tokenizer=found.tokenizer,
+        end_tokens=found.end_tokens,
+        store=store,
+        kv_positions=positions,
+        max_running=max_running,
+        max_waiting=max_waiting,
+        token_budget=token_budget,
+    )
+    model_name = name or _name_of(found.folder)
+    server = Server(found, Service(engine), model_name, limits, keys)
+    config = uvicorn.Config(
+        server.app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=drain_timeout,
+        server_header=False,
+    )
+    listener.listen(2048)  # from now on, connections wait until the server answers
+    address = listener.getsockname()
+    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    memory = positions * per_position / GIB
+    notify(
+        f"serving {model_name} on http://{shown}:{address[1]} ({precision}, context {found.context}, up to {max_running} "
+        f"sequences, {memory:.2g} GiB for {positions} positions)"
+    )
+    if not keys and not address[0].startswith("127.") and address[0] != "::1":
+        notify("anyone who can reach this address can use the model: --api-keys FILE requires keys")
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _name_of(found: Path) -> str:
+    """Return the name of a Hugging Face folder or of a run."""
+    folder = found.resolve()
+    return folder.parent.parent.name if folder.parent.name == "checkpoints" else folder.name
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address, to report a used port before the model is read."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise RequestError("port", f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener

@@ -1,0 +1,347 @@
+"""Store the keys and values of running sequences, in contiguous slots or in pages.
+
+Both stores keep, for each attention layer, two tensors of *blocks*:
+
+    keys    (blocks, key-value heads, positions / 16, width, 16)     transposed in tiles of 16 positions
+    values  (blocks, key-value heads, positions, value width)
+
+A sequence has a list of blocks.  In `SlotStore`, a sequence has one block, which is long enough for the longest
+sequence.  In `PageStore`, a block is a page of 16 positions, and sequences with the same first tokens share pages.
+Attention reads both in the same way (`rows.ragged_attention`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+TILE = 16
+"""The number of positions per tile of keys, and per page."""
+CHUNK = 256
+"""The number of positions by which slots grow."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The keys and values of one layer at one position."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes per position."""
+        return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class Blocks:
+    """A sequence's blocks, owned by a store.
+
+    Args:
+        most: the maximum number of positions.
+        stored: the number of positions with keys and values.
+        digests: the hash of the tokens up to the end of each complete page.
+    """
+
+    most: int
+    numbers: list[int] = field(default_factory=list)
+    stored: int = 0
+    digests: list[bytes] = field(default_factory=list)
+
+
+class Store(Protocol):
+    """Keys and values of running sequences."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    block_length: int
+    """The number of positions per block."""
+    moves: int
+    """The number of sequences that were moved to fill holes."""
+
+    @property
+    def capacity(self) -> int:
+        """Return the number of positions that fit."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """Return the number of positions that running sequences occupy."""
+        ...
+
+    def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
+        """Add a sequence of at most `most` positions, or return None if the memory is in use.
+
+        If other sequences began with the same tokens, the result may already have stored positions, but always fewer
+        than there are tokens.
+        """
+        ...
+
+    def reserve(self, blocks: Blocks, length: int) -> None:
+        """Make room for the first `length` positions, at most `blocks.most`."""
+        ...
+
+    def commit(self, blocks: Blocks, tokens: Sequence[int], stored: int) -> None:
+        """Record that the first `stored` positions have keys and values for `tokens`."""
+        ...
+
+    def release(self, blocks: Blocks) -> None:
+        """Remove a sequence."""
+        ...
+
+    def compact(self) -> None:
+        """Fill the holes that removed sequences left."""
+        ...
+
+    def check(self) -> None:
+        """Raise RuntimeError if the bookkeeping is inconsistent."""
+        ...
+
+
+def _empty(shapes: Sequence[LayerShape], blocks: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+    keys = [
+        torch.zeros(blocks, each.heads, length // TILE, each.key_width, TILE, dtype=each.dtype)
+        for each in shapes
+    ]
+    values = [torch.zeros(blocks, each.heads, length, each.value_width, dtype=each.dtype) for each in shapes]
+    return keys, values
+
+
+class SlotStore:
+    """One contiguous slot per sequence.
+
+    Running sequences occupy the first slots.  When sequences end, sequences in the last slots move into the holes: the
+    fewest moves that close them.  All slots grow by `CHUNK` positions when the longest sequence needs more, and shrink
+    when no sequence is running.
+
+    Args:
+        shapes: the keys and values of each layer.
+        positions: the number of positions that fit in memory.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], positions: int) -> None:
+        self._shapes, self.capacity = list(shapes), positions
+        self._sequences: list[Blocks | None] = []
+        self.block_length, self._slots, self.moves = 0, 0, 0
+        self.keys, self.values = _empty(shapes, 0, 0)
+
+    @property
+    def used(self) -> int:
+        """Return the number of positions that running sequences occupy."""
+        return sum(each.stored for each in self._sequences if each is not None)
+
+    def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
+        """Add a sequence in the next slot; see `Store.add`."""
+        running = [each for each in self._sequences if each is not None]
+        longest = max([most, *(each.most for each in running)])
+        if (len(running) + 1) * _round_up(longest, CHUNK) > self.capacity:
+            return None
+        blocks = Blocks(most)
+        hole = self._sequences.index(None) if None in self._sequences else len(self._sequences)
+        self._sequences[hole : hole + 1] = [blocks]
+        blocks.numbers = [hole]
+        self._grow(max(hole + 1, self._slots), self.block_length)
+        return blocks
+
+    def reserve(self, blocks: Blocks, length: int) -> None:
+        """Make room for the first `length` positions."""
+        if length > self.block_length:
+            self._grow(self._slots, _round_up(length, CHUNK))
+
+    def commit(self, blocks: Blocks, tokens: Sequence[int], stored: int) -> None:
+        """Record that the first `stored` positions have keys and values."""
+        blocks.stored = stored
+
+    def release(self, blocks: Blocks) -> None:
+        """Remove a sequence."""
+        self._sequences[blocks.numbers[0]] = None
+        blocks.numbers = []
+
+    def compact(self) -> None:
+        """Move the sequences in the last slots into holes."""
+        sequences = self._sequences
+        while sequences and sequences[-1] is None:
+            sequences.pop()
+        while None in sequences:
+            hole, moved = sequences.index(None), sequences.pop()
+            assert moved is not None
+            (source,) = moved.numbers
+            tiles = -(-moved.stored // TILE)
+            for keys, values in zip(self.keys, self.values, strict=True):
+                keys[hole, :, :tiles] = keys[source, :, :tiles]
+                values[hole, :, : moved.stored] = values[source, :, : moved.stored]
+            sequences[hole], moved.numbers = moved, [hole]
+            self.moves += 1
+            while sequences and sequences[-1] is None:
+                sequences.pop()
+        if not sequences and self._slots:
+            self.block_length, self._slots = 0, 0
+            self.keys, self.values = _empty(self._shapes, 0, 0)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the bookkeeping is inconsistent."""
+        for slot, blocks in enumerate(self._sequences):
+            if blocks is not None and blocks.numbers != [slot]:
+                raise RuntimeError(f"slot {slot} belongs to a sequence with slots {blocks.numbers}")
+
+    def _grow(self, slots: int, length: int) -> None:
+        """Enlarge the tensors, and copy the stored positions."""
+        if (slots, length) == (self._slots, self.block_length):
+            return
+        if slots > self._slots:
+            slots = max(slots, min(2 * self._slots, self.capacity // max(length, CHUNK)))
+        keys, values = _empty(self._shapes, slots, length)
+        used = _round_up(max((each.stored for each in self._sequences if each is not None), default=0), TILE)
+        for old, new in zip(self.keys, keys, strict=True):
+            new[: self._slots, :, : used // TILE] = old[:, :, : used // TILE]
+        for old, new in zip(self.values, values, strict=True):
+            new[: self._slots, :, :used] = old[:, :, :used]
+        self.keys, self.values, self._slots, self.block_length = keys, values, slots, length
+
+
+class PageStore:
+    """Pages of 16 positions, which sequences with the same first tokens share.
+
+    Pages of removed sequences stay available for sharing until their memory is needed; the least recently used page is
+    reused first.
+
+    Args:
+        shapes: the keys and values of each layer.
+        positions: the number of positions that fit in memory.
+        sharing: whether sequences share pages.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], positions: int, *, sharing: bool = True) -> None:
+        self._pages = positions // TILE
+        self._sharing = sharing
+        self.block_length, self.moves = TILE, 0
+        self.keys, self.values = _empty(shapes, self._pages, TILE)
+        self._free = list(range(self._pages - 1, -1, -1))
+        self._cached: OrderedDict[int, bytes] = OrderedDict()  # unused pages with content, oldest first
+        self._users = [0] * self._pages
+        self._page_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._reserved = 0  # pages reserved for the running sequences
+        self._sequences: set[Blocks] = set()
+        self.shared = 0
+
+    @property
+    def capacity(self) -> int:
+        """Return the number of positions that fit."""
+        return self._pages * TILE
+
+    @property
+    def used(self) -> int:
+        """Return the number of positions in pages that running sequences use."""
+        return (self._pages - len(self._free) - len(self._cached)) * TILE
+
+    def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
+        """Add a sequence; see `Store.add`."""
+        found: list[int] = []
+        digests: list[bytes] = []
+        if self._sharing and share:
+            for digest in _digests(tokens[: (len(tokens) - 1) // TILE * TILE]):
+                if (page := self._page_of.get(digest)) is None:
+                    break
+                found.append(page)
+                digests.append(digest)
+        more = -(-most // TILE) - len(found)
+        unused = sum(self._users[page] == 0 for page in found)
+        if more + unused + self._reserved > len(self._free) + len(self._cached):
+            return None
+        for page in found:
+            self._use(page)
+        self._reserved += more
+        self.shared += len(found) * TILE
+        blocks = Blocks(most, found, len(found) * TILE, digests)
+        self._sequences.add(blocks)
+        return blocks
+
+    def reserve(self, blocks: Blocks, length: int) -> None:
+        """Take pages for the first `length` positions."""
+        while len(blocks.numbers) * TILE < length:
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, digest = self._cached.popitem(last=False)
+                del self._page_of[digest], self._digest_of[page]
+            self._users[page] = 1
+            self._reserved -= 1
+            blocks.numbers.append(page)
+
+    def commit(self, blocks: Blocks, tokens: Sequence[int], stored: int) -> None:
+        """Record that the first `stored` positions have keys and values, and offer complete pages for sharing."""
+        blocks.stored = stored
+        if not self._sharing:
+            return
+        first = len(blocks.digests)
+        before = blocks.digests[-1] if blocks.digests else b""
+        new = _digests(tokens[first * TILE : stored // TILE * TILE], before)
+        for number, digest in enumerate(new, first):
+            blocks.digests.append(digest)
+            page = blocks.numbers[number]
+            if digest not in self._page_of and page not in self._digest_of:
+                self._page_of[digest], self._digest_of[page] = page, digest
+
+    def release(self, blocks: Blocks) -> None:
+        """Remove a sequence.  Its last pages are reused first."""
+        self._reserved -= -(-blocks.most // TILE) - len(blocks.numbers)
+        for page in reversed(blocks.numbers):
+            self._users[page] -= 1
+            if self._users[page] == 0:
+                if page in self._digest_of:
+                    self._cached[page] = self._digest_of[page]
+                else:
+                    self._free.append(page)
+        blocks.numbers = []
+        self._sequences.remove(blocks)
+
+    def compact(self) -> None:
+        """Do nothing: pages leave no holes."""
+
+    def check(self) -> None:
+        """Raise RuntimeError if the bookkeeping is inconsistent."""
+        users = [0] * self._pages
+        for blocks in self._sequences:
+            for page in blocks.numbers:
+                users[page] += 1
+        if users != self._users:
+            raise RuntimeError("the number of users of a page is wrong")
+        unused = [page for page, count in enumerate(users) if not count]
+        if sorted([*self._free, *self._cached]) != unused:
+            raise RuntimeError("an unused page is missing, or a used page is free")
+        reserved = sum(-(-each.most // TILE) - len(each.numbers) for each in self._sequences)
+        if reserved != self._reserved:
+            raise RuntimeError(f"{self._reserved} pages are reserved, expected {reserved}")
+
+    def _use(self, page: int) -> None:
+        if self._users[page] == 0:
+            del self._cached[page]
+        self._users[page] += 1
+
+
+def _digests(tokens: Sequence[int], before: bytes = b"") -> list[bytes]:
+    """Return the hash of all tokens up to the end of each page."""
+    found = []
+    for start in range(0, len(tokens), TILE):
+        content = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + TILE])
+        before = hashlib.blake2b(before + content, digest_size=16).digest()
+        found.append(before)
+    return found
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+STORES = {"slots": SlotStore, "pages": PageStore}
+"""The stores by name."""

@@ -1,0 +1,66 @@
+"""Convert tokens to text as they arrive, and find stop strings.
+
+A stop string is never part of the text: text that could be its beginning is held back until the next tokens decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """The text of one sequence.
+
+    Args:
+        stop: strings that end the sequence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._tokens: list[int] = []
+        self._decoded = ""  # all text from the stream
+        self._sent = 0  # characters that the caller has received
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Return the text that a token completes.  `stopped` then says whether a stop string was found."""
+        self._tokens.append(token)
+        new = self._stream.step(self._tokenizer, token)
+        return self._advance(new) if new else ""
+
+    def finish(self) -> str:
+        """Return the remaining text after the last token."""
+        return "" if self.stopped else self._rest()
+
+    def _rest(self) -> str:
+        complete = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        rest = complete[len(self._decoded) :] if complete.startswith(self._decoded) else ""
+        text = self._advance(rest) if rest else ""
+        if self.stopped:
+            return text
+        start, self._sent = self._sent, len(self._decoded)
+        return text + self._decoded[start:]
+
+    def _advance(self, new: str) -> str:
+        searched = self._sent
+        self._decoded += new
+        found = [at for stop in self._stop if (at := self._decoded.find(stop, searched)) >= 0]
+        if found:
+            self.stopped = True
+            end = min(found)
+        else:
+            end = len(self._decoded) - max((_overlap(self._decoded, stop) for stop in self._stop), default=0)
+        start, self._sent = self._sent, max(self._sent, end)
+        return self._decoded[start : self._sent]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,95 @@
+"""Choose the precision for `plan.precision = "auto"`, and measure the ranks' arithmetic speed and memory.
+
+The choice depends on hardware features instead of measurements, so that a busy machine does not change the precision
+and the losses.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.precision import TYPES
+from farandole.plan import Precision
+
+_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+"""CPU flags that indicate bf16 multiplication: on Intel, on AMD since Zen 4, and on Arm."""
+_CUDA_CAPABILITY = (8, 0)
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """A run's precision, and the reason for the choice as text."""
+
+    name: Precision
+    reason: str
+
+
+def choose_precision(
+    configured: Literal["auto", Precision], comm: Communicator, device: torch.device
+) -> PrecisionChoice:
+    """Return `configured`, or for "auto" bf16 if all ranks' devices support it, else fp32.  Collective call."""
+    if configured != "auto":
+        return PrecisionChoice(configured, "configured")
+    found = comm.all_gather_object(bf16_unit(device))
+    missing = next((rank for rank, unit in enumerate(found) if not unit), None)
+    if missing is None:
+        return PrecisionChoice("bf16", f"the hardware multiplies bf16: {', '.join(sorted(set(found)))}")
+    return PrecisionChoice("fp32", f"the {device.type.upper()} of rank {missing} does not multiply bf16")
+
+
+def bf16_unit(device: torch.device) -> str:
+    """Return the name of the device's bf16 multiplication unit, or ""."""
+    if device.type == "cuda":
+        capable = torch.cuda.get_device_capability(device) >= _CUDA_CAPABILITY
+        return torch.cuda.get_device_name(device) if capable else ""
+    flags = _cpu_flags()
+    return next((flag for flag in _CPU_FLAGS if flag in flags), "")
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", _CPUINFO.read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        return set()
+    return set(lines[0].split()) if lines else set()
+
+
+_MEASURE_S = 0.2
+_SIZE = {"cpu": 1024, "cuda": 8192}
+"""The size of the matrices in the timed product."""
+
+
+def measured_flops(precision: Precision, device: torch.device, comm: Communicator) -> float:
+    """Measure the floating-point operations per second in matrix products on all ranks at once.  Collective call."""
+    size = _SIZE.get(device.type, 2048)
+    dtype = TYPES[precision]
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    torch.mm(a, b)
+    comm.barrier()
+    count, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < _MEASURE_S:
+        torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        count += 1
+    speed = torch.tensor(2.0 * size**3 * count / elapsed, dtype=torch.float64)
+    comm.all_reduce(speed)
+    return float(speed)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return this rank's peak accelerator memory, or its peak resident set size on a CPU, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,169 @@
+"""The two halves of a backward pass give the gradients of one backward pass, and compute nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from farandole.models.gpt import GPTConfig, build_gpt
+from farandole.models.sequence import SequenceInfo
+from farandole.parallel.pipeline.backward import SplitBackward
+
+
+class Several(nn.Module):
+    """Shared weights, an unused input, and outputs that do not depend on the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+
+    def forward(self, x: Tensor, unused: Tensor) -> tuple[Tensor, ...]:
+        y = self.linear(self.linear(x).tanh() * self.frozen)
+        return y, (self.scale * 2).expand(3, 6), y * self.scale, x + 1
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build_gpt(GPTConfig(29, 16, 2, 4, 16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        info = SequenceInfo()
+        for block in list(self.model)[1:]:
+            x = block(x, info)
+        return (x,)
+
+
+class Doubled(torch.autograd.Function):
+    """A product with a weight that computes both gradients at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.T @ gradient
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (Doubled.apply(x, self.weight).relu(),)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
+    "several": (Several, ((3, 6), (3, 6))),
+    "gpt": (Blocks, ((2, 9, 16),)),
+    "custom": (Custom, ((3, 6),)),
+    "norm": (lambda: _Tuple(nn.Sequential(nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 2))), ((3, 6),)),
+}
+
+
+class _Tuple(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.inner(x),)
+
+
+def _leaves(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator, dtype=torch.double).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_halves_together_are_a_backward_pass(name):
+    torch.manual_seed(0)
+    build, shapes = CASES[name]
+    model, inputs = build().double(), _leaves(shapes)
+    outputs = model(*inputs)
+    gradients = [torch.randn_like(output) for output in outputs]
+    with FlopCounterMode(display=False) as whole:
+        torch.autograd.backward(outputs, gradients)
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    expected_inputs = [each.grad for each in inputs]
+    for parameter in model.parameters():
+        parameter.grad = None
+    inputs = _leaves(shapes)
+    split = SplitBackward(model(*inputs), inputs)
+    seen: list[Tensor] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(seen.append)
+    with FlopCounterMode(display=False) as halves:
+        found = split.input_gradients(gradients)
+        early = {id(parameter) for parameter in seen}
+        split.weight_gradients()
+    torch.testing.assert_close(found, expected_inputs, check_dtype=False)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], msg=key)
+    assert {id(p) for p in seen} == {id(p) for p in model.parameters() if p.requires_grad}
+    assert halves.get_total_flops() == whole.get_total_flops()
+    names = {n for n, p in model.named_parameters() if id(p) in early}
+    assert names == {"several": {"linear.weight", "linear.bias", "scale"}, "custom": {"weight"}}.get(
+        name, set()
+    )
+
+
+def test_a_loss_that_frees_its_gradients_runs_once():
+    torch.manual_seed(0)
+    model = build_gpt(GPTConfig(29, 16, 1, 4, 16, tied=False))
+    targets = torch.randint(0, 29, (2, 9))
+    inputs = torch.randn(2, 9, 16, requires_grad=True)
+    total, _ = model[-1](inputs, SequenceInfo(), targets)
+    total.backward()
+    expected, expected_input = {n: p.grad for n, p in model[-1].named_parameters()}, inputs.grad
+    model.zero_grad()
+    inputs = inputs.detach().requires_grad_()
+    total, _ = model[-1](inputs, SequenceInfo(), targets)
+    split = SplitBackward([total], [inputs])
+    torch.testing.assert_close(split.input_gradients([torch.ones(())]), [expected_input])
+    split.weight_gradients()
+    for key, parameter in model[-1].named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], msg=key)
+
+
+def test_without_inputs_the_second_half_is_the_backward_pass():
+    model = nn.Linear(3, 2)
+    output = model(torch.ones(4, 3))
+    split = SplitBackward([output], [])
+    assert split.input_gradients([torch.ones_like(output)]) == []
+    assert model.weight.grad is None
+    split.weight_gradients()
+    torch.testing.assert_close(model.weight.grad, torch.full((2, 3), 4.0))
+
+
+def test_the_second_half_releases_the_graph():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    freed: list[int] = []
+
+    class Watched:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor.detach()  # a saved output would keep its own graph alive
+
+        def __del__(self) -> None:
+            freed.append(1)
+
+    inputs = torch.ones(4, 3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(Watched, lambda watched: watched.tensor):
+        output = model(inputs)
+    split = SplitBackward([output], [inputs])
+    del output
+    split.input_gradients([torch.ones(4, 3)])
+    split.weight_gradients()
+    del split
+    assert len(freed) == 5  # inputs and weights of both layers, and the output of tanh

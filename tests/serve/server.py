@@ -1,0 +1,104 @@
+"""A folder to serve, and servers: in this process, and as a command."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from farandole.serve.app import Server
+from farandole.serve.engine import GenerationEngine
+from farandole.serve.folder import read_model
+from farandole.serve.guard import Limits
+from farandole.serve.service import Service
+from tests.models.hf.families import folder_of, reference, rope
+from tests.models.hf.folders import add_tokenizer
+
+CONTEXT = 2048
+NAME = "small"
+
+
+def write_folder(folder: Path) -> Path:
+    """Write a small Llama with a tokenizer and a chat template."""
+    model = reference(
+        "llama",
+        3,
+        vocab_size=300,
+        num_hidden_layers=2,
+        rope_parameters=rope("default", 8),
+        head_dim=8,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=None,
+    )
+    folder_of(model, folder)
+    add_tokenizer(folder, 300)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+    return folder
+
+
+@contextmanager
+def serving(
+    folder: Path, *, limits: Limits | None = None, keys: tuple[bytes, ...] = (), **options: Any
+) -> Iterator[tuple[str, Service]]:
+    """Serve in a thread, and yield the address and the service."""
+    found = read_model(folder)
+    engine = GenerationEngine(
+        found.model,
+        context=found.context,
+        tokenizer=found.tokenizer,
+        end_tokens=found.end_tokens,
+        **options,
+    )
+    service = Service(engine)
+    app = Server(found, service, NAME, limits or Limits(), keys).app
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", service
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@contextmanager
+def command(folder: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run `farandole serve`, and yield the address and the process."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "farandole", "serve", str(folder), "--port", "0", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        match = re.search(r"http://\S+", line)
+        assert match, line + process.stderr.read()
+        yield match[0], process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def eventually(condition: Any, seconds: float = 10.0) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

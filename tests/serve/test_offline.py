@@ -1,0 +1,134 @@
+"""Offline generation: `farandole.LLM`, and `farandole generate --input`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import farandole
+from farandole.cli.main import app
+from farandole.data.errors import DataError
+from farandole.models.hf.fields import FolderError
+from farandole.serve.folder import read_model
+from farandole.serve.request import RequestError
+from tests.cli.test_generate import checkpoint  # noqa: F401 - a fixture
+from tests.serve.server import CONTEXT, write_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"))
+
+
+def command(*words: object) -> Result:
+    return CliRunner().invoke(app, ["generate", *map(str, words)])
+
+
+def test_prompts_are_completed_in_order(folder: Path) -> None:
+    llm = farandole.LLM(folder, max_running=3)
+    prompts = ["say red", [5, 6, 7], "two dog " * 9, "a", "cat"]
+    found = llm.generate(prompts, max_tokens=9, temperature=0)
+    alone = [llm.generate([prompt], max_tokens=9, temperature=0)[0] for prompt in prompts]
+    assert [each.text for each in found] == [each.text for each in alone]
+    assert [each.prompt_tokens for each in found] == [llm.encode(prompt) for prompt in prompts]
+    assert len(llm.generate(["a"], max_tokens=3, n=4)[0].completions) == 4
+    with pytest.raises(RequestError, match=r"prompts\[1\], max_tokens: a prompt of 2 tokens"):
+        llm.generate([[1], [1, 1]], max_tokens=CONTEXT - 1)
+    assert not llm.engine.has_work
+
+
+def test_the_core_and_torch_agree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for available in (True, False):
+        monkeypatch.setattr("farandole.native.available", lambda found=available: found)
+        llm = farandole.LLM(folder)
+        texts.append([each.text for each in llm.generate(["say red", "two"], max_tokens=9, temperature=0)])
+    assert texts[0] == texts[1]
+
+
+def test_a_run_of_farandole_train(checkpoint: Path) -> None:  # noqa: F811
+    run = checkpoint.parents[1]
+    llm = farandole.LLM(run)
+    text = llm.generate(["import "], max_tokens=8, temperature=0)[0].text
+    alone = CliRunner().invoke(
+        app, ["generate", str(run), "--prompt", "import ", "--tokens", "8", "--temperature", "0"]
+    )
+    assert alone.output.endswith(f"import {text}\n")
+    with pytest.raises(RequestError, match="precision: expected one of fp32, bf16, got 'fp8'"):
+        farandole.LLM(run, precision="fp8")
+    with pytest.raises(RequestError, match="context: expected a value from 1 to"):
+        farandole.LLM(run, context=10**6)
+    with pytest.raises(DataError, match="no chat template"):
+        llm.render([{"role": "user", "content": "a"}])
+    assert farandole.LLM(run, precision="bf16").generate(["import "], max_tokens=8)[0].text
+
+
+def test_folders_that_cannot_be_served_are_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(FolderError, match=r"has no tokenizer.json"):
+        read_model(tmp_path)
+
+
+def test_a_file_is_completed_in_order_and_resumed(folder: Path, tmp_path: Path) -> None:
+    prompts, out, again = (tmp_path / name for name in ("prompts.jsonl", "out.jsonl", "again.jsonl"))
+    records = [{"prompt": f"say {word}", "id": word} for word in ("red", "green", "blue", "one", "two")]
+    records[2] = {"messages": [{"role": "user", "content": "say red"}], "max_tokens": 3, "n": 2}
+    records[3]["prompt"] = [5, 6, 7]  # type: ignore[assignment]
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = ("--input", prompts, "--tokens", 6)
+    result = command(folder, *options, "--output", out)
+    assert result.exit_code == 0, result.output
+    assert "wrote 5 results" in result.output
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line.get("id") for line in lines] == ["red", "green", None, "one", "two"]
+    assert [line["completion_tokens"] for line in lines] == [6, 6, 6, 6, 6]
+    assert len(lines[2]["choices"]) == 2
+    complete = out.read_bytes()
+    cut = complete[: complete.index(b"\n") + 30]
+    again.write_bytes(cut)
+    assert "wrote 4 results" in command(folder, *options, "--output", again).output
+    assert again.read_bytes() == complete
+    assert "wrote 0 results" in command(folder, *options, "--output", again).output
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "max_token": 1}', "unknown field max_token; nearest: max_tokens"),
+        ('{"text": "a"}', "unknown field text"),
+        ("{}", "expected either prompt or messages"),
+        ('{"prompt": 3}', "prompt: expected text or a list of tokens"),
+        ('{"prompt": "a", "top_p": 7}', "top_p: expected a value above 0"),
+        ('{"prompt": "a", "max_tokens": 100000}', "does not fit in the context"),
+        ('{"prompt": "a", "temperature": "hot"}', "temperature: expected a number"),
+        ('{"messages": "a"}', "messages"),
+        ("[1]", "expected a JSON object, got list"),
+        ("{", "expected a JSON object"),
+    ],
+)
+def test_invalid_lines_are_named_before_any_is_computed(
+    folder: Path, tmp_path: Path, line: str, message: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line + "\n")
+    result = command(folder, "--input", file, "--output", tmp_path / "out.jsonl")
+    assert result.exit_code == 2
+    assert "line 2" in result.output
+    assert message in result.output
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_other_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    assert "--input and --output together" in command(folder, "--input", file).output
+    both = command(folder, "--input", file, "--output", out, "--prompt", "x")
+    assert "mutually exclusive" in both.output
+    assert "cannot read" in command(folder, "--input", tmp_path / "none", "--output", out).output
+    out.write_text('{"index": 3}\n')
+    assert "expected the result of line 1" in command(folder, "--input", file, "--output", out).output
+    assert out.read_text() == '{"index": 3}\n'

@@ -1,0 +1,69 @@
+"""Text as it arrives: incomplete characters, and stop strings that are never shown."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from farandole.data.tokenizer import train_tokenizer
+from farandole.serve.text import TextStream
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["the cat and the dog, été à l'étang 猫と犬 " * 3], 300)
+
+
+def stream(text: str, stop: tuple[str, ...]) -> tuple[list[str], bool]:
+    """Return the parts of a text up to a stop string, and whether it was found."""
+    own = TextStream(tokenizer(), stop)
+    parts = []
+    for token in tokenizer().encode(text).ids:
+        parts.append(own.add(token))
+        if own.stopped:
+            return parts, True
+    parts.append(own.finish())
+    return parts, own.stopped
+
+
+@given(st.text("abc猫 é\n", max_size=30), st.lists(st.text("abc猫 ", min_size=1, max_size=4), max_size=3))
+def test_the_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+    parts, stopped = stream(text, tuple(stop))
+    ends = [text.find(each) for each in stop if each in text]
+    assert stopped == bool(ends)
+    # the first stop string that is complete ends the text
+    complete = min((text.find(each) + len(each) for each in stop if each in text), default=len(text))
+    expected = min((text.find(each) for each in stop if each in text[:complete]), default=len(text))
+    got = "".join(parts)
+    if stopped:
+        # a token can complete several stop strings at once
+        assert got in {text[:end] for end in ends}
+        assert len(got) <= expected
+    else:
+        assert got == text
+
+
+def test_nothing_that_could_be_a_stop_string_is_shown() -> None:
+    own = TextStream(tokenizer(), ("dog!",))
+    shown = "".join(own.add(token) for token in tokenizer().encode("the do").ids)
+    assert shown == "the "
+    assert shown + own.finish() == "the do"
+
+
+def test_incomplete_characters_wait() -> None:
+    own = TextStream(tokenizer())
+    ids = tokenizer().encode("犀").ids
+    assert len(ids) > 1
+    assert [own.add(token) for token in ids] == [""] * (len(ids) - 1) + ["犀"]
+    cut = TextStream(tokenizer())
+    assert cut.add(ids[0]) == ""
+    assert cut.finish() == "�"
+
+
+@pytest.mark.parametrize("text", ["the cat", "été 猫", ""])
+def test_parts_join_to_the_text(text: str) -> None:
+    assert "".join(stream(text, ())[0]) == text
