@@ -70,7 +70,7 @@ def trace(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     scaled: bool = False,
-    prepare: Callable[[], object] = lambda: None,
+    prepare: Callable[[], object] | None = None,
     runs: Sequence[Run] = (),
     sent: Sent | None = None,
 ) -> Trace:
@@ -87,7 +87,8 @@ def trace(
     """
 
     def measure() -> dict[Any, float]:
-        prepare()
+        if prepare is not None:
+            prepare()
         if sent is not None:
             sent.clear()
         numbers = _measure(model, example, loss, dtype, device, scaled, runs)
