@@ -32,7 +32,8 @@ from farandole.models.chunks import repetitions
 
 aten = torch.ops.aten
 
-_SOFTMAX = frozenset({aten._softmax, aten._safe_softmax})
+_SOFTMAX = frozenset({aten._softmax, aten._safe_softmax, aten.logsumexp})
+"""Includes the normalization of ring attention (`parallel.context`)."""
 _BATCHED_PRODUCTS = frozenset({aten.bmm, aten.baddbmm})
 """Includes the score products of unfused attention."""
 
