@@ -34,6 +34,7 @@ aten = torch.ops.aten
 
 _SOFTMAX = frozenset({aten._softmax, aten._safe_softmax, aten.logsumexp})
 """Includes the normalization of ring attention (`parallel.context`)."""
+
 _BATCHED_PRODUCTS = frozenset({aten.bmm, aten.baddbmm})
 """Includes the score products of unfused attention."""
 
