@@ -26,6 +26,9 @@ COLUMNS = {
 }
 """The columns of the table, each with the parts of an estimate whose sum it shows."""
 
+_OF_PASSES = ("activations", "backward")
+"""The columns that are not estimated if the other parts do not fit."""
+
 _MOST_LINES, _FEW = 40, 12
 """The maximum number of lines in a table, and of lines for plans that do not fit if other plans fit."""
 
@@ -66,6 +69,9 @@ def plans(planned: Planned) -> Group:
     fitting = [one for one in planned.estimates if one.fits(memory)]
     others = planned.estimates[len(fitting) :]
     shown = [*fitting[:_MOST_LINES], *others[: _FEW if fitting else _MOST_LINES]]
+    several = len({_mesh(one.plan) for one in planned.estimates}) > 1
+    if several and len(planned.estimates) > _MOST_LINES:
+        shown = _by_mesh(planned.estimates)
     divisor, unit = _unit(max(one.peak for one in shown))
     names, table = choices(shown), _table()
     for name in names:
@@ -74,21 +80,42 @@ def plans(planned: Planned) -> Group:
         table.add_column(name, justify="right")
     table.add_column("outcome")
     for one in shown:
-        numbers = [*(column(one, name) for name in COLUMNS), one.peak]
-        cells = [*(word(one.plan, name) for name in names), *(_number(number, divisor) for number in numbers)]
+        cells = [word(one.plan, name) for name in names]
+        cells += [
+            _number(column(one, name), divisor) if one.complete or name not in _OF_PASSES else "?"
+            for name in COLUMNS
+        ]
+        more = "" if one.complete else ">"
+        cells += [more + _number(one.peak, divisor), seconds(one.seconds) if one.complete else "?"]
         style = None if one.fits(memory) else "dim"
-        table.add_row(*cells, seconds(one.seconds), one.outcome(memory), style=style)
+        table.add_row(*cells, one.outcome(memory), style=style)
     lines: list[Any] = [
         f"Memory in {unit} of the rank with the largest peak; {size(memory)} per rank is available",
         table,
     ]
     if len(shown) < len(planned.estimates):
-        lines.append(f"{len(planned.estimates)} plans were considered, and {len(fitting)} of them fit")
+        of_meshes = "; the table shows the first plans and the best plan of each mesh" if several else ""
+        lines.append(
+            f"{len(planned.estimates)} plans were considered, and {len(fitting)} of them fit{of_meshes}"
+        )
     if "swap" in names:
         lines.append(
             f"swap: the largest peak, with up to {size(BEHIND_BYTES)} of activations that wait to be written"
         )
     return Group(*lines)
+
+
+def _mesh(plan: Plan) -> tuple[int, ...]:
+    return plan.tensor, plan.context, plan.expert
+
+
+def _by_mesh(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Return the first estimates, and the first estimate of each mesh, in order."""
+    first: dict[tuple[int, ...], int] = {}
+    for number, one in enumerate(estimates):
+        first.setdefault(_mesh(one.plan), number)
+    shown = {*range(min(_FEW, len(estimates))), *first.values()}
+    return [estimates[number] for number in sorted(shown)[:_MOST_LINES]]
 
 
 def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group, bool]:

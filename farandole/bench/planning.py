@@ -9,10 +9,12 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import nn
 
 from farandole.bench.machine import speeds
 from farandole.bench.plan_check import Order
@@ -20,13 +22,16 @@ from farandole.bench.setup import BenchError
 from farandole.launch.control_groups import available_memory
 from farandole.launch.local import launch
 from farandole.memory.offload_store import measure_bandwidth
+from farandole.models.hf.fields import FolderError
+from farandole.models.hf.pretrained import read_config
+from farandole.models.moe import Experts
 from farandole.plan import Offloaded, Place, Plan, PlanError, Precision, Recompute, Rounding
 from farandole.planner import Estimate, Machine, Workload, estimate_workload
 from farandole.planner.search import estimates_of, in_order
 from farandole.train.config import ConfigError, TrainConfig, load_config
 from farandole.train.hardware import bf16_unit
-from farandole.train.memory import workload_of
 from farandole.train.start import default_ranks, read_request
+from farandole.train.workload import workload_of
 
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")
 
@@ -54,6 +59,12 @@ _ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
 )
 """Additional choices to consider if no plan fits."""
 
+_REFINED = 2
+"""The number of meshes for which all choices are considered; all meshes are compared with recomputed blocks."""
+
+_LEAST_POSITIONS = 8192
+"""The fewest positions per rank for which context parallelism is considered by default."""
+
 _CHECKED_PASSES = 2
 """The number of micro-batches per step with `--check`; more would take time without using more memory."""
 
@@ -72,9 +83,10 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECAS
 class PlanSetup:
     """Options of `farandole plan`: the run, the machine, and the plans to consider.
 
-    Without `ranks`, `default_ranks` selects the number.  `memory` (bytes), `flops` and `bandwidth` are per rank; None
-    selects this machine's values.  `accelerators` plans for accelerators, and requires all three.  `choices` maps
-    fields of `Plan` to the values to consider; every valid combination is a plan.  Other fields have default choices.
+    Without `ranks`, `default_ranks` selects the number.  `memory` (bytes), `flops`, `bandwidth` and `host_bandwidth` are
+    per rank; None selects this machine's values.  `accelerators` plans for accelerators, and requires the first three.
+    `choices` maps fields of `Plan` to the values to consider; every valid combination is a plan.  Other fields have
+    default choices.
     """
 
     words: tuple[str, ...]
@@ -83,6 +95,7 @@ class PlanSetup:
     memory: int | None = None
     flops: float | None = None
     bandwidth: float | None = None
+    host_bandwidth: float | None = None
     choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     accelerators: bool = False
     remeasure: bool = False
@@ -123,17 +136,24 @@ def plan(setup: PlanSetup) -> Planned:
         "hybrid": [False, True] if setup.nodes > 1 else [False],
         "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
         "precision": [_precision(config, machine)],
+        "lora": [config.plan.lora()],
     }
-    machine, estimates = _estimates(config, ranks, machine, axes | choices)
-    split: dict[str, Sequence[Any]] = {"tensor": _sizes(ranks // setup.nodes), "sequence": [False, True]}
-    resorts = _RESORTS if machine.host else (split, *_ACCELERATORS_RESORTS)
-    for further in resorts:
+    model = workload_of(config, ranks).model
+    if not machine.host:
+        axes |= _meshes(config, model, ranks, setup.nodes)
+    search = partial(_estimates, config, model, ranks)
+    machine, estimates = search(machine, axes | choices)
+    for further in _RESORTS if machine.host else _ACCELERATORS_RESORTS:
         if any(one.fits(machine.memory) for one in estimates):
             break
         if further.keys() - choices.keys():
             axes |= further
-            machine, estimates = _estimates(config, ranks, machine, axes | choices)
-    workload = workload_of(_with(config, estimates[0].plan), ranks)
+            machine, others = search(machine, axes | choices, _best_meshes(estimates))
+            known = {one.plan for one in others}
+            estimates = in_order(
+                [*others, *(one for one in estimates if one.plan not in known)], machine.memory
+            )
+    workload = workload_of(_with(config, estimates[0].plan), ranks, model)
     return Planned(config, workload, machine, ranks, estimates)
 
 
@@ -146,9 +166,19 @@ def _words(setup: PlanSetup) -> list[str]:
             words.append(word)
             continue
         words += ["pretrain", f"model={folder}", "model.pretrained=false", "data.path=stdlib"]
+        if not any(other.startswith("task=") for other in setup.words) and _classifies(folder):
+            words.append("task=classify")
         if setup.ranks and not any(other.startswith("batch=") for other in setup.words):
             words += [f"batch={setup.ranks}", "micro_batch=1"]
     return words
+
+
+def _classifies(folder: str) -> bool:
+    """Return whether a folder has a model that `farandole train` fine-tunes as a classifier."""
+    try:
+        return read_config(folder, with_weights=False).architecture.name in ("bert", "vit")
+    except FolderError as error:
+        raise ConfigError(f"hf:{folder}: {error}") from None
 
 
 def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -183,6 +213,10 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
         raise BenchError(
             "--check requires a plan that fits, but no plan fits; use more ranks or a smaller model"
         )
+    if planned.config.task != "text":
+        raise BenchError(
+            f"--check trains on random text with task='text' only, got task={planned.config.task!r}; omit --check"
+        )
     config = _with(planned.config, first)
     count, samples = config.micro_batches(planned.ranks)
     passes = min(count, _CHECKED_PASSES)
@@ -205,6 +239,18 @@ def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
     """Return a configuration with the chosen fields of `plan`."""
     chosen = {name: getattr(plan, name) for name in _FIELDS}
     return config.model_copy(update={"plan": config.plan.model_copy(update=chosen)})
+
+
+def _meshes(config: TrainConfig, model: nn.Module, ranks: int, nodes: int) -> dict[str, Sequence[Any]]:
+    """Return the sizes of axes to consider on accelerators; tensor-parallel ranks share a host."""
+    experts = max((module.count for module in model.modules() if isinstance(module, Experts)), default=1)
+    pieces = max(1, config.model.context // _LEAST_POSITIONS)
+    return {
+        "tensor": _sizes(ranks // nodes),
+        "sequence": [False, True],
+        "context": _sizes(min(ranks, pieces)),
+        "expert": sorted({1, min(ranks // nodes, experts), min(ranks, experts)}),
+    }
 
 
 def _sizes(most: int) -> list[int]:
@@ -240,16 +286,26 @@ def parse_number(option: str, text: str, base: int) -> float:
 
 
 def _estimates(
-    config: TrainConfig, ranks: int, machine: Machine, axes: Mapping[str, Sequence[Any]]
+    config: TrainConfig,
+    model: nn.Module,
+    ranks: int,
+    machine: Machine,
+    axes: Mapping[str, Sequence[Any]],
+    meshes: Sequence[tuple[Any, ...]] = (),
 ) -> tuple[Machine, list[Estimate]]:
-    """Return the estimates of all plans, and the machine with the disk that they use."""
+    """Return the estimates of the plans, by default for all meshes, and the machine with the disk that they use.
+
+    If there are many meshes, other kinds of recomputation than "block" are estimated only for the best of them, from the
+    fastest to the first that fits.
+    """
     plans: list[Plan] = []
     refusal: Exception | None = None
     for values in itertools.product(*axes.values()):
         try:
             candidate = Plan(**dict(zip(axes, values, strict=True)))
             candidate.sizes(ranks)
-            plans.append(candidate)
+            if not meshes or _axes_of(candidate) in meshes:
+                plans.append(candidate)
         except PlanError as error:  # this combination of values is invalid
             refusal = error
     if not plans and refusal is not None:
@@ -257,17 +313,52 @@ def _estimates(
     folders = {Place.parse(place).folder for one in plans for place in (one.offload, one.swap)}
     if disks := folders - {""}:
         machine = replace(machine, disk=measure_bandwidth(min(disks)))
+    first, rest = plans, list[Plan]()
+    modes = {one.recompute for one in plans}
+    if len({_axes_of(one) for one in plans}) > _REFINED and "block" in modes:
+        first = [one for one in plans if one.recompute == "block"]
+        rest = [one for one in plans if one.recompute != "block"]
+    found, refused = _estimated(config, model, ranks, machine, first)
+    if not found and (refused or refusal):
+        raise refused or refusal  # type: ignore[misc]
+    found = in_order(found, machine.memory)
+    for mesh in _best_meshes(found):
+        for mode in ("none", "selective", "attention"):  # from the fastest to the slowest
+            members = [one for one in rest if _axes_of(one) == mesh and one.recompute == mode]
+            more, _ = _estimated(config, model, ranks, machine, members)
+            found += more
+            if any(one.fits(machine.memory) for one in more):
+                break
+    return machine, in_order(found, machine.memory)
+
+
+def _estimated(
+    config: TrainConfig, model: nn.Module, ranks: int, machine: Machine, plans: Sequence[Plan]
+) -> tuple[list[Estimate], Exception | None]:
+    """Return the estimates of all plans that suit the model and the batch, and an error for one that does not."""
     found: list[Estimate] = []
-    for _, members in itertools.groupby(sorted(plans, key=_axes_of), _axes_of):
+    refusal: Exception | None = None
+    shared: set[tuple[Any, ...]] = set()  # the meshes for which sequence parallelism is possible
+    for axes, members in itertools.groupby(sorted(plans, key=_axes_of, reverse=True), _axes_of):
         alike = list(members)
+        tensor, sequence, *others = axes
+        if not sequence and (tensor, *others) in shared:
+            continue  # without sequence parallelism, a rank needs more memory and as much time
         try:
-            workload = workload_of(_with(config, alike[0]), ranks)
+            workload = workload_of(_with(config, alike[0]), ranks, model)
+            # each rank reads its shards of the weights from the folder
+            workload = replace(workload, block_by_block=bool(config.model.folder))
             found += estimates_of(workload, ranks, machine, alike)
+            if sequence:
+                shared.add((tensor, *others))
         except (PlanError, ConfigError) as error:  # the model or the batch cannot be split like this
             refusal = error
-    if not found and refusal is not None:
-        raise refusal
-    return machine, in_order(found, machine.memory)
+    return found, refusal
+
+
+def _best_meshes(estimates: Sequence[Estimate]) -> list[tuple[Any, ...]]:
+    """Return the axes of the first meshes in a list of sorted estimates."""
+    return list(dict.fromkeys(_axes_of(one.plan) for one in estimates))[:_REFINED]
 
 
 def _axes_of(plan: Plan) -> tuple[Any, ...]:
@@ -292,6 +383,7 @@ def _machine(setup: PlanSetup, ranks: int) -> Machine:
         flops=flops,
         stream=found.stream,
         bandwidth=setup.bandwidth or found.bandwidth,
+        host_bandwidth=setup.host_bandwidth,
         process=found.process,
         libraries=0 if accelerated else found.libraries,
         hosts=setup.nodes,
@@ -312,6 +404,7 @@ def _accelerated(setup: PlanSetup) -> Machine:
         flops=dict.fromkeys(_PRECISIONS, setup.flops),
         stream=setup.flops / _FLOPS_PER_BYTE,
         bandwidth=setup.bandwidth,
+        host_bandwidth=setup.host_bandwidth,
         process=_CONTEXT_BYTES,
         libraries=0,
         hosts=setup.nodes,

@@ -47,16 +47,22 @@ def plan(
         list[int] | None,
         typer.Option(
             help="Sizes of the tensor axis to consider.  Repeatable.",
-            show_default="1; on accelerators, if nothing fits, all within a host",
+            show_default="1; on accelerators, all within a host",
         ),
     ] = None,
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Sizes of the context axis to consider.  Repeatable.", show_default="1"),
+        typer.Option(
+            help="Sizes of the context axis to consider.  Repeatable.",
+            show_default="1; on accelerators, all with at least 8,192 positions per rank",
+        ),
     ] = None,
     expert: Annotated[
         list[int] | None,
-        typer.Option(help="Sizes of the expert axis to consider.  Repeatable.", show_default="1"),
+        typer.Option(
+            help="Sizes of the expert axis to consider.  Repeatable.",
+            show_default="1; on accelerators, all up to the number of experts",
+        ),
     ] = None,
     sequence: Annotated[
         bool | None,
@@ -128,6 +134,14 @@ def plan(
             metavar="N", help="Bandwidth between ranks in bytes/s, such as 12G.", show_default="measured"
         ),
     ] = None,
+    host_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Bandwidth between a rank and other hosts in bytes/s, such as 50G.",
+            show_default="--bandwidth applies between hosts too",
+        ),
+    ] = None,
     accelerators: Annotated[
         bool,
         typer.Option(
@@ -169,7 +183,7 @@ def plan(
 
     \b
     Plan for a model from a Hugging Face folder (only config.json is required):
-      farandole plan hf:llama-8b -n 64 --nodes 8 --accelerators --memory 80GiB --flops 400T --bandwidth 25G model.context=4096
+      farandole plan hf:llama-8b -n 64 --nodes 8 --accelerators --memory 80GiB --flops 400T --bandwidth 300G --host-bandwidth 50G model.context=4096
     """
     # import here, so that `--help` does not wait for torch
     from farandole.launch.placement import LaunchError
@@ -193,6 +207,9 @@ def plan(
             memory=None if memory is None else int(parse_number("--memory", memory, 1024)),
             flops=None if flops is None else parse_number("--flops", flops, 1000),
             bandwidth=None if bandwidth is None else parse_number("--bandwidth", bandwidth, 1000),
+            host_bandwidth=None
+            if host_bandwidth is None
+            else parse_number("--host-bandwidth", host_bandwidth, 1000),
             choices={
                 "tensor": tensor or [],
                 "sequence": [] if sequence is None else [sequence],

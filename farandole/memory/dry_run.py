@@ -28,12 +28,18 @@ from torch.utils.flop_counter import flop_registry
 from farandole.memory.blocks import blocks_of
 from farandole.memory.call_wrappers import unwrap_calls, wrap_calls
 from farandole.memory.recompute_wrapper import FUSED_ATTENTION, observe_kept, recomputed_module
+from farandole.models.chunks import repetitions
 
 aten = torch.ops.aten
 
-_SOFTMAX = frozenset({aten._softmax, aten._safe_softmax})
+_SOFTMAX = frozenset({aten._softmax, aten._safe_softmax, aten.logsumexp})
+"""Includes the normalization of ring attention (`parallel.context`)."""
+
 _BATCHED_PRODUCTS = frozenset({aten.bmm, aten.baddbmm})
 """Includes the score products of unfused attention."""
+
+_IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
+"""In-place products, which torch's `FlopCounterMode` does not count."""
 
 _CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -250,7 +256,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
 def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Count the floating-point operations of one call to `kind`, an `OpOverloadPacket`, in products and attention.
 
-    The counts match torch's `FlopCounterMode`, which does not cover fused CPU attention.  CPU attention is counted like
+    The counts match torch's `FlopCounterMode`, which covers neither in-place products nor fused CPU attention.  CPU attention is counted like
     the other attention kernels: two products in the forward pass and five in the backward pass, which recomputes scores
     (Dao et al., 2022, "FlashAttention").
     """
@@ -258,6 +264,7 @@ def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
         return _attention_flops(args[0], args[1], args[2], score_products=1, value_products=1)
     if kind is _CPU_ATTENTION_BACKWARD:
         return _attention_flops(args[1], args[2], args[3], score_products=3, value_products=2)
+    kind = _IN_PLACE.get(kind, kind)
     if kind in flop_registry:
         return int(flop_registry[kind](*args, **kwargs, out_val=output))
     return 0
@@ -299,7 +306,7 @@ class _CountRecomputed(TorchDispatchMode):
         output = func(*args, **kwargs)
         name = recomputed_module()
         if name is not None:
-            self.flops[name] += flops_of(func.overloadpacket, args, kwargs, output)
+            self.flops[name] += repetitions() * flops_of(func.overloadpacket, args, kwargs, output)
         return output
 
 

@@ -36,6 +36,7 @@ from farandole._troubleshooting import Documented
 from farandole.data.wording import size
 from farandole.memory.blocks import blocks_of
 from farandole.memory.dry_run import flops_of
+from farandole.models.chunks import repetitions
 
 MAPPED_FROM_BYTES = 32 << 20
 """glibc maps larger blocks one by one, and unmaps them when they are freed (`mallopt(3)`, `M_MMAP_THRESHOLD`)."""
@@ -290,13 +291,14 @@ class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of real or fake tensors that operations create, and the work that the operations do.
 
     The memory of the tensors in `outside` does not count.  `now` and `peak` are in bytes; for `flops` and `moved`, see
-    `planner.Trace`.
+    `planner.Trace`.  `history` contains the bytes in the heap and in mapped blocks after each change.
     """
 
     def __init__(self, outside: Iterable[Any]) -> None:
         super().__init__()
-        self.now = self.peak = self.flops = self.moved = 0
-        self._mapped = self._peak_in_heap = self._peak_mapped = 0
+        self.now = self.flops = self.moved = 0
+        self._mapped = 0
+        self.history: list[tuple[int, int]] = []
         self._live: dict[int, int] = {}  # bytes of each storage, by storage number
         self._count = 0
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -311,12 +313,12 @@ class MemoryTracker(TorchDispatchMode):
         fresh = False
         for tensor in written:
             fresh |= self._add(tensor)
-        self.peak = max(self.peak, self.now)
+        times = repetitions()
         flops = flops_of(func.overloadpacket, args, kwargs, output)
-        self.flops += flops
+        self.flops += times * flops
         if not flops and (fresh or func._schema.is_mutable):  # otherwise the operation creates a view
             read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-            self.moved += sum(one.numel() * one.element_size() for one in (*read, *written))
+            self.moved += times * sum(one.numel() * one.element_size() for one in (*read, *written))
         return output
 
     def _add(self, tensor: Tensor) -> bool:
@@ -346,13 +348,17 @@ class MemoryTracker(TorchDispatchMode):
         self.now += more
         if abs(more) >= MAPPED_FROM_BYTES:
             self._mapped += more
-        self._peak_mapped = max(self._peak_mapped, self._mapped)
-        self._peak_in_heap = max(self._peak_in_heap, self.now - self._mapped)
+        self.history.append((self.now - self._mapped, self._mapped))
+
+    @property
+    def peak(self) -> int:
+        """The peak in bytes."""
+        return max((sum(both) for both in self.history), default=0)
 
     @property
     def resident_peak(self) -> int:
         """The peak in bytes, including freed heap memory, which glibc keeps, and excluding freed mapped blocks."""
-        return self._peak_in_heap + self._peak_mapped
+        return sum(max(sizes) for sizes in zip(*self.history, strict=True)) if self.history else 0
 
     def live(self, least_bytes: int = 0, *, without: Sequence[Tensor] = ()) -> dict[int, int]:
         """Return the bytes of each live storage of at least `least_bytes`, keyed by a unique number.

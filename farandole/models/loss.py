@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from farandole.models.chunks import chunks
+
 CHUNK_BYTES = 1 << 20
 """The size of a chunk's fp32 log-probabilities in bytes, which should fit in the L2 cache."""
 
@@ -31,8 +33,7 @@ class _CrossEntropy(torch.autograd.Function):
         chunk_rows = max(1, chunk_bytes // (4 * vocabulary))
         gradient = torch.empty_like(logits)
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        for start in range(0, rows, chunk_rows):
-            chunk = slice(start, start + chunk_rows)
+        for chunk in chunks(rows, chunk_rows, logits):
             target = targets[chunk, None]
             log_p = torch.log_softmax(logits[chunk], -1, dtype=torch.float32)
             total -= log_p.gather(1, target).sum()
@@ -126,12 +127,10 @@ class VocabularyShard:
         """Return the logarithms of the softmax denominators over all words, and the targets' logits, both (rows)."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         places, outside = self.local(targets, logits.shape[1])
-        local = torch.stack(
-            (
-                torch.cat([part.to(wide).logsumexp(1) for part in logits.split(_chunk_rows(logits))]),
-                logits.gather(1, places[:, None])[:, 0].to(wide).masked_fill_(outside, 0),
-            )
-        )
+        local = logits.new_empty((2, len(logits)), dtype=wide)
+        for chunk in chunks(len(logits), _chunk_rows(logits), logits):
+            torch.logsumexp(logits[chunk].to(wide), 1, out=local[0, chunk])
+        local[1] = logits.gather(1, places[:, None])[:, 0].to(wide).masked_fill_(outside, 0)
         every = self.gather(local)
         return every[:, 0].logsumexp(0), every[:, 1].sum(0)
 
@@ -172,8 +171,7 @@ class _HeadLoss(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden) if wanted[0] else None
         to_weight = weight.new_zeros(vocabulary, width, dtype=wide) if wanted[1] else None
         to_bias = weight.new_zeros(vocabulary, dtype=wide) if bias is not None and wanted[2] else None
-        for start in range(0, rows, chunk_rows):
-            chunk = slice(start, start + chunk_rows)
+        for chunk in chunks(rows, chunk_rows, hidden):
             logits = F.linear(hidden[chunk], weight, bias)
             total += _loss_and_gradient(logits, targets[chunk], divisor, shard)
             if to_hidden is not None:
@@ -220,9 +218,8 @@ def _loss_and_gradient(
     rows = _chunk_rows(logits)
     wide = torch.promote_types(logits.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
-    for start in range(0, len(logits), rows):
-        part = logits[start : start + rows]
-        target = targets[start : start + rows, None]
+    for chunk in chunks(len(logits), rows, logits):
+        part, target = logits[chunk], targets[chunk, None]
         log_p = torch.log_softmax(part, -1, dtype=wide)
         total -= log_p.gather(1, target).sum()
         # d(sum of -log p[target]) / d(logits) = p - one_hot(target)
@@ -236,8 +233,7 @@ def _shard_loss_and_gradient(logits: Tensor, targets: Tensor, divisor: int, shar
     denominators, target_logits = shard.softmax_statistics(logits, targets)
     places, outside = shard.local(targets, logits.shape[1])
     rows = _chunk_rows(logits)
-    for start in range(0, len(logits), rows):
-        chunk = slice(start, start + rows)
+    for chunk in chunks(len(logits), rows, logits):
         p = (logits[chunk].to(denominators.dtype) - denominators[chunk, None]).exp_()
         p.scatter_add_(1, places[chunk, None], outside[chunk, None].to(p.dtype) - 1)
         logits[chunk] = p if divisor == 1 else p.mul_(1.0 / divisor)
@@ -301,8 +297,7 @@ def head_loss(
         return total, count
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     chunk_rows = _head_rows(hidden, weight, chunk_bytes, shard)
-    for start in range(0, count, chunk_rows):
-        chunk = slice(start, start + chunk_rows)
+    for chunk in chunks(count, chunk_rows, hidden):
         logits = F.linear(hidden[chunk], weight, bias)
         if shard is None:
             total += F.cross_entropy(logits.float(), targets[chunk], reduction="sum")

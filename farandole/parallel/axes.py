@@ -17,9 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.comm import endpoint
 from farandole.comm.communicator import Communicator, ReduceName
+from farandole.comm.work import COMPLETED
 from farandole.layout import Layout, LayoutError, Shard
 from farandole.mesh import Cell, Groups, Mesh
+from farandole.models.chunks import repetitions
 from farandole.plan import PlanError
+
+Sent = list[tuple[tuple[int, ...], float]]
+"""The ranks of a group, and the bytes that this rank sends to the others, for each operation of a dry run."""
 
 
 class AxisCommunicator:
@@ -27,17 +32,25 @@ class AxisCommunicator:
 
     In a dry run, tensors have no values (`memory.dry_run`).  They are not transferred, and the bytes that a rank would send
     are appended to `sent`.  A ring sends (size - 1) / size of a tensor in a reduce-scatter or an all-gather, and twice as
-    much in an all-reduce.
+    much in an all-reduce.  A message is recorded for the first and the last of the ranks, because all ranks of a ring send
+    at the same time, and the slowest link determines the time.
 
     Args:
-        comm: the ranks; None if they do not communicate, or until `Position.connect` creates the group.
+        ranks: the ranks in the mesh.
+        rank: this rank's index in `ranks`.
+        comm: the communicator of the ranks; None if they do not communicate, or until `Position.connect` creates the group.
     """
 
     def __init__(
-        self, size: int, rank: int, comm: Communicator | None = None, sent: list[float] | None = None
+        self, ranks: Sequence[int], rank: int, comm: Communicator | None = None, sent: Sent | None = None
     ) -> None:
-        self.size, self.rank = size, rank
+        self.ranks, self.rank = tuple(ranks), rank
         self._comm, self._sent = comm, sent
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
 
     def connect(self, parent: AxisCommunicator, members: Sequence[int]) -> None:
         """Create the group of the ranks `members` of `parent`.  This is a collective call of these ranks."""
@@ -63,15 +76,22 @@ class AxisCommunicator:
         self, output: Sequence[Tensor], input: Sequence[Tensor], *, async_op: bool = False
     ) -> dist.Work | None:
         """Exchange tensors; see `Communicator.all_to_all`."""
-        dry = [self._is_dry(float(number != self.rank), part) for number, part in enumerate(input)]
-        return None if any(dry) else self._connected.all_to_all(output, input, async_op=async_op)
+        others = [number for number in range(self.size) if number != self.rank]
+        dry = [self._is_dry(1, input[other], (self.rank, other)) for other in others]
+        if any(dry):
+            return None
+        return self._connected.all_to_all(output, input, async_op=async_op)
 
     def isend(self, tensor: Tensor, to: int, tag: int = 0) -> dist.Work:
         """Start sending a tensor; see `Communicator.isend`."""
+        if self._is_dry(1, tensor, (0, -1)):
+            return COMPLETED
         return self._connected.isend(tensor, to, tag)
 
     def irecv(self, tensor: Tensor, source: int, tag: int = 0) -> dist.Work:
-        """Start receiving a tensor; see `Communicator.irecv`."""
+        """Start receiving a tensor; see `Communicator.irecv`.  In a dry run, only the sender records the message."""
+        if isinstance(tensor, FakeTensor):
+            return COMPLETED
         return self._connected.irecv(tensor, source, tag)
 
     @property
@@ -79,12 +99,16 @@ class AxisCommunicator:
         assert self._comm is not None  # only dry runs have no ranks
         return self._comm
 
-    def _is_dry(self, times: float, tensor: Tensor) -> bool:
-        """Return whether a tensor has no values; append `times` its size to the bytes that are sent."""
+    def _is_dry(self, times: float, tensor: Tensor, among: Sequence[int] = ()) -> bool:
+        """Return whether a tensor has no values; append `times` its size to the bytes that are sent.
+
+        `among` are the indices of the ranks that communicate, by default all.
+        """
         if not isinstance(tensor, FakeTensor):
             return False
         if self._sent is not None:
-            self._sent.append(times * tensor.nbytes)
+            ranks = tuple(self.ranks[index] for index in among) or self.ranks
+            self._sent.append((ranks, repetitions() * times * tensor.nbytes))
         return True
 
 
@@ -92,14 +116,13 @@ class AxisCommunicator:
 class Position:
     """A cell of the mesh, and the communicators of its rank.
 
-    `groups` is None if ranks do not communicate, as in the planner.  In a dry run, collectives append the bytes that a
-    rank sends to `sent`.
+    `groups` is None if ranks do not communicate, as in the planner.  In a dry run, operations append to `sent`.
     """
 
     mesh: Mesh
     cell: Cell
     groups: Groups | None = None
-    sent: list[float] | None = None
+    sent: Sent | None = None
     _axes: dict[tuple[str, ...], AxisCommunicator] = field(default_factory=dict, compare=False)
     _parts: dict[tuple[str, tuple[int, ...]], AxisCommunicator] = field(default_factory=dict, compare=False)
 
@@ -128,7 +151,7 @@ class Position:
                     "ranks are not consecutive; number the ranks host by host"
                 )
             comm = None if self.groups is None else self.groups.of(self.cell, *axes).comm
-            self._axes[axes] = AxisCommunicator(len(peers), peers.index(self.cell), comm, self.sent)
+            self._axes[axes] = AxisCommunicator(ranks, peers.index(self.cell), comm, self.sent)
         return self._axes[axes]
 
     def part_of(self, axis: str, coordinates: Sequence[int]) -> AxisCommunicator | None:
@@ -140,8 +163,8 @@ class Position:
         if comm is None or len(coordinates) == 1:
             return None
         if key not in self._parts:
-            rank = key[1].index(comm.rank)
-            self._parts[key] = AxisCommunicator(len(coordinates), rank, sent=self.sent)
+            ranks = [comm.ranks[coordinate] for coordinate in coordinates]
+            self._parts[key] = AxisCommunicator(ranks, key[1].index(comm.rank), sent=self.sent)
         return self._parts[key]
 
     def connect(self) -> None:

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from farandole.layout import chunk
 from farandole.memory.call_wrappers import wrap_calls
-from farandole.models.attention import attention
+from farandole.models.chunks import chunks
 from farandole.models.deepseek import LatentAttention
 from farandole.models.layers import SelfAttention
 from farandole.models.moe import MixtureOfExperts
@@ -90,9 +90,8 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             f"context={ranks} with ring={ring}: {ranks // ring} ranks cannot divide {heads} heads; nearest plan: "
             f"ring={min(near)}"
         )
-    if position.groups is None:  # a plan that is not run
-        return
-    wrap_calls(model, _ShareSequences(Grid.of(position, ring)))
+    if position.comm(AXIS) is not None:
+        wrap_calls(model, _ShareSequences(Grid.of(position, ring)))
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
@@ -135,13 +134,15 @@ class Grid:
     def ring_index(self, length: int, row: int) -> Tensor:
         """Return the indices of the positions that row `row` of the grid holds, in a sequence of `length` positions."""
         parts = [chunk(length, 2 * self.ring, part) for part in (row, 2 * self.ring - 1 - row)]
-        return torch.cat([torch.arange(start, end) for start, end in parts])
+        with unset_fake_temporarily():  # positions have values in dry runs too
+            return torch.cat([torch.arange(start, end) for start, end in parts])
 
     def index(self, length: int, rank: int) -> Tensor:
         """Return the indices of the positions that rank `rank` holds, in a sequence of `length` positions."""
         row, column = divmod(rank, self.heads)
         places = self.ring_index(length, row)
-        return places[slice(*chunk(len(places), self.heads, column))]
+        with unset_fake_temporarily():
+            return places[slice(*chunk(len(places), self.heads, column))]
 
 
 class _ShareSequences:
@@ -165,9 +166,7 @@ class _ShareSequences:
             )
         index = grid.index(length, grid.all.rank).to(inputs.device)
         documents = info.documents
-        attend = (
-            _attend_alone if isinstance(inputs, FakeTensor) else ContextAttention(grid, length, documents)
-        )
+        attend = ContextAttention(grid, length, documents)
         positions = info.positions_of(length, inputs.device)
         own = replace(
             info,
@@ -218,19 +217,6 @@ class _WithValue(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return grad_outputs[0], None
-
-
-def _attend_alone(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Attend to this rank's keys, in a dry run, which has no values to exchange."""
-    return attention(query, key, value, causal=causal, scale=scale, window=window)
 
 
 class _GatherPositions(torch.autograd.Function):
@@ -341,6 +327,15 @@ class Visibility:
 
     def blocks(self, queries: int, keys: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
         """Yield (slice of one rank's queries, slice of another rank's keys, mask) where any query attends to any key."""
+        found = self._blocks(queries, keys)
+        while True:
+            with unset_fake_temporarily():
+                block = next(found, None)
+            if block is None:
+                return
+            yield block
+
+    def _blocks(self, queries: int, keys: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
         for own, there in ((a, b) for a in _runs(self.indices[queries]) for b in _runs(self.indices[keys])):
             at, to = self.indices[queries][own], self.indices[keys][there]
             if self.causal and at[-1] < to[0]:
@@ -483,10 +478,9 @@ def _query_parts(
     """Yield parts of the queries with at most `SCORES_BYTES` of scores, and their masks."""
     keys = others.stop - others.start
     rows = max(1, SCORES_BYTES // (4 * query.shape[0] * query.shape[1] * keys))
-    for start in range(own.start, own.stop, rows):
-        part = slice(start, min(start + rows, own.stop))
-        seen = None if mask is None else mask[..., part.start - own.start : part.stop - own.start, :]
-        yield part, None if seen is None else seen.to(query.device)
+    for each in chunks(own.stop - own.start, rows, query):
+        seen = None if mask is None else mask[..., each, :].to(query.device)
+        yield slice(own.start + each.start, own.start + each.stop), seen
 
 
 def _scores(query: Tensor, keys: Tensor, seen: Tensor | None, scale: float) -> Tensor:

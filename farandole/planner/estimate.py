@@ -32,12 +32,14 @@ class Estimate:
             in use at the same time.
         start: bytes in use while the model is being sharded, before the first step.
         times: seconds per step, by activity.
+        complete: whether activations are included; they are not if the other parts already do not fit.
     """
 
     plan: Plan
     parts: dict[str, int]
     start: int
     times: dict[str, float]
+    complete: bool = True
 
     @property
     def peak(self) -> int:
@@ -54,9 +56,11 @@ class Estimate:
         return self.peak <= memory
 
     def outcome(self, memory: int) -> str:
-        """Return `fits`, `fits with offload` (or swap) or `does not fit (needs X more)` for `memory` bytes per rank."""
+        """Return `fits`, `fits with offload` (or swap), or `does not fit (needs X more; most for Y)`."""
         if not self.fits(memory):
-            return f"does not fit (needs {size(self.peak - memory)} more)"
+            least = "" if self.complete else "at least "
+            most = max(self.parts, key=lambda part: self.parts[part])
+            return f"does not fit (needs {least}{size(self.peak - memory)} more; most for {most})"
         moved = [name for name in ("offload", "swap") if getattr(self.plan, name) != "none"]
         return " ".join(["fits", *(["with", " and ".join(moved)] if moved else [])])
 
@@ -83,13 +87,22 @@ def estimate(
 
 
 def estimate_workload(
-    workload: Workload, plan: Plan, ranks: int, machine: Machine, traced: Trace | None = None
+    workload: Workload,
+    plan: Plan,
+    ranks: int,
+    machine: Machine,
+    traced: Trace | None = None,
+    state: StateBytes | None = None,
 ) -> Estimate:
-    """Like `estimate`, for a `Workload`.  `traced` is its trace under this plan, if available."""
+    """Like `estimate`, for a `Workload`.
+
+    Args:
+        traced, state: the trace and the states of this workload under this plan, if available.
+    """
     _check(plan, machine)
-    if workload.mesh is None:
+    if not workload.applied:
         workload = workload.split(plan, ranks, machine.hosts)
-    state = state_bytes(workload, plan, ranks, machine)
+    state = state or state_bytes(workload, plan, ranks, machine)
     traced = traced or workload.trace(plan)
     process = machine.process + machine.libraries * machine.hosts // ranks
     swapped = _swapped(plan, traced)
@@ -120,11 +133,6 @@ def _check(plan: Plan, machine: Machine) -> None:
     if plan.swap != "none" and machine.host == (plan.swap == "host"):
         where, works = ("a CPU host", "disk:FOLDER") if machine.host else ("an accelerator", "host")
         raise PlanError(f"swap={plan.swap!r} is not available for models on {where}; use swap={works!r}")
-    if plan.lora is not None:
-        raise PlanError(
-            "the planner does not support LoRA in a plan; omit lora and call `parallel.lora.add_lora` on the "
-            "model instead"
-        )
     if plan.offloaded != "optimizer" and plan.offload_folder is not None and not machine.host:
         raise PlanError(
             f"offloaded={plan.offloaded!r} with offload={plan.offload!r} is not available for models on an "

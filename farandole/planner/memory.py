@@ -150,12 +150,12 @@ def _largest(sizes: Iterable[int], count: int) -> list[int]:
 
 def shares_memory(bucket: BucketPlan, ranks: int, machine: Machine) -> bool:
     """Return whether the ranks that shard a bucket share memory."""
-    return machine.shared and len({rank * machine.hosts // ranks for rank in bucket.ranks.shards}) == 1
+    return machine.shared and len({machine.host_of(rank, ranks) for rank in bucket.ranks.shards}) == 1
 
 
 def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> ShardingPlan:
     model = workload.model
-    hosts = [rank * machine.hosts // ranks for rank in range(ranks)]
+    hosts = [machine.host_of(rank, ranks) for rank in range(ranks)]
     mesh = workload.mesh or box_mesh(ranks, hosts or (), hybrid=plan.hybrid)
     layouts = workload.layouts or replicated_layouts(model)
     dtype = weight_type(plan)

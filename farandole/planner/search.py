@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
 
 from farandole._troubleshooting import see
 from farandole.data.wording import counted, size
-from farandole.plan import MODEL_AXES, Plan
+from farandole.plan import MODEL_AXES, Plan, PlanError
 from farandole.planner.estimate import Estimate, estimate_workload
-from farandole.planner.trace import Trace
+from farandole.planner.memory import StateBytes, state_bytes
+from farandole.planner.trace import NOTHING, Trace
 from farandole.planner.workload import Machine, Workload
 
 _OFFERED = 3
@@ -19,24 +23,46 @@ _SURE = 0.9
 def estimates_of(
     workload: Workload, ranks: int, machine: Machine, plans: Iterable[Plan]
 ) -> Iterator[Estimate]:
-    """Yield the estimates of `plans` in order; plans with equal passes are traced once."""
+    """Yield the estimates of `plans` in order.
+
+    Plans with equal passes are traced once.  The pass is not traced if the states alone do not fit.
+    """
     parts: dict[tuple[object, ...], Workload] = {}
     traces: dict[tuple[object, ...], Trace] = {}
+    known: dict[tuple[object, ...], StateBytes] = {}
+    found, refusal = False, cast(PlanError | None, None)
     for plan in plans:
         axes = (
             plan.data,
             plan.sequence,
             plan.ring,
             plan.hybrid,
+            plan.lora,
             *(getattr(plan, axis) for axis in MODEL_AXES),
         )
         if axes not in parts:
             parts[axes] = workload.split(plan, ranks, machine.hosts)
         part = parts[axes]
-        key = (id(part), plan.recompute, plan.precision, plan.activation_bytes)
+        states = (axes, plan.zero, plan.precision, plan.rounding, plan.offload, plan.offloaded)
+        if states not in known:
+            known[states] = state_bytes(part, plan, ranks, machine)
+        estimate = partial(estimate_workload, part, plan, ranks, machine, state=known[states])
+        least = estimate(NOTHING)
+        if not least.fits(machine.memory):
+            found = True
+            yield replace(least, complete=False)
+            continue
+        key = (axes, plan.recompute, plan.precision, plan.activation_bytes)
         if key not in traces:
-            traces[key] = part.trace(plan)
-        yield estimate_workload(part, plan, ranks, machine, traces[key])
+            try:
+                traces[key] = part.trace(plan)
+            except PlanError as error:  # this recomputation does not suit the model
+                refusal = error
+                continue
+        found = True
+        yield estimate(traces[key])
+    if refusal is not None and not found:
+        raise refusal
 
 
 def plan_candidates(

@@ -32,12 +32,15 @@ def step_time(
     compute = workload.micro_batches * one_pass
     passes = workload.micro_batches if plan.zero >= 2 else 1
     hidden = _BACKWARD * one_pass * passes if machine.overlap else 0.0
-    sent = passes * _reduced(state.sharding.trained)
+    reduction = passes * _reduction_s(state.sharding.trained, ranks, machine)
     # no computation overlaps the reduction of the last bucket
-    last = _reduced(state.sharding.trained[-1:]) if machine.overlap else 0.0
-    communication = max(last / machine.bandwidth, sent / machine.bandwidth - hidden)
-    communication += workload.micro_batches * sum(workload.sent or ()) / machine.bandwidth
-    communication += _gathered(workload, plan, ranks, state, machine) / machine.bandwidth
+    last = _reduction_s(state.sharding.trained[-1:], ranks, machine) if machine.overlap else 0.0
+    between_layers = sum(
+        nbytes / machine.bandwidth_among(group, ranks) for group, nbytes in traced.sent.items()
+    )
+    communication = max(last, reduction - hidden)
+    communication += workload.micro_batches * between_layers
+    communication += _gathering_s(workload, plan, ranks, state, machine)
     # the norm reads gradients, clipping reads and writes them; each state and weight is read and written
     update = state.updated * (1 + 2 + 1 + 2 * (workload.states + 1)) / machine.stream
     found = {"compute": compute, "communication": communication, "update": update}
@@ -48,24 +51,32 @@ def step_time(
     return found
 
 
-def _reduced(buckets: Sequence[BucketPlan]) -> float:
-    """Return the bytes that this rank sends to reduce each bucket among its shards, and then among replicas."""
+def _reduction_s(buckets: Sequence[BucketPlan], ranks: int, machine: Machine) -> float:
+    """Return the seconds in which this rank reduces each bucket among its shards, and then among replicas."""
     total = 0.0
     for bucket in buckets:
         shards, replicas = len(bucket.ranks.shards), len(bucket.ranks.replicas)
-        total += (_ring(shards) + 2 * _ring(replicas) / shards) * whole_bytes(bucket)
+        for group, sent in (
+            (bucket.ranks.shards, _ring(shards)),
+            (bucket.ranks.replicas, 2 * _ring(replicas) / shards),
+        ):
+            total += sent * whole_bytes(bucket) / machine.bandwidth_among(group, ranks)
     return total
 
 
-def _gathered(workload: Workload, plan: Plan, ranks: int, state: StateBytes, machine: Machine) -> float:
-    """Return the bytes of weights that this rank sends in a step to ranks with which it does not share memory."""
+def _gathering_s(workload: Workload, plan: Plan, ranks: int, state: StateBytes, machine: Machine) -> float:
+    """Return the seconds in which this rank sends weights to ranks with which it does not share memory."""
     sharding = state.sharding
     if plan.zero == 0:
         return 0.0
     gathered = [*sharding.trained, *sharding.frozen] if sharding.gathered else sharding.trained
     times = 2 * workload.micro_batches if sharding.gathered else 1
     return sum(
-        times * _ring(len(bucket.ranks.shards)) * bucket.layout.length * bucket.dtype.itemsize
+        times
+        * _ring(len(bucket.ranks.shards))
+        * bucket.layout.length
+        * bucket.dtype.itemsize
+        / machine.bandwidth_among(bucket.ranks.shards, ranks)
         for bucket in gathered
         if sharding.gathered or not shares_memory(bucket, ranks, machine)
     )

@@ -13,9 +13,10 @@ The gradient of a parameter is released immediately, because `parallel.bucket` c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from farandole.memory.dry_run import call_arguments, device_of, fake_model
 from farandole.memory.swap import THRESHOLD_BYTES
 from farandole.memory.tracker import MemoryTracker
+from farandole.parallel.axes import Sent
+from farandole.planner.repeats import Run, extrapolated
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Trace:
         moved: bytes that all other operations read and write.
         resident_peak: peak of the bytes in use if the C library keeps freed memory for later allocations.
         swappable: bytes of `saved` that `Plan.swap` moves: tensors of at least `THRESHOLD_BYTES` that the model saves.
+        sent: bytes that this rank sends in collectives of the model, by the ranks of the group.
     """
 
     saved: int
@@ -46,11 +50,16 @@ class Trace:
     moved: int
     resident_peak: int
     swappable: int
+    sent: Mapping[tuple[int, ...], float] = field(default_factory=dict)
 
     @property
     def transient(self) -> int:
         """The bytes by which the peak exceeds `saved`."""
         return max(0, self.peak - self.saved)
+
+
+NOTHING = Trace(0, 0, 0, 0, 0, 0)
+"""The trace of a pass without activations, for a lower bound."""
 
 
 def trace(
@@ -61,6 +70,9 @@ def trace(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     scaled: bool = False,
+    prepare: Callable[[], object] | None = None,
+    runs: Sequence[Run] = (),
+    sent: Sent | None = None,
 ) -> Trace:
     """Trace `model(example)`, its `loss` (by default the sum of its outputs) and the backward pass.
 
@@ -69,6 +81,57 @@ def trace(
         dtype: the dtype of weights and inputs; with None, their dtypes do not change.
         scaled: whether the loss is multiplied by a factor (several micro-batches, fp16), which requires a copy of its
             gradient.
+        prepare: called before each pass.
+        runs: the runs of equal blocks of which a pass needs only a few (`planner.repeats`).
+        sent: the list to which the model's collectives append the bytes that they send.
+    """
+
+    def measure() -> dict[Any, float]:
+        if prepare is not None:
+            prepare()
+        if sent is not None:
+            sent.clear()
+        numbers = _measure(model, example, loss, dtype, device, scaled, runs)
+        for ranks, nbytes in sent or ():
+            numbers[_Group(ranks)] = numbers.get(_Group(ranks), 0.0) + nbytes
+        return numbers
+
+    found = extrapolated(runs, measure)
+    heaps, mapped, peaks = (
+        [found[name, part] for part in range(len(runs) + 1)] for name in ("heap", "mapped", "peak")
+    )
+    return Trace(
+        int(found["saved"]),
+        int(max(peaks)),
+        int(found["flops"]),
+        int(found["moved"]),
+        int(max(heaps) + max(mapped)),
+        int(found["swappable"]),
+        {key.ranks: nbytes for key, nbytes in found.items() if isinstance(key, _Group)},
+    )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The key of the bytes that a group sends."""
+
+    ranks: tuple[int, ...]
+
+
+def _measure(
+    model: nn.Module,
+    example: Any,
+    loss: Callable[[Any], Tensor] | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    scaled: bool,
+    runs: Sequence[Run],
+) -> dict[Any, float]:
+    """Return the numbers of a pass, with the peaks of its parts.
+
+    The first part ends when the backward pass of the last run is complete, and so on.  The peak of each part is a linear
+    function of the lengths of the runs.  The peak of a pass is not: with few blocks, it may be in the last part, for
+    example for the gradient of a large embedding, and with many blocks in the first.
     """
     where = device_of(model, device)
     with ExitStack() as stack:
@@ -79,6 +142,10 @@ def trace(
                 stack.callback(parameter.register_post_accumulate_grad_hook(_clear_gradient).remove)
         living = (*model.parameters(), *model.buffers(), *tree_leaves(fake))
         tracker = stack.enter_context(MemoryTracker(living))
+        ends: dict[int, int] = {}
+        for number, run in enumerate(runs):
+            hook = partial(_note_gradient, partial(_note, ends, number, tracker))
+            stack.callback(run.first.register_forward_pre_hook(hook, with_kwargs=True).remove)
         args, kwargs = call_arguments(fake)
         output = model(*args, **kwargs)
         of_model = tracker.live(THRESHOLD_BYTES, without=_tensors(output))
@@ -90,7 +157,34 @@ def trace(
             # a constant, because a loss function may read its gradient (`models.loss`)
             value.backward(torch.tensor(0.5 if scaled else 1.0, dtype=value.dtype, device=where))
         del value
-    return Trace(saved, tracker.peak, tracker.flops, tracker.moved, tracker.resident_peak, swappable)
+    numbers: dict[Any, float] = {
+        "saved": saved,
+        "flops": tracker.flops,
+        "moved": tracker.moved,
+        "swappable": swappable,
+    }
+    start = 0
+    for part in range(len(runs) + 1):
+        end = ends.get(len(runs) - 1 - part, start) if part < len(runs) else len(tracker.history)
+        changes = tracker.history[start : max(start, end)]
+        numbers["peak", part] = max((heap + mapped for heap, mapped in changes), default=0)
+        numbers["heap", part] = max((heap for heap, _ in changes), default=0)
+        numbers["mapped", part] = max((mapped for _, mapped in changes), default=0)
+        start = max(start, end)
+    return numbers
+
+
+def _note(ends: dict[int, int], number: int, tracker: MemoryTracker, gradient: Tensor) -> None:
+    ends.setdefault(number, len(tracker.history))
+
+
+def _note_gradient(
+    note: Callable[[Tensor], None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Call `note` when the gradient of an input of a module is complete."""
+    for tensor in _tensors((args, kwargs)):
+        if tensor.requires_grad:
+            tensor.register_hook(note)
 
 
 def _sum(output: Any) -> Tensor:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from farandole.layout import Layout
 from farandole.memory.disk import Bandwidth
 from farandole.memory.recompute import apply_recompute
 from farandole.mesh import Mesh
-from farandole.parallel.axes import Layouts, Position
+from farandole.models.meta import meta_device
+from farandole.parallel.axes import Layouts, Position, Sent
+from farandole.parallel.lora import add_lora
 from farandole.parallel.parallelize import APPLIED
 from farandole.parallel.precision import TYPES
 from farandole.parallel.zero.sharding import box_mesh
-from farandole.plan import MODEL_AXES, Plan, PlanError
+from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
+from farandole.planner.repeats import find_runs
 from farandole.planner.trace import Trace, trace
 
 PROCESS_BYTES = 225 << 20
@@ -41,6 +43,8 @@ class Machine:
         flops: floating-point operations per second in matrix products, by precision ("fp32", "bf16", "fp16").
         stream: bytes per second that other operations read and write.
         bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
+        host_bandwidth: bytes per second between a rank and other hosts, such as the bandwidth of its network adapter; None
+            if `bandwidth` also applies between hosts.
         host_link: bytes per second between an accelerator and the memory of its host.
         disk: the disk bandwidth of a host, shared by its ranks; None for a machine without a disk.
         process, libraries: bytes of a process without a model: its private pages, and the file pages shared by all
@@ -55,6 +59,7 @@ class Machine:
     flops: Mapping[str, float] = field(default_factory=lambda: {"fp32": 50e9, "bf16": 50e9, "fp16": 50e9})
     stream: float = 8e9
     bandwidth: float = 2e9
+    host_bandwidth: float | None = None
     host_link: float = 12e9
     disk: Bandwidth | None = None
     process: int = PROCESS_BYTES
@@ -65,14 +70,29 @@ class Machine:
     host: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("memory", "stream", "bandwidth", "host_link"):
-            if getattr(self, name) <= 0:
+        for name in ("memory", "stream", "bandwidth", "host_bandwidth", "host_link"):
+            if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"expected Machine({name}=) to be above 0, got {getattr(self, name)}")
         for name, speed in self.flops.items():
             if speed <= 0:
                 raise ValueError(
                     f"expected all speeds in Machine(flops=) to be above 0, got {name!r}: {speed}"
                 )
+
+    def host_of(self, rank: int, ranks: int) -> int:
+        """Return the number of a rank's host."""
+        return rank * self.hosts // ranks
+
+    def bandwidth_among(self, members: Sequence[int], ranks: int) -> float:
+        """Return the bus bandwidth of a group of ranks.
+
+        Each rank sends at most `bandwidth`.  If the group spans hosts, the members on a host share its traffic to other
+        hosts, so each member sends a part of it.
+        """
+        counts = Counter(self.host_of(member, ranks) for member in members)
+        if self.host_bandwidth is None or len(counts) == 1:
+            return self.bandwidth
+        return min(self.bandwidth, min(counts.values()) * self.host_bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +107,10 @@ class Workload:
         checkpoints: whether copies of weights and states are kept in host memory (`farandole train`).
         block_by_block: whether the model is created block by block, never in full (`parallelize` of a model on the meta
             device).
-        sent: the bytes that the rank sends in collectives of the model, filled by `trace`.
+        applied: whether `model` has the adapters and the shards of a plan (`split`).
         mesh, layouts, rank: if ranks have different parts of a model, the mesh, the layouts, and the rank that has
             `model`.  By default, ranks differ only in their samples.
+        sent: the list to which collectives of the model append the bytes that the rank sends.
     """
 
     model: nn.Module
@@ -99,15 +120,14 @@ class Workload:
     states: int = 2
     checkpoints: bool = False
     block_by_block: bool = False
+    applied: bool = False
     mesh: Mesh | None = None
     layouts: Mapping[str, Layout] | None = None
     rank: int = 0
-    sent: list[float] | None = None
+    sent: Sent | None = None
 
     def split(self, plan: Plan, ranks: int, hosts: int = 1) -> Workload:
-        """Return the workload of rank 0, with its shards of the model, if the plan has axes that split the model.
-
-        A sequence that `plan.context` ranks share is traced as a shorter sequence, without the exchange of keys.
+        """Return the workload of rank 0 under `plan`: with its adapters, and this rank's shards of the model.
 
         Raises:
             PlanError: if the plan is invalid for the model or the number of ranks.
@@ -118,42 +138,67 @@ class Workload:
                 f"pipeline={plan.pipeline}: the planner predicts no pipelines; nearest plan: pipeline=1 (`farandole schedule` "
                 "simulates schedules)"
             )
-        if all(sizes[axis] == 1 for axis in MODEL_AXES):
-            return self
+        divided = any(sizes[axis] > 1 for axis in MODEL_AXES)
+        if self.mesh is not None or (plan.lora is None and not divided):
+            return replace(self, applied=True)
+        model = _without_values(self.model)
+        if plan.lora is not None:
+            _add_lora(model, plan.lora)
+        if not divided:
+            return replace(self, model=model, applied=True)
         names = [str(rank * hosts // ranks) for rank in range(ranks)]
         mesh = box_mesh(ranks, names, hybrid=plan.hybrid, **sizes)
-        model = _without_values(self.model)
-        layouts, sent = Layouts(model), list[float]()
+        layouts, sent = Layouts(model), Sent()
         position = Position(mesh, mesh.of_rank(0)[0], sent=sent)
         for apply in APPLIED:
             apply(model, position, plan, layouts)
-        example = tree_map_only(Tensor, partial(_shortened, ranks=plan.context), self.example)
-        return replace(self, model=model, mesh=mesh, layouts=layouts, example=example, sent=sent)
+        return replace(self, model=model, applied=True, mesh=mesh, layouts=layouts, sent=sent)
 
     def trace(self, plan: Plan) -> Trace:
         """Trace a forward and backward pass with the recomputation of `plan`, then switch recomputation off."""
-        if self.sent is not None:
-            self.sent.clear()
         needs_example = plan.recompute in ("selective", "attention", "auto")
         dtype = weight_type(plan)
+
+        def recompute() -> None:
+            try:
+                apply_recompute(
+                    self.model,
+                    plan.recompute,
+                    example=self.example if needs_example else None,
+                    loss=self.loss if plan.recompute == "auto" else None,
+                    budget_bytes=plan.activation_bytes,
+                    dtype=dtype,
+                )
+            except ValueError as error:
+                raise PlanError(str(error).replace("budget_bytes", "activation_bytes")) from error
+
         try:
-            apply_recompute(
-                self.model,
-                plan.recompute,
-                example=self.example if needs_example else None,
-                loss=self.loss if plan.recompute == "auto" else None,
-                budget_bytes=plan.activation_bytes,
-                dtype=dtype,
-            )
             return trace(
                 self.model,
                 self.example,
                 loss=self.loss,
                 dtype=dtype,
                 scaled=self.micro_batches > 1 or plan.precision == "fp16",
+                prepare=recompute,
+                runs=[]
+                if plan.recompute == "auto"
+                else find_runs(self.model),  # the budget is for all blocks
+                sent=self.sent,
             )
         finally:
             apply_recompute(self.model, "none")
+
+
+def _add_lora(model: nn.Module, lora: LoRA) -> None:
+    if lora.base is not None:
+        raise PlanError(
+            f"lora.base={lora.base!r}: the planner does not support quantized weights; nearest plan: base=None"
+        )
+    try:
+        with meta_device():
+            add_lora(model, lora)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def _without_values(model: nn.Module) -> nn.Module:
@@ -163,11 +208,6 @@ def _without_values(model: nn.Module) -> nn.Module:
     }
     twins |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
     return copy.deepcopy(model, twins)
-
-
-def _shortened(tensor: Tensor, ranks: int) -> Tensor:
-    """Return one rank's share of the positions in a tensor (batch, positions)."""
-    return tensor[:, : -(-tensor.shape[1] // ranks)] if ranks > 1 and tensor.dim() == 2 else tensor
 
 
 def weight_type(plan: Plan) -> torch.dtype | None:

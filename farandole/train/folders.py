@@ -46,7 +46,7 @@ def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretraine
         ConfigError: if the folder is damaged or unsupported, or belongs to another family.
     """
     try:
-        origin = read_config(folder_of(config))
+        origin = read_config(folder_of(config), with_weights=config.model.pretrained)
     except FolderError as error:
         raise ConfigError(f"model={config.model.folder}: {error}") from None
     if origin.architecture.name not in families:
@@ -74,8 +74,8 @@ def check_context(config: TrainConfig, origin: Pretrained) -> None:
         )
 
 
-def open_folder_model(config: TrainConfig, classes: int | None = None) -> Transformer:
-    """Create the folder's model on the meta device; `parallelize` reads the weights.
+def open_folder_model(config: TrainConfig, classes: int | None = None, **changes: Any) -> Transformer:
+    """Create the folder's model on the meta device, with `changes` of its configuration; `parallelize` reads the weights.
 
     With `model.pretrained=false`, the weights are random.
 
@@ -84,8 +84,8 @@ def open_folder_model(config: TrainConfig, classes: int | None = None) -> Transf
     """
     folder = folder_of(config)
     try:
-        origin = read_config(folder)
-        changes = _router_changes(config, origin)
+        origin = read_config(folder, with_weights=config.model.pretrained)
+        changes = _router_changes(config, origin) | changes
         if config.model.is_restored:
             return _without_weights(with_changes(origin, classes, changes))
         if config.model.pretrained:

@@ -10,21 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from farandole._troubleshooting import see
 from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
 from farandole.models.gpt import GPTConfig
-from farandole.models.hf.architecture import decoders
-from farandole.models.meta import meta_device
-from farandole.parallel.lora import add_lora
 from farandole.plan import MODEL_AXES, Plan, PlanError
-from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
+from farandole.planner import Estimate, Machine, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig, plan_config_error
-from farandole.train.folders import build_language_model, check_context, describe_folder
 from farandole.train.start import Start, task_config
+from farandole.train.workload import PLANNED, workload_of
 
 _STAGES = (0, 1, 2, 3)
 
@@ -33,28 +29,6 @@ _FOR_ACTIVATIONS = 0.2
 
 _REFUSED_FRACTION = 0.9
 """A step is rejected if this fraction of its predicted memory does not fit.  Predictions are accurate to 10 %."""
-
-
-def workload_of(config: TrainConfig, ranks: int) -> Workload:
-    """Return one rank's share of a step.  Raises `ConfigError` for tasks that cannot be estimated."""
-    if config.task not in ("text", "sft"):
-        raise ConfigError(f"task={config.task!r}: the planner supports only task='text' and task='sft'")
-    count, samples = config.micro_batches(ranks)
-    if config.model.folder:
-        check_context(config, describe_folder(config, decoders()))
-    with meta_device():
-        model = build_language_model(config)
-        tokens = torch.empty(samples, config.model.context, dtype=torch.int64)
-
-    if (lora := config.plan.lora()) is not None:
-        add_lora(model, lora)
-
-    def mean(output: tuple[Tensor, int]) -> Tensor:
-        total, number = output
-        return total / number
-
-    example = (tokens, None, tokens)
-    return Workload(model=model, example=example, loss=mean, micro_batches=count, checkpoints=True)
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
@@ -69,10 +43,11 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
             workload_of(config, ranks).split(_plan_of(config), ranks)
         except PlanError as error:
             raise plan_config_error(error) from None
-    if (
-        config.plan.lora_rank or config.model.folder
-    ):  # count only a step's estimate, because few parameters may have gradients and states
-        if not torch.cuda.is_available() and config.plan.swap == "none":
+    plan, accelerated = config.plan, torch.cuda.is_available()
+    split = plan.ranks_per_sample * plan.expert > 1
+    # with adapters or split layers, a rank has states for a part of the parameters, which only the estimate counts
+    if plan.lora_rank or config.model.folder or (split and not accelerated):
+        if not accelerated and plan.swap == "none":
             check_step(config, ranks, available_memory())
         return
     offload, copies_of_model = config.plan.offload, ranks // config.plan.tensor
@@ -111,9 +86,10 @@ def summary(start: Start) -> dict[str, str]:
         "batch": f"{counted(config.batch, 'sample')} = {groups}{of} x {micro_batches} x {samples:,}",
         "plan": ", ".join(f"{key}={value}" for key, value in plan.items()) or "default",
     }
-    if config.task in ("text", "sft"):
-        model = workload_of(config, ranks).model
-        lines["parameters"] = short(sum(parameter.numel() for parameter in model.parameters()))
+    if config.task in PLANNED:
+        if config.task not in ("images", "classify"):  # only the data specifies the number of classes
+            model = workload_of(config, ranks).model
+            lines["parameters"] = short(sum(parameter.numel() for parameter in model.parameters()))
         if not torch.cuda.is_available():
             lines["memory"] = (
                 f"{size(ranks * _estimated(config, ranks).peak)} predicted on {counted(ranks, 'rank')}, "
@@ -176,9 +152,8 @@ def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) 
 
 
 def _plan_of(config: TrainConfig) -> Plan:
-    """Return the plan for `workload_of(config, ranks)`, whose model contains the adapters."""
-    plan = config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
-    return replace(plan, lora=None)
+    """Return the plan of `workload_of(config, ranks)`."""
+    return config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
 
 
 def _upper_bound(config: TrainConfig, ranks: int) -> float:

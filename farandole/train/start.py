@@ -207,7 +207,7 @@ def check_wandb() -> None:
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """Return the largest number of ranks that this host supports and that divides the batch."""
+    """Return the largest number of ranks that this host supports, that suits the plan and that divides the batch."""
     together, experts = config.plan.ranks_per_sample, config.plan.expert
     if config.plan.data:
         return config.plan.data * experts * together

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from farandole.bench import planning
 from farandole.bench.machine import Speeds
 from farandole.cli.main import app
+from tests.models.hf.families import reference
 from tests.models.hf.folders import SCALED, config_folder
 
 MIB = 1 << 20
@@ -120,7 +121,7 @@ def test_every_choice_is_a_plan(tmp_path: Path) -> None:
         "1",
     )
     words = ("-n", "8", "--nodes", "2", "--accelerators", *given, *chosen, "--json", str(file))
-    result = _plan("tiny", *words)
+    result = _plan("tiny", *words, "--tensor", "1")
     assert result.exit_code == 0, result.output
     found = [one["plan"] for one in json.loads(file.read_text())["plans"]]
     assert len(found) == 8
@@ -193,3 +194,49 @@ def test_folders_whose_positions_depend_on_the_length(scaling: str, tmp_path: Pa
     result = _plan(f"hf:{folder}", *words)
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "plans").read_text())["plans"]
+
+
+ACCELERATORS = ("--accelerators", "--memory", "80GiB", "--flops", "400T", "--bandwidth", "300G")
+
+
+@pytest.mark.parametrize("family", ["bert", "vit", "t5"])
+def test_folders_of_encoders(family: str, tmp_path: Path) -> None:
+    reference(family, 5).config.save_pretrained(tmp_path / "base")
+    file = tmp_path / "plans.json"
+    words = ("model.context=16", "--zero", "1", "--recompute", "none", "--tensor", "1", "--json", str(file))
+    result = _plan(f"hf:{tmp_path / 'base'}", "-n", "2", *ACCELERATORS, *words)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(file.read_text())["plans"]
+    model = reference(family, 5)
+    weights = sum(parameter.numel() for parameter in model.parameters()) * 2  # bf16
+    assert found["parts"]["weights"] == pytest.approx(weights, rel=0.1)
+    assert found["parts"]["activations"] > 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("task=masked-text", "model.context=32"),
+        ("task=images", "images.network=tiny", "images.size=32"),
+    ],
+)
+def test_tasks_without_a_folder(words: tuple[str, ...]) -> None:
+    result = _plan("tiny", *words, "--memory", "1GiB", "--zero", "1", "--recompute", "none")
+    assert result.exit_code == 0, result.output
+    assert "--check trains on random text" in _plan("tiny", *words, "--memory", "1GiB", "--check").output
+
+
+def test_adapters_have_the_only_states(tmp_path: Path) -> None:
+    parts = {}
+    for rank in (0, 4, 8):
+        file = tmp_path / f"{rank}.json"
+        words = (f"plan.lora_rank={rank}", "--zero", "0", "--recompute", "none", "--precision", "bf16")
+        result = _plan("tiny", "-n", "2", *ACCELERATORS, *words, "--tensor", "1", "--json", str(file))
+        assert result.exit_code == 0, result.output
+        parts[rank] = json.loads(file.read_text())["plans"][0]["parts"]
+    adapters = parts[8]["optimizer"] - parts[4]["optimizer"]
+    assert parts[4]["optimizer"] == pytest.approx(adapters, rel=0.01)
+    assert parts[8]["gradients"] - parts[4]["gradients"] == pytest.approx(adapters / 3, rel=0.01)
+    assert parts[8]["weights"] - parts[4]["weights"] == pytest.approx(adapters / 6, rel=0.01)
+    assert parts[4]["weights"] == pytest.approx(parts[0]["weights"] + adapters / 6, rel=0.01)
+    assert parts[4]["optimizer"] < 0.2 * parts[0]["optimizer"]

@@ -19,6 +19,8 @@ from tests.parallel.plans import DEEPSEEK
 GPT = GPTConfig(vocabulary=1000, context=64, layers=3, heads=4, width=64)
 MIXTRAL = MixtralConfig(1000, 2, 4, 64, 96, kv_heads=2, experts=8, top=2)
 MACHINE = Machine(memory=1 << 30, bandwidth=1e9)
+LOSS = 2 * 8
+"""The bytes of the all-reduce of a loss and its number of targets in fp64."""
 
 
 def _workload(model: Any) -> Workload:
@@ -54,11 +56,28 @@ def test_a_tensor_parallel_rank_stores_its_part() -> None:
 def test_the_communication_matches_the_collectives() -> None:
     """Two all-reduces per layer and pass, one for the embedding, one for the gradient at the head, and the loss."""
     workload = _workload(_with_meta(gpt, GPT)).split(Plan(tensor=4), 4)
-    workload.trace(Plan(tensor=4))
+    sent = workload.trace(Plan(tensor=4)).sent
     hidden = 2 * 64 * 64 * 4
     statistics = 3 * 2 * 2 * 64 * 4  # to each of 3 ranks, 2 numbers for each position
-    assert workload.sent is not None
-    assert sum(workload.sent) == pytest.approx((4 * GPT.layers + 2) * 2 * 3 / 4 * hidden + statistics)
+    assert sent.keys() == {(0, 1, 2, 3)}
+    assert sent[0, 1, 2, 3] == pytest.approx((4 * GPT.layers + 2) * 2 * 3 / 4 * hidden + statistics)
+
+
+def test_a_ring_passes_keys_and_values_on() -> None:
+    """Keys and values circulate in both passes, and their gradients in the backward pass."""
+    plan = Plan(context=2, ring=2)
+    sent = _workload(_with_meta(gpt, GPT)).split(plan, 2).trace(plan).sent
+    keys = 2 * 32 * 64 * 4  # of this rank, which has half of the positions
+    circulating = 2 * keys + 2 * keys  # in the first of two steps of each pass
+    gradients = 2 * 2 * keys  # in both steps
+    assert sent == {(0, 1): pytest.approx(GPT.layers * (circulating + gradients) + LOSS)}
+
+
+def test_heads_are_exchanged_within_a_ring() -> None:
+    plan = Plan(context=2, ring=1)
+    sent = _workload(_with_meta(gpt, GPT)).split(plan, 2).trace(plan).sent
+    hidden = 2 * 32 * 64 * 4  # of this rank, of which one half is sent
+    assert sent == {(0, 1): pytest.approx(GPT.layers * 2 * 4 * hidden / 2 + LOSS)}
 
 
 def test_an_expert_parallel_rank_stores_some_experts() -> None:

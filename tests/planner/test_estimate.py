@@ -19,11 +19,12 @@ from farandole.memory.disk import Bandwidth
 from farandole.memory.dry_run import saved_bytes
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import BEHIND_BYTES
+from farandole.memory.tracker import MemoryTracker
 from farandole.mesh import Mesh
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.loss import next_token_loss
 from farandole.parallel.parallelize import parallelize
-from farandole.plan import Plan, PlanError
+from farandole.plan import LoRA, Plan, PlanError
 from farandole.planner import (
     Estimate,
     Machine,
@@ -432,6 +433,40 @@ def test_communication_that_overlaps_the_backward_pass_takes_no_time() -> None:
     assert blocking["communication"] == pytest.approx(everything, rel=0.01)
     hidden = blocking["communication"] - overlapped["communication"]
     assert hidden == pytest.approx(2 / 3 * blocking["compute"], rel=0.01)
+
+
+def test_ranks_of_a_host_share_its_traffic_to_other_hosts() -> None:
+    """With 4 ranks on each of 2 hosts, 4 network adapters carry the traffic of a group."""
+    hosts = replace(MACHINE, hosts=2, shared=False)
+    plan = Plan(zero=1)
+    seconds = [
+        estimate_workload(_workload(), plan, 8, replace(hosts, host_bandwidth=bandwidth)).times
+        for bandwidth in (None, 1e9, 5e7)
+    ]
+    one, same, slow = (each["communication"] for each in seconds)
+    assert same == one  # at most 1e9, as within a host
+    assert slow == pytest.approx(5 * one)
+    assert hosts.bandwidth_among([0, 4], 8) == 1e9
+    assert replace(hosts, host_bandwidth=5e7).bandwidth_among([0, 4], 8) == 5e7
+    assert replace(hosts, host_bandwidth=5e7).bandwidth_among([4, 5], 8) == 1e9
+
+
+def test_in_place_products_count() -> None:
+    a, b, total = torch.ones(4, 8), torch.ones(8, 16), torch.zeros(4, 16)
+    with MemoryTracker([]) as tracker:
+        total.addmm_(a, b)
+    assert tracker.flops == 2 * 4 * 8 * 16
+
+
+def test_states_of_adapters_only() -> None:
+    base, plan = _workload(), Plan(lora=LoRA(rank=4, targets="*.qkv"))
+    found = estimate_workload(base, plan, 1, MACHINE)
+    adapters = GPT.layers * 4 * (GPT.width + 3 * GPT.width)
+    assert found.parts["optimizer"] == pytest.approx(8 * adapters, abs=1024)
+    assert found.parts["gradients"] == pytest.approx(4 * adapters, abs=512)
+    assert all(parameter.requires_grad for parameter in base.model.parameters())
+    with pytest.raises(PlanError, match="nearest plan: base=None"):
+        estimate_workload(base, Plan(lora=LoRA(base="int8")), 1, MACHINE)
 
 
 def test_more_micro_batches_take_more_time_and_no_more_activations() -> None:

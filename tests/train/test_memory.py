@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from farandole.launch.control_groups import available_memory
+from farandole.train import start
 from farandole.train.config import ConfigError, load_config
 from farandole.train.memory import check_memory, check_step, summary
-from farandole.train.start import Start
+from farandole.train.start import Start, default_ranks
 from tests.models.hf.folders import SCALED, config_folder
 
 EACH = 16 + 12
@@ -69,3 +70,29 @@ def test_folders_whose_positions_depend_on_the_length(scaling: str, tmp_path: Pa
     config = load_config(None, words)
     check_memory(config, 1)
     assert summary(Start(config, 1))["parameters"]
+
+
+def test_a_dry_run_names_the_groups_that_share_samples() -> None:
+    config = load_config("tiny", ["batch=8", "plan.tensor=2", "plan.precision=fp32"])
+    lines = summary(Start(config, 4))
+    assert lines["batch"] == "8 samples = 2 groups of 2 ranks x 1 micro-batch x 4"
+    one, two = (summary(Start(config, ranks))["parameters"] for ranks in (2, 4))
+    assert one == two
+
+
+def test_a_split_model_is_not_counted_once_per_rank() -> None:
+    """The states of all tensor-parallel ranks together are those of one rank."""
+    width = 64
+    while 40 * load_config("tiny", [f"model.width={width}"]).model.gpt().parameters < available_memory():
+        width += 64
+    words = [f"model.width={width}", "model.heads=2", "plan.precision=fp32"]
+    with pytest.raises(ConfigError, match="56 bytes per parameter"):
+        check_memory(load_config("tiny", words), 2)
+    check_memory(load_config("tiny", [*words, "plan.tensor=2"]), 2)
+
+
+def test_the_default_number_of_ranks_suits_the_expert_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "offered_ranks", lambda: 6)
+    for words, ranks in (("plan.expert=2", 4), ("plan.tensor=2 plan.expert=2", 4), ("plan.expert=8", 8)):
+        assert default_ranks(load_config("tiny", ["batch=8", *words.split()])) == ranks
+    assert default_ranks(load_config("tiny", ["batch=6", "plan.expert=2"])) == 6

@@ -14,9 +14,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from farandole.train.config import ConfigError, load_config
-from farandole.train.memory import workload_of
 from farandole.train.metrics import read_metrics
 from farandole.train.tasks import make_task
+from farandole.train.workload import workload_of
 from tests.models.hf.folders import WORDS, conversations, model_with_tokenizer, write_jsonl
 from tests.train.command import losses
 from tests.train.small import make_trainer, overrides, train_here

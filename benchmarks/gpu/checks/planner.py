@@ -66,7 +66,7 @@ def step_fits(context: Context) -> Figures:
     from farandole.plan import Plan
     from farandole.planner import Machine, estimate_workload
     from farandole.train.config import load_config
-    from farandole.train.memory import workload_of
+    from farandole.train.workload import workload_of
 
     config = load_config("tiny", [])
     comm = context.comm

@@ -128,8 +128,11 @@ def from_pretrained(
     return model
 
 
-def read_config(folder: str | Path) -> Pretrained:
+def read_config(folder: str | Path, *, with_weights: bool = True) -> Pretrained:
     """Read the family and the configuration of the model in a folder, without its weights.
+
+    Args:
+        with_weights: whether the weights will be read, which must not be quantized.
 
     Raises:
         FolderError: if `config.json` is missing or damaged, or has an unsupported field.
@@ -161,13 +164,13 @@ def read_config(folder: str | Path) -> Pretrained:
         raise FolderError(
             f"{file} has architectures={named}, which is not supported (supported: {', '.join(architecture.classes)})"
         )
-    if values.get("quantization_config") is not None:
+    if values.pop("quantization_config", None) is not None and with_weights:
         raise FolderError(
             f"{file} has a quantization_config, but quantized weights are not supported; use a folder with "
             "unquantized weights"
         )
     found_fields = Fields(values, str(file))
-    found_fields.skip("quantization_config", "tie_word_embeddings")
+    found_fields.skip("tie_word_embeddings")
     try:
         config = architecture.read(found_fields)
     except FolderError:

@@ -14,7 +14,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -234,9 +234,12 @@ def ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRanks
     Raises:
         LayoutError: if these ranks differ between elements of the tensor.
     """
-    if not layout.shards:  # name and shape do not matter
-        layout = Layout("", (), layout.stages, (), layout.same)
-    return _ranks_of(mesh, layout, rank, zero)
+    # tensors with equal layouts share the cached result; without shards, shapes do not matter either
+    alike = replace(layout, name="", shape=layout.shape if layout.shards else ())
+    try:
+        return _ranks_of(mesh, alike, rank, zero)
+    except LayoutError:
+        return _ranks_of(mesh, layout, rank, zero)  # the message contains the name
 
 
 @functools.lru_cache(maxsize=4096)

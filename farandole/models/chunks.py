@@ -1,0 +1,46 @@
+"""Iterate over a dimension in chunks, and shorten such loops in dry runs.
+
+    for chunk in chunks(len(logits), rows, like=logits):
+        total += loss(logits[chunk])
+
+In a dry run, tensors are fake (`FakeTensor`) and have no values, so chunks of the same size have the same cost.  The
+loop then runs once for all complete chunks, while `repetitions()` returns their number, by which a dry run multiplies
+operations and transfers.  The body must not keep tensors or results for each chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_factors = [1]
+
+
+def repetitions() -> int:
+    """Return how often the running operation repeats."""
+    return _factors[-1]
+
+
+def chunks(length: int, size: int, like: Tensor) -> Iterator[slice]:
+    """Yield the slices of `size` elements of a dimension with `length` elements; `like` is a tensor of the computation."""
+    if not isinstance(like, FakeTensor):
+        yield from (slice(start, min(start + size, length)) for start in range(0, length, size))
+        return
+    complete, rest = divmod(length, size)
+    if complete:
+        with _repeated(complete):
+            yield slice(0, size)
+    if rest:
+        yield slice(complete * size, length)
+
+
+@contextmanager
+def _repeated(times: int) -> Iterator[None]:
+    _factors.append(_factors[-1] * times)
+    try:
+        yield
+    finally:
+        _factors.pop()

@@ -1,0 +1,127 @@
+"""Measure a model with equal blocks by measuring models with few of them.
+
+The layers of a transformer are equal, so every quantity of a pass (activations, operations, transferred bytes) is a
+linear function of their number.  The exact number of layers therefore follows from two small models:
+
+    runs = find_runs(model)                                      # layers 3 to 60
+    extrapolated(runs, measure)                                  # runs `measure` with 3 and with 4 of these layers
+
+The smaller model has a few layers, because a quantity such as a peak is linear only from some number of layers on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+LEAST = 2
+"""The number of blocks of a run in the smallest model."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive equal blocks in a container, by their names, and the first of them."""
+
+    container: nn.Module
+    names: tuple[str, ...]
+    first: nn.Module
+
+
+def find_runs(model: nn.Module) -> list[Run]:
+    """Return the runs of equal blocks that are longer than the two smaller models together."""
+    found: list[Run] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        inside: set[str] = set()
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            for run in _equal_children(module):
+                found.append(run)
+                inside.update(run.names)
+        for name, child in module.named_children():
+            if name not in inside:
+                visit(child)
+
+    visit(model)
+    return found
+
+
+def _equal_children(container: nn.Module) -> Iterator[Run]:
+    names: list[str] = []
+    before: Any = None
+    for name, child in [*container.named_children(), ("", None)]:
+        signature = None if child is None else _signature(child)
+        if signature != before:
+            if len(names) > 2 * LEAST + 1:
+                yield Run(container, tuple(names), container.get_submodule(names[0]))
+            names, before = [], signature
+        names.append(name)
+
+
+def _signature(module: nn.Module) -> Any:
+    """Return a value that is equal for modules that do the same computation with different weights."""
+    options = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str | tuple)}
+    tensors = [
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for kind in (module._parameters, module._buffers)
+        for name, tensor in kind.items()
+        if tensor is not None
+    ]
+    wrappers = [type(each) for each in vars(module).get("_farandole_wrappers", ())]
+    inner = [(name, _signature(child)) for name, child in module.named_children()]
+    return type(module), _plain(options), tensors, wrappers, inner
+
+
+def _plain(value: Any) -> Any:
+    """Return options without tensors and modules, which are compared separately."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_plain(each) for each in value)
+    return type(value) if isinstance(value, Tensor | nn.Module) else value
+
+
+def extrapolated(runs: Sequence[Run], measure: Callable[[], Mapping[Any, float]]) -> dict[Any, float]:
+    """Return what `measure` would return for the complete model; missing keys are zero."""
+    with shortened(dict.fromkeys(runs, LEAST)):
+        base = dict(measure())
+    result = dict(base)
+    for run in runs:
+        with shortened({each: LEAST + (each is run) for each in runs}):
+            more = measure()
+        for key in base.keys() | more.keys():
+            slope = more.get(key, 0) - base.get(key, 0)
+            result[key] = result.get(key, 0) + (len(run.names) - LEAST) * slope
+    return result
+
+
+@contextmanager
+def shortened(lengths: Mapping[Run, int]) -> Iterator[None]:
+    """Leave only the first blocks of each run in the model, inside a `with` block."""
+    dropped: dict[nn.Module, set[str]] = defaultdict(set)
+    for run, length in lengths.items():
+        dropped[run.container].update(run.names[length:])
+    before = [(container, dict(container._modules)) for container in dropped]
+    try:
+        for container, children in before:
+            kept = {name: child for name, child in children.items() if name not in dropped[container]}
+            if all(name.isdigit() for name in kept):  # a ModuleList finds its members by number
+                kept = {str(number): child for number, child in enumerate(kept.values())}
+            _replace(container, kept)
+        yield
+    finally:
+        for container, children in before:
+            _replace(container, children)
+
+
+def _replace(container: nn.Module, children: Mapping[str, nn.Module | None]) -> None:
+    container._modules.clear()
+    container._modules.update(children)
