@@ -5,7 +5,7 @@
 Each rank has one thread.  The implementations take turns in one run.
 
 - `exchange`: an uneven all-to-all of rows of 512 fp32 numbers, forward and backward.
-- `training step`: a Mixtral with 4 experts of which 2 are selected, in fp32, with 2 samples of 256 tokens per rank (forward
+- `training step`: a Mixtral with 4 experts of which 2 are selected, in fp32, with 1 or 2 samples of 256 tokens per rank (forward
   and backward pass, fused AdamW).  The implementation in torch has the same model with the steps of torchtitan, and reduces the
   gradients of the other weights with DistributedDataParallel.
 """
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farandole
 from benchmarks.measure import records_table, save, start
+from farandole._startup import keep_freed_memory
 from farandole.models.mixtral import MixtralConfig, build_mixtral
 from farandole.parallel.expert import exchange_rows
 from farandole.plan import Plan
@@ -33,7 +34,9 @@ from farandole.plan import Plan
 CONFIG = MixtralConfig(
     vocabulary=8192, layers=4, heads=8, width=512, inner=1024, kv_heads=4, experts=4, top=2
 )
-ROWS, LENGTH, ROUNDS = 2, 256, 9
+LENGTH, ROUNDS = 256, 9
+SAMPLES = (2, 1)
+"""The numbers of samples per rank in a training step."""
 SENT = (256, 1024, 4096)
 """The numbers of rows that a rank sends in an exchange."""
 
@@ -229,6 +232,7 @@ def row(what: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
 def run_rank() -> None:
     """Measure as one rank; rank 0 prints the report."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as `farandole train` does, for all implementations
     with farandole.init() as runtime:
         comm, size = runtime.comm, runtime.size
         group = dist.new_group(list(range(size)), backend="gloo")
@@ -237,10 +241,12 @@ def run_rank() -> None:
             for count in SENT
         ]
         generator = torch.Generator().manual_seed(runtime.rank)
-        tokens = torch.randint(0, CONFIG.vocabulary, (ROWS, LENGTH + 1), generator=generator)
-        batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        steps = {OURS: our_step(batch, size), GLOO: torch_step(batch, group)}
-        rows.append(row("training step", measure(steps, comm.barrier, 1)))
+        for samples in SAMPLES:
+            tokens = torch.randint(0, CONFIG.vocabulary, (samples, LENGTH + 1), generator=generator)
+            batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            steps = {OURS: our_step(batch, size), GLOO: torch_step(batch, group)}
+            found = measure(steps, comm.barrier, 1)
+            rows.append(row(f"training step, {samples * LENGTH} tokens", found))
         if runtime.rank == 0:
             print(records_table(rows))
             print(f"results written to {save(f'experts-{size}', {'ranks': size, 'rows': rows})}")
