@@ -158,12 +158,12 @@ class GenerationEngine:
             raise RequestError(
                 "n", f"expected at most max_waiting={self.max_waiting} sequences, got {sampling.n}"
             )
-        room = self.context - len(prompt)
-        most = room if sampling.max_tokens is None else sampling.max_tokens
-        if most > room or (sampling.max_tokens is None and room < 1):
+        limit = self.context - len(prompt)
+        most = limit if sampling.max_tokens is None else sampling.max_tokens
+        if most > limit or (sampling.max_tokens is None and limit < 1):
             asked = "" if sampling.max_tokens is None else f" and max_tokens={most}"
             raise RequestError(
-                "max_tokens" if room > 0 else "prompt",
+                "max_tokens" if limit > 0 else "prompt",
                 f"a prompt of {len(prompt)} tokens{asked} does not fit in the context of {self.context} tokens",
             )
         length = self._positions(len(prompt), most)

@@ -87,7 +87,7 @@ class Store(Protocol):
         ...
 
     def reserve(self, blocks: Blocks, length: int) -> None:
-        """Make room for the first `length` positions, at most `blocks.most`."""
+        """Allocate memory for the first `length` positions, at most `blocks.most`."""
         ...
 
     def commit(self, blocks: Blocks, tokens: Sequence[int], stored: int) -> None:
@@ -153,7 +153,7 @@ class SlotStore:
         return blocks
 
     def reserve(self, blocks: Blocks, length: int) -> None:
-        """Make room for the first `length` positions."""
+        """Allocate memory for the first `length` positions."""
         if length > self.block_length:
             self._grow(self._slots, _round_up(length, CHUNK))
 
