@@ -20,8 +20,8 @@ from farandole.bench.collectives_setup import CollectivesSetup, parse_size, shor
 from farandole.bench.collectives_table import Table
 from farandole.bench.collectives_values import count_errors, expected, values
 from farandole.bench.setup import BenchError
-from tests.comm.programs import free_port
 from tests.launch.jobs import run
+from tests.ports import free_port
 
 SMALL = CollectivesSetup(
     operations=tuple(OPERATIONS),

@@ -16,8 +16,8 @@ from farandole.bench.setup import BenchError, TrainingSetup
 from farandole.bench.torch_training import HOROVOD, IMPLEMENTATIONS, Job, PyTorch, _is_there
 from farandole.bench.training import run
 from farandole.models.resnet import build_resnet, resnet_config
-from tests.comm.programs import free_port
 from tests.launch.jobs import run as run_command
+from tests.ports import free_port
 
 TINY = TrainingSetup(
     model="tiny", micro_batch=4, image_size=32, num_warmup_batches=1, num_batches_per_iter=2, num_iters=3

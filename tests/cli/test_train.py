@@ -273,7 +273,7 @@ def test_contradictory_variables_are_reported_in_one_line(
 
 def test_under_another_launcher_rank_0_refuses_for_all(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("all work and no play\n" * 200)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["-m", "farandole", "train", *MINE, "model.width=1000000"]
     status, _, err = run([*torchrun, *words], tmp_path)
     assert status != 0

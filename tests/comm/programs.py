@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.ports import free_port
 
 PROGRAM = """
 import sys, time, torch, torch.distributed as dist
@@ -47,8 +48,3 @@ def start_program(tmp_path: Path, size: int, arguments: list[str]) -> list[subpr
         )
         for rank in range(size)
     ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

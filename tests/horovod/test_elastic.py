@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 
@@ -16,6 +15,7 @@ import farandole.horovod.torch as hvd
 from farandole.horovod.torch.elastic import ElasticSampler, ObjectState, TorchState
 from tests.horovod.jobs import session
 from tests.launch.jobs import finish, start, write
+from tests.ports import free_port
 
 TRAIN = """
 import os, signal, sys, time
@@ -53,12 +53,10 @@ print(hvd.rank(), hvd.size(), result, state.history, resets, weights)
 
 
 def job(script: str, size: int, *arguments: str):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     common = {
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
     return [start([sys.executable, script, *arguments], RANK=str(rank), **common) for rank in range(size)]

@@ -12,8 +12,8 @@ from multiprocessing import forkserver
 import pytest
 
 from farandole.launch.reports import signal_name
-from tests.comm.programs import free_port
 from tests.launch.jobs import all_ended, finish, ours, run, start, wait_for_lines, write
+from tests.ports import free_port
 
 HELLO = """
 import os, sys

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.horovod.tensorflow.jobs import job, needs_tensorflow
 from tests.launch.jobs import ROOT, environment, finish, ours, run, start, write
+from tests.ports import free_port
 
 LAB = str(ROOT / "labs" / "horovod_digits_keras.py")
 
@@ -83,12 +83,10 @@ os._exit(0)
 @needs_tensorflow
 def test_the_death_of_a_rank_is_reported_within_a_function(tmp_path):
     script = write(tmp_path, DIES)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     common = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     ranks = [start(["env", sys.executable, script], RANK=str(rank), **common) for rank in range(2)]
