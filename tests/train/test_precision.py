@@ -18,7 +18,9 @@ from farandole.train.hardware import choose_precision
 from farandole.train.trainer import build_optimizer, learning_rate
 
 CPU = torch.device("cpu")
-INTEL = "processor : 0\nflags\t\t: fpu sse avx512f avx512_bf16 amx_bf16\n\nprocessor : 1\nflags : fpu\n"
+INTEL = "processor : 0\nvendor_id : GenuineIntel\nflags\t\t: fpu sse avx512f avx512_bf16 amx_bf16\n\nprocessor : 1\nflags : fpu\n"
+INTEL_AVX512 = "vendor_id\t: GenuineIntel\nflags\t\t: fpu sse avx512f avx512_bf16\n"
+AMD = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu sse avx512f avx512_bf16\n"
 OLD = "processor : 0\nflags\t\t: fpu sse avx2\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
 
@@ -37,8 +39,10 @@ def _choose(rank: int, size: int, configured: str, processors: list[str], folder
     [
         ([INTEL, INTEL], ("bf16", "the hardware multiplies bf16: amx_bf16")),
         ([INTEL, ARM], ("bf16", "the hardware multiplies bf16: amx_bf16, bf16")),
-        ([INTEL, OLD], ("fp32", "the CPU of rank 1 does not multiply bf16")),
-        (["", OLD], ("fp32", "the CPU of rank 0 does not multiply bf16")),
+        ([AMD, ARM], ("bf16", "the hardware multiplies bf16: avx512_bf16, bf16")),
+        ([AMD, INTEL_AVX512], ("fp32", "the CPU of rank 1 does not multiply bf16 faster than fp32")),
+        ([INTEL, OLD], ("fp32", "the CPU of rank 1 does not multiply bf16 faster than fp32")),
+        (["", OLD], ("fp32", "the CPU of rank 0 does not multiply bf16 faster than fp32")),
     ],
 )
 def test_auto_precision_depends_on_all_ranks(
