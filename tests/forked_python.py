@@ -143,9 +143,9 @@ def _start_interpreter(environment: Mapping[str, str]) -> None:
 
 
 def _popen(args: Sequence[str], env: dict[str, str], **options: Any) -> Any:
-    """Start a rank of `farandole launch` by a fork, and another program with `subprocess.Popen`."""
-    if list(args[:3]) == [sys.executable, "-m", child.__name__]:
-        return _ForkedRank(args[3:], env)
+    """Start a rank by a fork if it runs Python, and with `subprocess.Popen` otherwise."""
+    if args[0] == sys.executable:
+        return _ForkedRank([word for word in args[1:] if word != "-u"], env)
     return subprocess.Popen(args, env=env, **options)
 
 
@@ -166,10 +166,13 @@ class _ForkedRank:
                 signal.signal(number, signal.SIG_DFL)
         _start_interpreter(environment)
         torch.manual_seed(torch.initial_seed())
-        shares = child.RankSpec.load(arguments[0]).shares
+        if arguments[:2] != ["-m", child.__name__]:  # another launcher
+            _run_arguments(arguments)
+            return
+        shares = child.RankSpec.load(arguments[2]).shares
         torch.set_num_threads(shares[int(environment["LOCAL_RANK"])].threads)
-        sys.modules.pop(arguments[1], None)  # the program runs as the module `__main__`
-        child.main(arguments)
+        sys.modules.pop(arguments[3], None)  # the program runs as the module `__main__`
+        child.main(arguments[2:])
 
     def poll(self) -> int | None:
         """Return `returncode`."""

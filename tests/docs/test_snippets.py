@@ -89,7 +89,9 @@ def output_of(program: Program) -> str:
             job = subprocess.Popen(command, cwd=folder, env=environment, stdout=PIPE, stderr=PIPE, text=True)
         else:
             launch = ["-m", "farandole", "launch", "--ranks", str(program.ranks), "program.py"]
-            fork_ranks = program.page != Path("README.md")  # a reader's first program runs as a reader runs it
+            fork_ranks = program.page != Path(
+                "README.md"
+            )  # a reader's first program runs as a reader runs it
             job = ForkedPython(launch, environment, folder, fork_ranks=fork_ranks)
         status, out, err = finish(job)
     assert status == 0, out[-2000:] + err[-4000:]
