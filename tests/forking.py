@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing as mp
+
+# installed only where its own tests run; importing it takes six seconds
+TENSORFLOW = ["tensorflow", "keras"] if importlib.util.find_spec("tensorflow") else []
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -21,5 +25,6 @@ CONTEXT.set_forkserver_preload(
         "tests.comm.jobs",
         "tests.pool",
         "tests.frozen",
+        *TENSORFLOW,
     ]
 )
