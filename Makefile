@@ -62,8 +62,9 @@ tests: test-tensorflow
 # TensorFlow is visible to its own tests only: with TensorFlow installed, tensorboard imports it in every training run.
 TENSORFLOW_TESTS := tests/horovod/tensorflow tests/bench/test_tensorflow.py
 
+# Two at a time, because each process of pytest imports TensorFlow for its ranks.
 test-tensorflow: $(VENV)/tensorflow.stamp
-	PYTHONPATH=$(CURDIR)/$(VENV)/tensorflow $(PYTEST) --quiet $(TENSORFLOW_TESTS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/tensorflow $(PYTEST) --numprocesses 2 --quiet $(TENSORFLOW_TESTS)
 
 # All packages have the versions of `make test`, except torch, torchvision, and setuptools, which some versions of torch limit.
 test-torch:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing as mp
+
+# installed only where its own tests run; importing it takes six seconds
+TENSORFLOW = ["tensorflow", "keras"] if importlib.util.find_spec("tensorflow") else []
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "torch",
         "torch.distributed",
-        "torch.distributed.checkpoint",
+        "farandole.parallel.checkpoint.storage",
         "torch.nn.parallel",
         "torch._dynamo",
         "farandole.comm.backend.groups",
         "farandole.parallel.parallelize",
         "farandole.launch.agent",
-        "farandole.train.memory",
+        "farandole.train.run",
+        "matplotlib.pyplot",
         "tests.forked_python",
         "tests.comm.jobs",
         "tests.pool",
         "tests.frozen",
+        *TENSORFLOW,
     ]
 )

@@ -111,6 +111,12 @@ def test_a_process_group_does_not_load_the_compiler():
     )
 
 
+def test_modules_for_checkpoints_are_loaded_by_the_first_checkpoint():
+    loaded = loaded_by("import farandole; farandole.parallelize; farandole.LLM; import farandole.train.run")
+    assert "farandole.parallel.engine" in loaded
+    assert not loaded & {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy", "matplotlib"}
+
+
 def test_the_error_for_an_unknown_name_lists_known_names():
     import farandole
 

@@ -244,7 +244,7 @@ COMMAND = [sys.executable, "-m", "farandole", "bench", "collectives", "--max", "
 
 
 def _command(command: list[str], folder: Path) -> str:
-    status, out, err = run(command, folder)
+    status, out, err = run(command, folder, fork_ranks=True)
     assert status == 0, err
     return out
 

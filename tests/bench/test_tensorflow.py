@@ -37,7 +37,7 @@ np.testing.assert_allclose(theirs(images, training=False), logits, rtol=1e-4)
 
 @needs_tensorflow
 def test_the_networks_match_pytorch(tmp_path):
-    status, _, err = finish(start(["env", sys.executable, write(tmp_path, SAME)]), LIMIT_S)
+    status, _, err = finish(start([sys.executable, write(tmp_path, SAME)]), LIMIT_S)
     assert status == 0, err
 
 
@@ -51,7 +51,9 @@ def test_the_report_contains_throughput(tmp_path, implementation):
     )
     if implementation == "horovod":
         command += " --autocast"
-    status, out, err = finish(start(["env", sys.executable, "-m", "farandole", *command.split()]), LIMIT_S)
+    status, out, err = finish(
+        start([sys.executable, "-m", "farandole", *command.split()], fork_ranks=True), LIMIT_S
+    )
     assert status == 0, err
     result = json.loads(path.read_text())
     assert result["setup"]["framework"] == "tensorflow" and result["total"] > 0

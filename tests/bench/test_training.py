@@ -136,7 +136,7 @@ COMMAND = [
 
 
 def test_the_command_launches_ranks_and_prints_horovods_lines(tmp_path):
-    status, out, err = run_command([*COMMAND, "--ranks", "2"], tmp_path)
+    status, out, err = run_command([*COMMAND, "--ranks", "2"], tmp_path, fork_ranks=True)
     assert status == 0, err
     kinds = [line.split(":")[0] for line in out.splitlines()]
     assert kinds == [
@@ -148,6 +148,6 @@ def test_the_command_launches_ranks_and_prints_horovods_lines(tmp_path):
 def test_under_another_launcher_one_rank_prints(tmp_path: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port()), *COMMAND[1:]]
-    status, out, err = run_command(torchrun, tmp_path)
+    status, out, err = run_command(torchrun, tmp_path, fork_ranks=True)
     assert status == 0, err
     assert out.count("Number of ranks: 2") == 1

@@ -275,7 +275,7 @@ def test_under_another_launcher_rank_0_refuses_for_all(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("all work and no play\n" * 200)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["-m", "farandole", "train", *MINE, "model.width=1000000"]
-    status, _, err = run([*torchrun, *words], tmp_path)
+    status, _, err = run([*torchrun, *words], tmp_path, fork_ranks=True)
     assert status != 0
     assert err.count("try model.width=") == 1, err
 

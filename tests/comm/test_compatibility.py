@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard, ShardMetadata, init_from_local_shards
 
 from tests.comm.programs import run_program, start_program
+from tests.launch.jobs import run
 
 
 def check_sharded_tensor(rank: int, size: int) -> None:
@@ -109,35 +109,39 @@ def test_an_elastic_restart(tmp_path):
     """torchrun starts the ranks again after one was killed; the new ranks use the same store."""
     Path(tmp_path, "restarted.py").write_text(RESTARTED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "--max-restarts", "1", "--monitor-interval", "0.2", "restarted.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[0] == "1 [4.0, 4.0, 4.0]"
-    assert "RankDied: rank 1 (process" in done.stderr
+    command += ["--max-restarts", "1", "--monitor-interval", "0.2", "restarted.py"]
+    status, out, err = run(command, tmp_path, fork_ranks=True)
+    assert status == 0, err[-3000:]
+    assert out.split("\n")[0] == "1 [4.0, 4.0, 4.0]"
+    assert "RankDied: rank 1 (process" in err
 
 
 REPLACED = """
-import sys, torch, torch.distributed as dist
-backend = None if sys.argv[1] == "None" else sys.argv[1]
-dist.init_process_group(backend)
-assert dist.get_backend() == sys.argv[2], dist.get_backend()
-total = torch.ones(2)
-dist.all_reduce(total)
-assert total.tolist() == [2, 2]
-dist.destroy_process_group()
+import torch, torch.distributed as dist
+
+def check(backend):
+    assert dist.get_backend() == backend, dist.get_backend()
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [2, 2]
+    dist.barrier()
+    dist.destroy_process_group()
+
+dist.init_process_group()
+store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+check("farandole")
+for asked, backend in {"gloo": "farandole", "GLOO": "farandole", "cpu:gloo": "cpu:farandole"}.items():
+    dist.init_process_group(asked, store=dist.PrefixStore(asked, store), rank=rank, world_size=2)
+    check(backend)
 """
 
 
-@pytest.mark.parametrize("asked", ["gloo", "GLOO", "cpu:gloo", "None"])
-def test_gloo_is_replaced_on_demand(asked, tmp_path, monkeypatch):
+def test_gloo_is_replaced_on_demand(tmp_path, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("for machines without CUDA")
     monkeypatch.setitem(os.environ, "FARANDOLE_REPLACE_GLOO", "1")
     script = tmp_path / "replaced.py"
     script.write_text(REPLACED)
-    backend = {"GLOO": "farandole", "None": "farandole"}.get(asked, asked.replace("gloo", "farandole"))
-    for process in start_program(tmp_path, 2, [str(script), asked, backend]):
+    for process in start_program(tmp_path, 2, [str(script)]):
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors

@@ -11,6 +11,7 @@ The first two take `, launcher: mpiexec`, and the second `, prints the same as: 
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 import re
@@ -21,12 +22,15 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 import typer
 
 from tests.docs.prose import ROOT, tracked
+from tests.forked_python import ForkedPython
+from tests.launch.jobs import Job, finish
 
 BLOCK = re.compile(
     r"<!-- setup(?:, launcher: (?P<page_launcher>\w+))?\n(?P<setup>.*?)-->"
@@ -77,20 +81,21 @@ def output_of(program: Program) -> str:
     """Run a program, and return what its ranks print."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "program.py").write_text(program.code)
-        ours = [sys.executable, "-m", "farandole", "launch", "--ranks", str(program.ranks), "program.py"]
-        mpiexec = [
-            str(Path(sys.executable).with_name("mpiexec")),
-            "-n",
-            str(program.ranks),
-            sys.executable,
-            "program.py",
-        ]
-        done = subprocess.run(
-            mpiexec if program.launcher == "mpiexec" else ours,
-            cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        job: Job
+        if program.launcher == "mpiexec":
+            mpiexec = Path(sys.executable).with_name("mpiexec")
+            command = [str(mpiexec), "-n", str(program.ranks), sys.executable, "program.py"]
+            job = subprocess.Popen(command, cwd=folder, env=environment, stdout=PIPE, stderr=PIPE, text=True)
+        else:
+            launch = ["-m", "farandole", "launch", "--ranks", str(program.ranks), "program.py"]
+            fork_ranks = program.page != Path(
+                "README.md"
+            )  # a reader's first program runs as a reader runs it
+            job = ForkedPython(launch, environment, folder, fork_ranks=fork_ranks)
+        status, out, err = finish(job)
+    assert status == 0, out[-2000:] + err[-4000:]
+    return out
 
 
 @pytest.mark.parametrize("program", list(programs()), ids=str)
@@ -103,6 +108,37 @@ def test_a_program_runs(program: Program) -> None:
         (other,) = (one for one in programs() if (one.page, one.name) == (program.page, program.same))
         assert output, "the program prints nothing"
         assert output == output_of(other)
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return `a.b.c` for an expression of names, or ""."""
+    if isinstance(node, ast.Attribute):
+        return f"{base}.{node.attr}" if (base := _dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_programs_import_the_modules_that_they_use() -> None:
+    """The ranks above are forked with many modules loaded, so they do not notice a missing import."""
+    code = "import sys, torch, torch.distributed, farandole; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(run.stdout.split())
+    assert "torch.nn" in loaded
+    assert "torch.distributed.checkpoint" not in loaded
+    for program in programs():
+        tree = ast.parse(program.code)
+        names = set(_imports(tree))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and (name := _dotted(node)) in sys.modules:
+                found = name in loaded or any(f"{each}.".startswith(f"{name}.") for each in names)
+                assert found, f"{program}: {name} is not imported"
 
 
 def test_python_code_is_in_blocks_that_run() -> None:

@@ -116,7 +116,8 @@ def test_the_labs(tmp_path, launcher, options):
     sizes = "--model tiny --image-size 32 --batch-size 4"
     turns = "--num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3"
     scripts = f"{' '.join(script(tmp_path))}|{LAB} --epochs 2 {options}|{BENCHMARK} {sizes} {turns}"
-    status, out, err = run([*command, write(tmp_path, ALL, "all.py"), scripts])
+    forks = launcher != "mpirun"
+    status, out, err = run([*command, write(tmp_path, ALL, "all.py"), scripts], fork_ranks=forks)
     assert status == 0, err
     lines = out.splitlines()
     assert sorted(lines[:2]) == ["0|2|0|3", "1|2|1|3"]

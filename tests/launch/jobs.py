@@ -38,16 +38,18 @@ def start(
     folder: str | Path = ".",
     ignored: Collection[int] = (),
     enter: Callable[[], None] | None = None,
+    fork_ranks: bool = False,
     **more: str,
 ) -> Job:
     """Start a job in a new session.
 
     A command that begins with the test interpreter is forked from a process that has loaded torch.  To start a new
-    interpreter, put `env` before the interpreter.  `ignored` and `enter` are passed to `ForkedPython`.
+    interpreter, put `env` before the interpreter.  `ignored`, `enter` and `fork_ranks` are passed to `ForkedPython`.
     """
     if command[0] == sys.executable:
-        return ForkedPython(command[1:], environment(**more), folder, ignored=ignored, enter=enter)
-    assert not ignored and enter is None, "`ignored` and `enter` require a forked interpreter"
+        own = environment(**more)
+        return ForkedPython(command[1:], own, folder, ignored=ignored, enter=enter, fork_ranks=fork_ranks)
+    assert not ignored and enter is None and not fork_ranks, "these options require a forked interpreter"
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -71,8 +73,10 @@ def finish(job: Job, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
     return job.returncode, out, err
 
 
-def run(command: list[str], folder: str | Path = ".", **more: str) -> tuple[int, str, str]:
-    return finish(start(command, folder, **more))
+def run(
+    command: list[str], folder: str | Path = ".", *, fork_ranks: bool = False, **more: str
+) -> tuple[int, str, str]:
+    return finish(start(command, folder, fork_ranks=fork_ranks, **more))
 
 
 def ours(*arguments: str) -> list[str]:

@@ -24,6 +24,7 @@ from farandole.comm.communicator import Communicator
 from farandole.memory.disk import OffloadError
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import state as engine_state
+from farandole.parallel.checkpoint import storage
 from farandole.parallel.checkpoint.errors import CheckpointError, UnreadableError
 from farandole.parallel.checkpoint.ranges import Place, Range
 from farandole.parallel.engine import Engine
@@ -353,14 +354,12 @@ def _fail_to_read_offloaded(rank: int, size: int, folder: Path) -> None:
     engine, optimizer = _make((2, "", 1, "fp32", f"disk:{folder}"), seed=2)
     _train(engine, optimizer, 0, 1)
     before = _contents(engine)
-    read, calls = engine_state.read_state, len(engine.offloaded[0].state.units)
+    read, calls = storage.read_state, len(engine.offloaded[0].state.units)
     failure = OSError(5, "Input/output error")
     for good in (0, calls):  # the first failure is found by the check, the second one while states change
         fail_later = mock.Mock(side_effect=[*[None] * good, failure])
         with (
-            mock.patch.object(
-                engine_state, "read_state", lambda *args, fail=fail_later: fail() or read(*args)
-            )
+            mock.patch.object(storage, "read_state", lambda *args, fail=fail_later: fail() or read(*args))
             if rank == 1
             else nullcontext(),
             pytest.raises(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farandole.parallel.checkpoint import folder as checkpoint
+from farandole.parallel.checkpoint import storage
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.engine import Engine
 from tests.parallel.test_checkpoint import STEPS, Net, Way, _contents, _make, _output, _train
@@ -132,7 +133,7 @@ def _asynchronous(rank: int, size: int, way: Way, folder: Path) -> None:
         assert torch.equal(value, expected[name]), name
     assert _train(engine, optimizer, STEPS, 2) == losses
     full = OSError(28, "No space left on device")
-    with mock.patch.object(checkpoint.dcp, "save", side_effect=full):
+    with mock.patch.object(storage.dcp, "save", side_effect=full):
         message = _failure(engine, folder)
     assert message.endswith(
         "full: [Errno 28] No space left on device (rank 0); see docs/troubleshooting.md#checkpointerror"

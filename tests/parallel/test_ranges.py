@@ -17,7 +17,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from farandole.layout import Layout, Part, Shard
 from farandole.mesh import Mesh
-from farandole.parallel.checkpoint.ranges import Place, Range, SavePlanner, read_state
+from farandole.parallel.checkpoint.ranges import Place, Range
+from farandole.parallel.checkpoint.storage import SavePlanner, read_state
 
 AXES = ("expert", "tensor", "context")
 NAME = "weight"

@@ -22,7 +22,9 @@ class Command:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self._log = folder / f"log-{time.monotonic_ns()}"
         self._log.touch()
-        self.process = ForkedPython(["-m", "farandole", *words], environment, folder, self._log)
+        self.process = ForkedPython(
+            ["-m", "farandole", *words], environment, folder, self._log, fork_ranks=True
+        )
 
     @property
     def output(self) -> str:

@@ -20,22 +20,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.fallback import local_group
 from farandole.parallel.checkpoint.errors import CheckpointError, UnreadableError
-from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
+from farandole.parallel.checkpoint.ranges import Range
 from farandole.parallel.checkpoint.state import State, empty_state, offloaded_states, restore, state_of
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
+
     from farandole.parallel.engine import Engine
 
 METADATA = "engine.json"
@@ -100,16 +99,19 @@ class PendingSave:
                 partial.rename(self.folder)
                 if on_saved is not None:
                     on_saved()
-        except (Exception, CheckpointException) as error:  # KeyboardInterrupt is not an Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             self._failure = reason_of(error)
             if self._comm.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _write_state(self, state: State, folder: Path, group: dist.ProcessGroup) -> None:
+        from farandole.parallel.checkpoint.storage import SavePlanner, write_state
+
         planner = SavePlanner()
         try:
-            writer = FileSystemWriter(folder, sync_files=True)
-            dcp.save(dict(state), storage_writer=writer, planner=planner, process_group=group)
+            write_state(folder, state, group, planner, flush=True)
         finally:
             self._nbytes = planner.nbytes
 
@@ -174,12 +176,13 @@ def _copy(value: Tensor | Range) -> Tensor | Range:
 
 def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Load the engine; see `Engine.load`.  `metadata` replaces the metadata file, which folders of earlier versions lack."""
+    from farandole.parallel.checkpoint.storage import load_state, read_metadata
+
     comm = engine.comm
     with fail_on_all(comm, folder):
         try:
             found = metadata or json.loads((folder / METADATA).read_text())
-            reader = FileSystemReader(folder)
-            saved = reader.read_metadata().state_dict_metadata
+            saved = read_metadata(folder).state_dict_metadata
         except FileNotFoundError:
             raise UnreadableError(
                 "the folder does not exist, or is not a complete engine checkpoint; check the path"
@@ -194,7 +197,7 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
         _check_optimizers(engine, found)
     with fail_on_all(comm, folder):
         # into new tensors, so that a failure does not change the engine
-        dcp.load(dict(loaded), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
+        load_state(folder, loaded, comm.group)
         # records have no space for a second state, so it is read twice
         for update, unit, states in offloaded_states(engine, folder, loaded):
             try:
@@ -253,7 +256,9 @@ def fail_on_all(comm: Communicator, folder: Path) -> Iterator[None]:
     cause: BaseException | None = None
     try:
         yield
-    except (Exception, CheckpointException) as error:
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         failure, cause = reason_of(error), error
     raise_on_all(comm, failure, folder, cause)
 
@@ -276,7 +281,7 @@ def _is_damage(error: BaseException) -> bool:
 
     Libraries raise many types for damaged files, but system errors and a lack of memory are not the fault of files.
     """
-    if isinstance(error, CheckpointException):
+    if _is_torch_error(error):
         return all(_is_damage(failure) for failure, _ in error.failures.values())
     if isinstance(error, CheckpointError):
         return isinstance(error, UnreadableError)
@@ -289,9 +294,15 @@ def _is_damage(error: BaseException) -> bool:
     return not lacks_memory
 
 
+def _is_torch_error(error: BaseException) -> TypeGuard[CheckpointException]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return isinstance(error, CheckpointException)
+
+
 def reason_of(error: BaseException) -> OSError | str:
     """Return the disk failure that caused `error`, or the first line of its message."""
-    if isinstance(error, CheckpointException):
+    if _is_torch_error(error):
         reasons = [reason_of(failure) for failure, _ in error.failures.values()]
         return next((reason for reason in reasons if isinstance(reason, OSError)), reasons[0])
     if isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""Save and load parts of global tensors as boxes in PyTorch's distributed checkpoint format.
+"""The parts of global tensors that a rank stores, as boxes for PyTorch's distributed checkpoint format.
 
 A rank's tensor consists of one or several boxes of a global tensor (`Place`).  The rank stores a range of its
 flattened elements (`Range`), which PyTorch saves as boxes.
@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from farandole.layout import Box, boxes_of_range, volume
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ class Range:
     """Consecutive elements of a rank's flattened tensor, from element `start` on.
 
     PyTorch saves the elements as boxes of the global tensor, through two methods (`torch.distributed._checkpointable`)
-    and the planners below.  `load` reads the elements if they are not `held` in memory.  The result of `load` is valid
+    and the planners in `storage`.  `load` reads the elements if they are not `held` in memory.  The result of `load` is valid
     until the next call.
     """
 
@@ -129,7 +123,9 @@ class Range:
                 yield box, first, local, slices
             first += volume(local)
 
-    def _chunks(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [
             ChunkStorageMetadata(
                 torch.Size([start for start, _ in box]), torch.Size([end - start for start, end in box])
@@ -138,6 +134,9 @@ class Range:
         ]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -145,65 +144,5 @@ class Range:
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, torch.Size(self.place.shape)),
             )
-            for chunk in self._chunks()
+            for chunk in self.__create_chunk_list__()
         ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks()
-
-
-class SavePlanner(DefaultSavePlanner):
-    """Plans how ranges and tensors are saved by name."""
-
-    nbytes = 0
-    """The bytes that this rank writes, known once the plan is final."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Receive this rank's part of the global plan."""
-        for data in (item.tensor_data for item in new_plan.items):
-            if data is not None:
-                self.nbytes += data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        return super().finish_plan(new_plan)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the tensor to write under `index`."""
-        found = self.state_dict[index.fqn]
-        return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_object(index)
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """Plans how ranges and tensors are loaded by name."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Keep all values, because torch's planner drops values of unknown types."""
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the destination tensor for `index`."""
-        found = self.state_dict[index.fqn]
-        return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_tensor(index)
-
-
-def read_state(folder: Path, state: dict[str, Any], metadata: Metadata | None = None) -> None:
-    """Read the ranges and tensors in `state` from checkpoint `folder`, on this rank alone.
-
-    `metadata` is the checkpoint's metadata, if the caller has already read it.
-
-    `torch.distributed.checkpoint.load` has the same steps, but warns if ranks load different tensors.
-    """
-    reader, planner = FileSystemReader(folder), LoadPlanner()
-    metadata = metadata or reader.read_metadata()
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    [plan] = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    [plan] = reader.prepare_global_plan([plan])
-    reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -21,10 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from farandole._troubleshooting import see
 from farandole.layout import Box
@@ -46,13 +43,15 @@ from farandole.models.hf.mapping import Part
 from farandole.models.hf.pretrained import Written, describe, tensors_to_write, write_description
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
-from farandole.parallel.checkpoint.ranges import Place, Range, SavePlanner, read_state
+from farandole.parallel.checkpoint.ranges import Place, Range
 from farandole.parallel.checkpoint.state import Stored, state_of, stored_tensors
 from farandole.parallel.lora.adapters import lora_layers
 from farandole.parallel.lora.quantized import is_wrapper
 from farandole.parallel.zero.initial_values import WeightSource
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     from farandole.parallel.engine import Engine
 
 FILE = WEIGHTS
@@ -62,7 +61,7 @@ _STATE = "state"
 _CACHED_BYTES = 64 << 20
 """The maximum size of a tensor that is kept in memory while its parts are written."""
 
-_Entries = dict[str, TensorStorageMetadata]
+_Entries = dict[str, "TensorStorageMetadata"]
 
 
 # ---- writing ----
@@ -124,6 +123,8 @@ def _write(
         dtype: the type of floating-point tensors; None keeps the saved types.
         describe_model: a function that writes further files, given the folder and the weights' type.
     """
+    from farandole.parallel.checkpoint.storage import write_state
+
     comm, temporary = engine.comm, partial_folder(folder)
     with fail_on_all(comm, folder):
         if comm.rank == 0:
@@ -131,8 +132,7 @@ def _write(
     try:
         with fail_on_all(comm, folder):
             state = {k: v for k, v in state_of(engine, comm.rank).items() if k.startswith(_PREFIX)}
-            writer = FileSystemWriter(temporary / _STATE)
-            dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=comm.group)
+            write_state(temporary / _STATE, state, comm.group, flush=True)
             saved = _saved(temporary / _STATE, engine.model)
             written = {each.name: each for each in tensors(saved)}
             kinds = {
@@ -175,11 +175,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _saved(state: Path, model: nn.Module) -> _Entries:
     """Return the saved parameters and buffers by name, in model order."""
+    from farandole.parallel.checkpoint.storage import read_metadata, tensors_in
+
     order = {name: number for number, (name, _) in enumerate(_tensors(model))}
     entries = {
         name.removeprefix(_PREFIX): entry
-        for name, entry in FileSystemReader(state).read_metadata().state_dict_metadata.items()
-        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        for name, entry in tensors_in(read_metadata(state)).items()
+        if name.startswith(_PREFIX)
     }
     return dict(sorted(entries.items(), key=lambda item: order.get(item[0], len(order))))
 
@@ -199,8 +201,11 @@ class _StateReader:
     """
 
     def __init__(self, folder: Path, scalings: Mapping[str, float]) -> None:
+        from farandole.parallel.checkpoint.storage import read_metadata, tensors_in
+
         self._folder, self._scalings = folder, scalings
-        self._metadata = FileSystemReader(folder).read_metadata()
+        self._metadata = read_metadata(folder)
+        self._entries = tensors_in(self._metadata)
         self._cached: tuple[str, Tensor] | None = None
 
     def read(self, written: Mapping[str, Written], names: Sequence[str]) -> dict[str, Tensor]:
@@ -208,8 +213,7 @@ class _StateReader:
         return {name: written[name].of_box(self._box(written[name])) for name in names}
 
     def _box(self, each: Written) -> Tensor:
-        entry = self._metadata.state_dict_metadata[_PREFIX + each.ours]
-        assert isinstance(entry, TensorStorageMetadata)
+        entry = self._entries[_PREFIX + each.ours]
         nbytes = entry.size.numel() * entry.properties.dtype.itemsize
         slices = tuple(slice(start, end) for start, end in each.box)
         if nbytes <= _CACHED_BYTES:
@@ -226,13 +230,13 @@ class _StateReader:
         return values
 
     def _read_all(self, name: str) -> Tensor:
-        entry = self._metadata.state_dict_metadata[_PREFIX + name]
-        assert isinstance(entry, TensorStorageMetadata)
+        entry = self._entries[_PREFIX + name]
         return self._read(name, tuple((0, length) for length in entry.size))
 
     def _read(self, name: str, box: Box) -> Tensor:
-        entry = self._metadata.state_dict_metadata[_PREFIX + name]
-        assert isinstance(entry, TensorStorageMetadata)
+        from farandole.parallel.checkpoint.storage import read_state
+
+        entry = self._entries[_PREFIX + name]
         sizes = [end - start for start, end in box]
         values = torch.empty(sizes, dtype=entry.properties.dtype)
         target = Range.of(values, 0, Place.of_boxes(tuple(entry.size), sizes, [box])) if sizes else values

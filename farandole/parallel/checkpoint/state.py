@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from farandole._troubleshooting import see
 from farandole.memory.offloaded_optimizer import ShardState, UnitReader
 from farandole.mesh import AXES
 from farandole.parallel.checkpoint.errors import CheckpointError
-from farandole.parallel.checkpoint.ranges import Place, Range, read_state
+from farandole.parallel.checkpoint.ranges import Place, Range
 from farandole.parallel.zero.weights import FlatWeights
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+
     from farandole.parallel.engine import Engine
     from farandole.parallel.optimizers.offloading import OffloadedUpdate
 
@@ -268,6 +268,8 @@ def _keys_of(entries: Iterable[str]) -> defaultdict[str, list[str]]:
 
 
 def _described(description: STORAGE_TYPES) -> TensorStorageMetadata:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     if not isinstance(description, TensorStorageMetadata):
         raise CheckpointError(
             f"the checkpoint is damaged: expected a tensor, found {type(description).__name__}; load another "
@@ -349,7 +351,9 @@ def offloaded_states(
     if not engine.offloaded:
         return
     places = _places(engine)
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    from farandole.parallel.checkpoint.storage import read_metadata, read_state
+
+    saved = read_metadata(folder).state_dict_metadata
     keys = _keys_of(saved)
     for number, update in enumerate(engine.offloaded):
         for unit, members in enumerate(update.state.units):

@@ -26,7 +26,7 @@ def job(module: str, size: int, *arguments: str, **more: str) -> str:
     program = str(ROOT / "tests" / "horovod" / "tensorflow" / f"{module}.py")
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = ours("-n", str(size), program, *arguments)
-    status, out, err = finish(start(command, **quiet, **more), LIMIT_S)
+    status, out, err = finish(start(command, fork_ranks=True, **quiet, **more), LIMIT_S)
     assert status == 0, f"{out}\n{err}"
     return out
 

@@ -89,7 +89,7 @@ def test_the_death_of_a_rank_is_reported_within_a_function(tmp_path):
         "MASTER_PORT": str(free_port()),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    ranks = [start(["env", sys.executable, script], RANK=str(rank), **common) for rank in range(2)]
+    ranks = [start([sys.executable, script], RANK=str(rank), **common) for rank in range(2)]
     (status, out, err), (killed, _, _) = [finish(rank) for rank in ranks]
     assert killed == -signal.SIGKILL
     assert (status, out) == (0, "reported True True\n"), err
@@ -106,7 +106,9 @@ def test_the_lab_learns_digits():
     pytest.importorskip(
         "sklearn", reason="labs/horovod_digits_keras.py needs scikit-learn: pip install '.[labs]'"
     )
-    status, out, err = run(ours("-n", "2", "-m", "farandole.horovod.shim", LAB, "--epochs", "2"))
+    status, out, err = run(
+        ours("-n", "2", "-m", "farandole.horovod.shim", LAB, "--epochs", "2"), fork_ranks=True
+    )
     assert status == 0, err
     accuracy = float(re.findall(r"test accuracy (\S+)", out)[-1])
     assert accuracy > 0.85, out

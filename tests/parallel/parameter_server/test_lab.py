@@ -14,7 +14,8 @@ LAB = str(ROOT / "labs" / "parameter_server_digits.py")
 def test_the_lab_learns_in_all_modes(tmp_path):
     pytest.importorskip("sklearn.datasets")
     curves_file = tmp_path / "curves.json"
-    status, out, err = run(ours("--ranks", "3", "--no-pin", LAB, "--epochs", "3", "--json", str(curves_file)))
+    command = ours("--ranks", "3", "--no-pin", LAB, "--epochs", "3", "--json", str(curves_file))
+    status, out, err = run(command, fork_ranks=True)
     assert status == 0, err
     curves = json.loads(curves_file.read_text())
     assert list(curves) == ["sync", "async", "ssp"]
