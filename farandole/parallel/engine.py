@@ -44,7 +44,7 @@ from farandole.layout import Layout
 from farandole.memory.swap import Swap
 from farandole.mesh import Mesh
 from farandole.parallel.axes import hosts_of
-from farandole.parallel.buffers import ReplicatedBuffers, buffer_layouts
+from farandole.parallel.buffers import ReplicatedBuffers, with_buffers
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import safetensors_files
 from farandole.parallel.checkpoint.folder import PendingSave, fail_on_all
@@ -164,9 +164,8 @@ class Engine:
             types = stand_in(model, torch.get_default_device())
         if mesh is None:
             mesh = box_mesh(comm.size, hosts_of(comm) if hybrid else (), hybrid=hybrid)
-        self.mesh, self.layouts = mesh, layouts or replicated_layouts(model)
-        layouts_of_buffers = buffer_layouts(model, mesh, self.layouts, comm.rank)
-        groups = connect(mesh, comm, (*self.layouts.values(), *layouts_of_buffers.values()), zero)
+        self.mesh, self.layouts = mesh, with_buffers(model, layouts or replicated_layouts(model))
+        groups = connect(mesh, comm, self.layouts.values(), zero)
         dividing = {
             ranks_of(mesh, self.layouts[name], comm.rank, zero).shards for name, _ in model.named_parameters()
         }
@@ -222,6 +221,7 @@ class Engine:
             events=self._steps,
             gatherer=built.gatherer,
         )
+        self._pipeline = pipeline
         self._mean = GlobalMean(self, mesh) if pipeline is None else PipelineMean(self, mesh, pipeline, dtype)
         self._updates = Updates(
             built.shards,
@@ -671,6 +671,10 @@ class Engine:
         self._updates.restore_settings(saved["groups"])
         self._mean.expected = saved.get("count")  # missing in checkpoints of earlier versions
 
+    def accept_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Do not average these buffers, because all ranks have made the same changes."""
+        self._reducer.buffers.accept(buffers)
+
     # ---- gradients ----
 
     def gradients(self) -> list[Tensor]:
@@ -781,6 +785,8 @@ class Engine:
         self._wait_for_save()
         self._steps.close()
         self._reducer.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
         if self.swapped is not None:
             self.swapped.close()
         if self._gatherer is not None:

@@ -6,10 +6,12 @@ import logging
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from farandole.models.moe import MixtureOfExperts
 from farandole.parallel.axes import Layouts, Position
 from farandole.parallel.pipeline.balance import measure_blocks
+from farandole.parallel.pipeline.batch_norm import BatchNormStatistics, tracking_layers
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
 from farandole.parallel.pipeline.stage import split
@@ -17,6 +19,9 @@ from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import Plan, PlanError
 
 _log = logging.getLogger(__name__)
+
+REPLICA_AXES = ("data", "mirror")
+"""The axes along which ranks run the same stages on different samples."""
 
 
 def apply(
@@ -41,9 +46,17 @@ def apply(
     stages, balance = split(sequential, schedule, rank, layouts, costs)
     _log.info("pipeline=%d, schedule=%s: %s", plan.pipeline, plan.schedule, balance)
     comm, places = position.comm("pipeline"), list(range(plan.pipeline))
+    mirror = replicas = None
     if position.groups is not None:
         places = position.groups.of(position.cell, "pipeline").places
-    return Pipeline(stages, plan.schedule, comm, places, rank)
+        mirror = position.groups.of(position.cell, "mirror").comm
+        replicas = position.groups.of(position.cell, *REPLICA_AXES).comm
+    layers = {
+        number: [layer for block in stage.blocks for layer in tracking_layers(block)]
+        for number, stage in stages.items()
+    }
+    statistics = BatchNormStatistics(layers, mirror, replicas, deferred=plan.deferred_batch_norm)
+    return Pipeline(stages, plan.schedule, comm, places, rank, statistics)
 
 
 def check(model: nn.Module, plan: Plan) -> None:
@@ -53,7 +66,7 @@ def check(model: nn.Module, plan: Plan) -> None:
         PlanError: with the nearest plan that works.
     """
     _check_plan(plan, schedule_of(plan))
-    _check_model(_sequential(model))
+    _check_model(_sequential(model), plan)
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -116,7 +129,7 @@ def _sequential(model: nn.Module) -> nn.Sequential:
     return model
 
 
-def _check_model(model: nn.Sequential) -> None:
+def _check_model(model: nn.Sequential, plan: Plan) -> None:
     if is_deferred(model):
         raise PlanError(
             "pipeline parallelism needs a model in memory, got a model on the meta device; use pipeline=1"
@@ -126,9 +139,8 @@ def _check_model(model: nn.Sequential) -> None:
             raise PlanError(
                 f"{name} is a mixture of experts, whose router losses stages do not pass on; nearest plan: pipeline=1"
             )
-    if any(True for _ in model.buffers()):
-        name = next(name for name, _ in model.named_buffers())
+    if plan.deferred_batch_norm and not any(isinstance(m, _BatchNorm) for m in tracking_layers(model)):
         raise PlanError(
-            f"{name} is a buffer, and stages do not average or save buffers such as BatchNorm statistics; nearest plan: "
-            "pipeline=1, or a model without buffers"
+            "deferred_batch_norm=True: the model has no BatchNorm with running statistics; nearest plan: "
+            "deferred_batch_norm=False"
         )

@@ -42,6 +42,7 @@ class PipelineMean(GlobalMean):
             sums, counts = self._run_all(
                 own_batches, loss, inputs, train=True, factor=self._losses / expected
             )
+        engine.accept_buffers(self._pipeline.statistics.update())
         engine.join_backward(last=True)
         mean, count = self._mean(sums, counts)
         if count != expected:

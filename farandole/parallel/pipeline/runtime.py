@@ -26,6 +26,7 @@ from torch import Tensor
 from farandole.parallel.axes import AxisCommunicator
 from farandole.parallel.pipeline.backward import SplitBackward
 from farandole.parallel.pipeline.balance import tensors_of
+from farandole.parallel.pipeline.batch_norm import BatchNormStatistics
 from farandole.parallel.pipeline.schedule import (
     Action,
     Backward,
@@ -60,6 +61,7 @@ class Pipeline:
         comm: the communicator of the pipeline's ranks; None for a single rank.
         places: the rank in `comm` of each pipeline rank.
         rank: this pipeline rank.
+        statistics: the running statistics of this rank's stages.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class Pipeline:
         comm: AxisCommunicator | None,
         places: Sequence[int],
         rank: int,
+        statistics: BatchNormStatistics,
     ) -> None:
         self._stages, self._name, self._comm, self._places, self._rank = stages, name, comm, places, rank
+        self.statistics = statistics
         self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
         """Whether this rank has the last stage of a replica."""
 
@@ -103,13 +107,17 @@ class Pipeline:
         transfers = None
         if self._comm is not None:
             transfers = Transfers(self._comm, self._places, schedule, self._rank, device)
-        step = _Step(schedule, self._stages, self._rank, batches, loss, transfers)
+        step = _Step(schedule, self._stages, self._rank, batches, loss, transfers, self.statistics)
         for action in schedule.actions[self._rank]:
             if transfers is not None:
                 transfers.poll()
             step.run(action)
         if transfers is not None:
             transfers.finish()
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        self.statistics.close()
 
 
 class _Step:
@@ -123,7 +131,9 @@ class _Step:
         batches: Sequence[Arguments],
         loss: Callable[[Any, int], Tensor | None],
         transfers: Transfers | None,
+        statistics: BatchNormStatistics,
     ) -> None:
+        self._statistics = statistics
         self._schedule, self._stages, self._rank = schedule, stages, rank
         self._batches, self._loss, self._transfers = batches, loss, transfers
         self._passes: dict[tuple[int, int], _Pass] = {}
@@ -147,7 +157,8 @@ class _Step:
 
     def _forward(self, stage: int, m: int) -> None:
         hidden = self._receive("F", stage, m, stage - 1) if stage else None
-        output = self._stages[stage].run(hidden, *self._batches[m])
+        with self._statistics.of(m):
+            output = self._stages[stage].run(hidden, *self._batches[m])
         if stage == self._schedule.stages - 1:
             output = self._loss(output, m)
         else:

@@ -26,7 +26,6 @@ from farandole.memory.blocks import blocks_of
 from farandole.memory.tracker import memory_tag
 from farandole.mesh import Groups, Mesh
 from farandole.parallel.axes import own_part
-from farandole.parallel.buffers import buffer_layouts
 from farandole.parallel.zero.sharding import ranks_of
 from farandole.parallel.zero.weights import FlatWeights, is_placeholder
 
@@ -184,7 +183,6 @@ def broadcast_parameters(
     names: Collection[str] | None = None,
 ) -> None:
     """Broadcast parameters and buffers from the first rank that stores them.  This is a collective call.  `names` selects tensors by name."""
-    layouts = {**layouts, **buffer_layouts(model, mesh, layouts, groups.comm.rank)}
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if names is not None and name not in names:
