@@ -147,8 +147,9 @@ class Engine:
         _check_options(zero, compression, rounding, offload, dtype)
         flat = moves_parameters(zero, dtype, offload, layouts or {})
         check_model(model, moved=flat)
-        source: WeightSource | None = getattr(model, "weight_source", None) if is_deferred(model) else None
-        if is_deferred(model) != (initialise is not None or source is not None):
+        complete = model if pipeline is None or pipeline.complete is None else pipeline.complete
+        source: WeightSource | None = getattr(model, "weight_source", None) if is_deferred(complete) else None
+        if is_deferred(complete) != (initialise is not None or source is not None):
             raise ValueError(
                 "initialise= and a model on the meta device require each other: pass both, or omit both"
             )
@@ -159,9 +160,9 @@ class Engine:
         self._dtype, self._offload = dtype, Place.parse(offload)
         types: dict[int, torch.dtype] = {}
         in_memory: set[str] | None = None
-        if is_deferred(model):
+        if is_deferred(complete):
             in_memory = {name for name, p in model.named_parameters() if not p.is_meta}
-            types = stand_in(model, torch.get_default_device())
+            types = stand_in([complete, model], torch.get_default_device())
         if mesh is None:
             mesh = box_mesh(comm.size, hosts_of(comm) if hybrid else (), hybrid=hybrid)
         self.mesh, self.layouts = mesh, with_buffers(model, layouts or replicated_layouts(model))
@@ -195,7 +196,7 @@ class Engine:
         self.buckets, self.shards_of_buckets = built.buckets, built.shards
         self.weights, self._gatherer = built.weights, built.gatherer
         if initialise is not None:
-            fill_model(model, built.weights, mesh, self.layouts, comm, initialise, types)
+            fill_model(model, complete, built.weights, mesh, self.layouts, comm, initialise, types)
         elif source is not None:
             allocate(model, built.weights, types)
         self._trained = {id(p) for bucket in built.buckets for p in bucket.parameters}
@@ -208,7 +209,7 @@ class Engine:
             self.layouts, self._gradient_norms, self.device, comm if self._divides else None
         )
         scaler = scaler or LossScaler(enabled=False)
-        gradient_watch = GradientWatch(model, built.shards) if watch or scaler.enabled else None
+        gradient_watch = GradientWatch(self.layouts, built.shards) if watch or scaler.enabled else None
         self._steps = ScaledSteps(self, scaler, gradient_watch, diagnose=diagnose, report=report)
         self._reducer = GradientReducer(
             model,
@@ -233,6 +234,9 @@ class Engine:
             before=self._before_update,
             after=self._after_update,
         )
+        del complete
+        if pipeline is not None:
+            pipeline.complete = None
         if source is not None:
             safetensors_files.read_weights(self, source)
         for weights in built.weights:
@@ -256,6 +260,14 @@ class Engine:
         if self._reducer.all_cleared:
             self._reducer.begin_step()
         self._steps.backward(loss)
+
+    @contextmanager
+    def scaled_backward(self) -> Iterator[float]:
+        """Return a context for backward passes of losses that the caller has multiplied by the returned scale."""
+        if self._reducer.all_cleared:
+            self._reducer.begin_step()
+        with self._steps.scaled() as scale:
+            yield scale
 
     def forward_backward(
         self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any] = first_of
@@ -491,7 +503,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`.  This is a collective call.
 
-        Parameters have the type of the master weights or, if optimizer states are offloaded, the type in which the model
+        If the model is divided into stages, the state contains the stages of this rank.  Parameters have the type of the master weights or, if optimizer states are offloaded, the type in which the model
         computes.
         """
         self._release_gathered()
@@ -617,7 +629,14 @@ class Engine:
 
         Raises:
             CheckpointError: on all ranks, if the adapter cannot be written.
+            RuntimeError: if the model is divided into stages.
         """
+        if self._pipeline is not None:
+            raise RuntimeError(
+                "save_adapter with pipeline stages: each rank has the adapters of its own stages; use "
+                "engine.save_pretrained(folder), which merges adapters, or load a checkpoint of engine.save(folder) with "
+                "pipeline=1, and save the adapter then"
+            )
         from farandole.parallel.lora.peft_adapter import save_adapter  # requires the extra `train`
 
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}

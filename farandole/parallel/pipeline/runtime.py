@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farandole.parallel.axes import AxisCommunicator
 from farandole.parallel.pipeline.backward import SplitBackward
@@ -75,6 +75,8 @@ class Pipeline:
     ) -> None:
         self._stages, self._name, self._comm, self._places, self._rank = stages, name, comm, places, rank
         self.statistics = statistics
+        self.complete: nn.Module | None = None
+        """The model on the meta device before it was divided, until its parameters are initialized."""
         self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
         """Whether this rank has the last stage of a replica."""
 

@@ -35,9 +35,7 @@ class Stage:
         self._before = _Before()
         after = _After()
         children = blocks_of(model)
-        # unlike copy.copy, this keeps wrapped calls and hooks
-        self._view = type(model).__new__(type(model))
-        self._view.__dict__ |= model.__dict__
+        self._view = complete_copy(model)
         self._view._modules = {
             name: child if place in blocks else self._before if place < blocks.start else after
             for place, (name, child) in enumerate(children)
@@ -96,6 +94,13 @@ class Absent(nn.Module):
             "this rank has only some stages of the model: call engine.forward_backward or engine.evaluate, which run all "
             "stages"
         )
+
+
+def complete_copy(model: nn.Sequential) -> nn.Sequential:
+    """Return a model with the same blocks, hooks and, unlike `copy.copy`, wrapped calls, whose blocks can be replaced."""
+    view = type(model).__new__(type(model))
+    view.__dict__ |= {**model.__dict__, "_modules": dict(model._modules)}
+    return view
 
 
 def blocks_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import farandole
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.resnet import ResNetConfig, build_resnet
+from farandole.plan import Plan
 
 WORDS, CLASSES, CLIP, RATE = 29, 5, 0.3, 0.5
 
@@ -167,3 +171,62 @@ def state_of(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> dict
     """Return copies of parameters and of the model's persistent buffers by their first names."""
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
     return {name: tensor.detach().clone() for name, tensor in (*parameters, *buffers)}
+
+
+def train(
+    rank: int,
+    size: int,
+    name: str,
+    plan: Plan,
+    micro_batches: int,
+    steps: int = 2,
+    *,
+    chunked: bool = False,
+    folder: Path | None = None,
+) -> Result:
+    """Train under a plan; with a folder, load the state if it exists, and otherwise save the state at the end."""
+    model = build(name)
+    if rank:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()  # the values of rank 0 count
+    engine = farandole.parallelize(model, plan)
+    momentum = 0.9 if folder else 0.0
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), RATE, momentum=momentum))
+    if folder is not None and folder.exists():
+        engine.load(folder)
+    replica = engine.mesh.replica_of(rank)
+    losses, norms = [], []
+
+    def inputs(batch: Batch) -> Any:
+        return {"inputs": batch[0], "targets": batch[1]} if chunked else batch[0]
+
+    for step in range(steps):
+        samples = batches(name, step, replica, micro_batches)
+        losses.append(engine.forward_backward(samples, loss, inputs).loss)
+        norms.append(engine.clip(CLIP))
+        optimizer.step()
+        optimizer.zero_grad()
+    metric = engine.evaluate(batches(name, 9, replica, micro_batches), loss)
+    if folder is not None and not folder.exists():
+        engine.save(folder)
+    names = {p: n for n, p in model.named_parameters()}
+    state = state_of(model, ((names[p], value) for p, value in engine.whole_parameters()))
+    engine.close()
+    return state, losses, norms, metric
+
+
+def compare(results: list[Result], expected: Result, rel: float = 1e-4) -> None:
+    """Compare the results of all ranks with one process; each rank has the tensors of its stages."""
+    state, losses, norms, metric = expected
+    seen = set()
+    for own, found, found_norms, found_metric in results:
+        assert found == pytest.approx(losses, rel=rel / 10)
+        assert found_norms == pytest.approx(norms, rel=rel)
+        assert found_metric == pytest.approx(metric, rel=rel)
+        for name, value in own.items():
+            torch.testing.assert_close(
+                value, state[name], rtol=rel, atol=rel / 100, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        seen |= set(own)
+    assert seen == set(state)
