@@ -29,7 +29,7 @@ backward pass (`GradientReducer.end_pass`).  The ranks in the last stage provide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -332,6 +332,16 @@ class Engine:
         """
         with self._reducer.no_sync():
             yield
+
+    def completing(self, parameters: Collection[int]) -> AbstractContextManager[None]:
+        """Return a context within `no_sync` whose backward passes complete the gradients of `parameters` for this step.
+
+        Buckets are reduced as soon as all their gradients are complete, while this rank computes other gradients.
+
+        Args:
+            parameters: the identities of parameters.
+        """
+        return self._reducer.completing(parameters)
 
     def synchronize(self) -> None:
         """Reduce the remaining buckets, and wait until all gradients are averaged.

@@ -89,7 +89,10 @@ class PipelineMean(GlobalMean):
 
         if batches:
             arguments = [self._arguments(inputs(batch)) for batch in batches]
-            self._pipeline.run(arguments, loss_of, device=self._engine.device, train=train)
+            engine = self._engine
+            self._pipeline.run(
+                arguments, loss_of, device=engine.device, train=train, completing=engine.completing
+            )
         return sums, counts
 
     def _arguments(self, given: Any) -> Arguments:

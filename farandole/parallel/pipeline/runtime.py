@@ -16,7 +16,8 @@ Between two stages on the same rank, tensors are passed without a message.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +42,8 @@ from farandole.parallel.pipeline.transfers import Transfers
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The positional and the named arguments of the model for a micro-batch."""
+
+Completing = Callable[[Collection[int]], AbstractContextManager[None]]
 
 
 @dataclass
@@ -92,6 +95,7 @@ class Pipeline:
         *,
         device: torch.device,
         train: bool,
+        completing: Completing = lambda parameters: nullcontext(),
     ) -> None:
         """Run all micro-batches.
 
@@ -101,6 +105,8 @@ class Pipeline:
                 differentiate.
             device: where received tensors are allocated.
             train: whether to run backward passes.
+            completing: returns a context for the last action of a stage, given the parameters whose gradients are complete
+                after it.
         """
         schedule = self.schedule(len(batches))
         if not train:
@@ -110,12 +116,27 @@ class Pipeline:
         if self._comm is not None:
             transfers = Transfers(self._comm, self._places, schedule, self._rank, device)
         step = _Step(schedule, self._stages, self._rank, batches, loss, transfers, self.statistics)
+        last = self._last_actions(schedule) if train else {}
         for action in schedule.actions[self._rank]:
             if transfers is not None:
                 transfers.poll()
-            step.run(action)
+            with completing(last[action]) if action in last else nullcontext():
+                step.run(action)
         if transfers is not None:
             transfers.finish()
+
+    def _last_actions(self, schedule: Schedule) -> dict[Action, set[int]]:
+        """Return the last action of each stage on this rank, with the parameters that no later action computes gradients of."""
+        own = [action for action in schedule.actions[self._rank] if not isinstance(action, Forward)]
+        last = {action.stage: action for action in own}
+        later: set[int] = set()
+        found = {}
+        for action in sorted(last.values(), key=own.index, reverse=True):
+            stage = self._stages[action.stage]
+            parameters = {id(p) for block in stage.blocks for p in block.parameters()}
+            found[action] = parameters - later
+            later |= parameters
+        return found
 
     def close(self) -> None:
         """Remove the hooks from the model."""

@@ -77,9 +77,13 @@ OTHER: list[dict[str, Any]] = [
 
 
 def test_precisions_and_adapters_train_as_without_stages(ranks: Any) -> None:
-    cases: list[Case] = [("gpt", Plan(pipeline=2, **options), {}) for options in OTHER]
+    # without tied parameters, whose gradients one process sums in lower precision
+    names = ["gpt" if "lora" in options else "tuples" for options in OTHER]
+    cases: list[Case] = [
+        (name, Plan(pipeline=2, **options), {}) for name, options in zip(names, OTHER, strict=True)
+    ]
     without = [{k: v for k, v in options.items() if k in ("precision", "lora")} for options in OTHER]
-    single: list[Case] = [("gpt", Plan(**options), {}) for options in without]
+    single: list[Case] = [(name, Plan(**options), {}) for name, options in zip(names, without, strict=True)]
     references = _results(ranks, 1, single)
     for results, (reference,) in zip(_results(ranks, 2, cases), references, strict=True):
         compare(results, reference, rel=1e-3)
