@@ -203,7 +203,10 @@ class Engine:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         shared = {id(weights.comm): weights.comm for weights in built.weights if weights.shared}
         self._sharing = [each for each in shared.values() if each is not None]
-        self._divides = any(bucket.plan.ranks.holders != comm.size for bucket in built.buckets)
+        # in a pipeline also on ranks without trained parameters, which join the collectives
+        self._divides = pipeline is not None or any(
+            bucket.plan.ranks.holders != comm.size for bucket in built.buckets
+        )
         self._whole = WholeParameters(model, built.weights, groups, self._is_whole, self.layouts)
         self._norms = GradientNorms(
             self.layouts, self._gradient_norms, self.device, comm if self._divides else None
@@ -418,7 +421,9 @@ class Engine:
             OffloadError: if the disk or the host memory has too little space for the states.
         """
         if callable(optimizer) and not isinstance(optimizer, type | torch.optim.Optimizer):
-            optimizer = optimizer([p for p in self.model.parameters() if id(p) in self._trained])
+            trained = [p for p in self.model.parameters() if id(p) in self._trained]
+            # the stages of a rank may have frozen parameters only, and torch's optimizers need at least one parameter
+            optimizer = optimizer(trained or list(self.model.parameters()))
         if not isinstance(optimizer, torch.optim.Optimizer):
             given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
             raise TypeError(

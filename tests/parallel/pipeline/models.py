@@ -191,6 +191,8 @@ def train(
             for parameter in model.parameters():
                 parameter.zero_()  # the values of rank 0 count
     engine = farandole.parallelize(model, plan)
+    if plan.precision == "fp16":
+        engine.scaler.scale = 2.0**7  # the first steps do not overflow
     momentum = 0.9 if folder else 0.0
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), RATE, momentum=momentum))
     if folder is not None and folder.exists():

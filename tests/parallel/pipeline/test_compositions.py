@@ -66,27 +66,35 @@ def test_stages_recompute_their_blocks(ranks: Any) -> None:
         compare(results, alone(name, 3))
 
 
-OTHER: list[dict[str, Any]] = [
-    {"precision": "bf16"},
-    {"precision": "bf16", "zero": 1, "schedule": "gems-w"},
-    {"precision": "fp16"},
-    {"precision": "fp16", "zero": 1, "schedule": "zb-h1"},
-    {"lora": LoRA(2)},
-    {"lora": LoRA(2, also_train="6"), "schedule": "chimera"},
-]
-
-
-def test_precisions_and_adapters_train_as_without_stages(ranks: Any) -> None:
-    # without tied parameters, whose gradients one process sums in lower precision
-    names = ["gpt" if "lora" in options else "tuples" for options in OTHER]
+def test_adapters_train_as_without_stages(ranks: Any) -> None:
+    adapters = [LoRA(2), LoRA(2, also_train="6")]
+    schedules = ["1f1b", "chimera"]
     cases: list[Case] = [
-        (name, Plan(pipeline=2, **options), {}) for name, options in zip(names, OTHER, strict=True)
+        ("gpt", Plan(pipeline=2, lora=lora, schedule=schedule), {})
+        for lora, schedule in zip(adapters, schedules, strict=True)
     ]
-    without = [{k: v for k, v in options.items() if k in ("precision", "lora")} for options in OTHER]
-    single: list[Case] = [(name, Plan(**options), {}) for name, options in zip(names, without, strict=True)]
+    single: list[Case] = [("gpt", Plan(lora=lora), {}) for lora in adapters]
     references = _results(ranks, 1, single)
     for results, (reference,) in zip(_results(ranks, 2, cases), references, strict=True):
-        compare(results, reference, rel=1e-3)
+        compare(results, reference)
+
+
+def test_lower_precisions_train_almost_as_in_fp32(ranks: Any) -> None:
+    options: list[dict[str, Any]] = [
+        {"precision": "bf16"},
+        {"precision": "bf16", "zero": 1, "schedule": "gems-w"},
+        {"precision": "fp16"},
+        {"precision": "fp16", "zero": 1, "schedule": "zb-h1"},
+    ]
+    cases: list[Case] = [("gpt", Plan(pipeline=2, **each), {}) for each in options]
+    state, losses, norms, metric = alone("gpt", 3)
+    for results in _results(ranks, 2, cases):
+        for own, found, found_norms, found_metric in results:
+            assert found == pytest.approx(losses, rel=0.01)
+            assert found_norms == pytest.approx(norms, rel=0.02)
+            assert found_metric == pytest.approx(metric, rel=0.01)
+            for name, value in own.items():
+                torch.testing.assert_close(value.float(), state[name], rtol=0.02, atol=0.004)
 
 
 def _overflows(rank: int, size: int) -> list[Any]:
