@@ -170,7 +170,7 @@ def _split(
     mirrored = plan.pipeline > 1 and pipeline.schedule_of(plan).mirrored
     mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes, mirror=2 if mirrored else 1)
     layouts = Layouts(model)
-    sets = [(axis,) for axis in axes]
+    sets: list[tuple[str, ...]] = [(axis,) for axis in axes]
     if plan.pipeline > 1:
         sets += [("mirror",), pipeline.REPLICA_AXES]
     groups = mesh.connect(comm, sets) if inner else None
