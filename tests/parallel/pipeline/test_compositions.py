@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import farandole
+from farandole.parallel.bucket import Bucket
+from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.plan import LoRA, Plan
 from tests.parallel.pipeline.models import (
     MODELS,
@@ -213,3 +215,33 @@ def test_stages_are_initialized_from_the_meta_device(ranks: Any, name: str) -> N
                 torch.testing.assert_close(
                     value, expected[found], rtol=0, atol=0, msg=lambda m, n=found: f"{n}: {m}"
                 )
+
+
+def _reductions(rank: int, size: int, plan: Plan) -> tuple[int, int]:
+    """Return the number of reductions that start while the schedule runs, and the number of buckets."""
+    engine = farandole.parallelize(build("gpt"), plan)
+    started: list[int] = []
+    plain, run = Bucket.reduce_async, Pipeline.run
+
+    def reduce_async(bucket: Bucket) -> None:
+        started[-1] += 1
+        plain(bucket)
+
+    def counted(pipeline: Pipeline, *args: Any, **named: Any) -> None:
+        started.append(0)
+        run(pipeline, *args, **named)
+        started.append(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "reduce_async", reduce_async)
+        patch.setattr(Pipeline, "run", counted)
+        engine.forward_backward(batches("gpt", 0, engine.mesh.replica_of(rank), 3), loss)
+    found = started[0], len(engine.buckets)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "gems"])
+def test_reductions_start_while_the_pipeline_drains(ranks: Any, schedule: str) -> None:
+    for started, buckets in ranks(4).run(_reductions, Plan(data=2, pipeline=2, schedule=schedule)):
+        assert started == buckets > 0
