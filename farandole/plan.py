@@ -148,6 +148,8 @@ class Plan:
         pipeline: the number of ranks among which the blocks of the model are divided into stages (`parallel.pipeline`).
         schedule: with `pipeline` > 1, the order of forward and backward passes: the name of a schedule in the output of
             `farandole schedule`.
+        deferred_batch_norm: with `pipeline` > 1, update the running statistics of BatchNorm once per step, with the mean and
+            variance over all samples of the step, instead of once per micro-batch (`parallel.pipeline.batch_norm`).
         tensor: the number of ranks that compute each layer together (`parallel.tensor`).
         sequence: with `tensor` > 1, whether these ranks also share the tokens between the layers' matrix products, which
             saves activation memory.
@@ -182,6 +184,7 @@ class Plan:
     data: int | None = None
     pipeline: int = 1
     schedule: str = "1f1b"
+    deferred_batch_norm: bool = False
     tensor: int = 1
     sequence: bool = False
     context: int = 1
@@ -208,6 +211,11 @@ class Plan:
             raise PlanError(
                 f"schedule={self.schedule!r} with pipeline=1: a single stage needs no schedule; nearest plan: pipeline=2, or "
                 "schedule='1f1b'"
+            )
+        if self.deferred_batch_norm and self.pipeline == 1:
+            raise PlanError(
+                "deferred_batch_norm=True with pipeline=1: only pipelines defer running statistics; nearest plan: "
+                "deferred_batch_norm=False, or pipeline=2"
             )
         if self.sequence and self.tensor == 1:
             raise PlanError(

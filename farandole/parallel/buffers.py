@@ -1,7 +1,7 @@
 """Buffers of a model, such as BatchNorm statistics: every replica continues with the mean of all replicas.
 
 Each rank updates buffers with its own samples.  The `Layout` of a buffer determines its replicas: the ranks that store
-the same elements.  A buffer without a layout is complete on every rank of a stage.
+the same elements.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ from farandole.mesh import Groups, Mesh
 from farandole.parallel.zero.sharding import ranks_of
 
 
-def buffer_layouts(
-    model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], rank: int
-) -> dict[str, Layout]:
-    """Return the layouts of the model's buffers on a rank by name."""
-    stages = frozenset(cell.pipeline for cell in mesh.of_rank(rank))
-    return {
-        name: layouts.get(name) or Layout(name, tuple(buffer.shape), stages)
-        for name, buffer in model.named_buffers()
-    }
+def with_buffers(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Return `layouts` and the layouts of further buffers, which are complete on every rank.
+
+    If the model is divided into stages, `layouts` has the layouts of all buffers, so that ranks have equal results.
+    """
+    buffers = {name: Layout(name, tuple(buffer.shape)) for name, buffer in model.named_buffers()}
+    return {**layouts, **{name: layout for name, layout in buffers.items() if name not in layouts}}
 
 
 class ReplicatedBuffers:
     """Averages the floating-point buffers of `model` over their replicas, if a step has changed them.
 
     Args:
-        layouts: the layouts of all tensors in the mesh; buffers may be omitted.
+        layouts: the layouts of all tensors in the mesh.
         groups: the groups of ranks that store the same elements.
 
     Raises:
@@ -47,6 +45,11 @@ class ReplicatedBuffers:
     def changed(self) -> bool:
         """Whether this rank has changed a buffer since the last average."""
         return self._versions() != self._known
+
+    def accept(self, buffers: Iterable[Tensor]) -> None:
+        """Do not average the current values of `buffers`, because all replicas have made the same changes."""
+        accepted = {id(buffer): buffer._version for buffer in buffers}
+        self._known = [(key, accepted.get(key, version)) for key, version in self._known]
 
     def average(self) -> None:
         """Average the buffers of modules in which any replica has changed a buffer.  This is a collective call.
@@ -79,10 +82,9 @@ class ReplicatedBuffers:
     def _by_replicas(self) -> dict[tuple[int, ...], list[Tensor]]:
         """Return the floating-point buffers by the ranks that store the same elements; ranks list them in the same order."""
         found: dict[tuple[int, ...], list[Tensor]] = {}
-        layouts = buffer_layouts(self._model, self._mesh, self._layouts, self._groups.comm.rank)
         for name, buffer in self._model.named_buffers():
             if buffer.is_floating_point():
-                replicas = ranks_of(self._mesh, layouts[name], self._groups.comm.rank, 0).copies
+                replicas = ranks_of(self._mesh, self._layouts[name], self._groups.comm.rank, 0).copies
                 found.setdefault(replicas, []).append(buffer)
         return found
 

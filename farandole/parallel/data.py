@@ -24,7 +24,7 @@ The path of a gradient:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -107,6 +107,7 @@ class GradientReducer:
         self._model, self._comm, self._events = model, comm, events
         self._every_pass, self._norms, self._gatherer = every_pass, norms, gatherer
         self._accumulating = False
+        self._completing: Collection[int] = ()
         self._in_pass = False
         self._queues: dict[tuple[int, ...], _Queue] = {}
         for number, bucket in enumerate(self.buckets):
@@ -149,6 +150,21 @@ class GradientReducer:
             yield
         finally:
             self._accumulating = False
+
+    @contextmanager
+    def completing(self, parameters: Collection[int]) -> Iterator[None]:
+        """Start reductions within `no_sync`, for parameters that get no gradient after this context; see `Engine.completing`."""
+        self._completing = parameters
+        try:
+            yield
+        finally:
+            self._completing = ()
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                if id(parameter) in parameters and not bucket.has_arrived(index):
+                    bucket.is_complete(index)
+        for queue in self._queues.values():
+            self._launch_complete(queue)
 
     def synchronize(self) -> None:
         """Complete the gradients of the step; see `Engine.synchronize`."""
@@ -273,7 +289,7 @@ class GradientReducer:
             for earlier in bucket.in_the_way():
                 earlier.wait()
             bucket.accumulate(index, gradient)
-            if not self._reduces:
+            if not self._reduces and id(parameter) not in self._completing:
                 return
             complete = bucket.is_complete(index)
             if self._completed is not None and (complete or self._every_pass):

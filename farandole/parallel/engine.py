@@ -29,7 +29,7 @@ backward pass (`GradientReducer.end_pass`).  The ranks in the last stage provide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from farandole.layout import Layout
 from farandole.memory.swap import Swap
 from farandole.mesh import Mesh
 from farandole.parallel.axes import hosts_of
-from farandole.parallel.buffers import ReplicatedBuffers, buffer_layouts
+from farandole.parallel.buffers import ReplicatedBuffers, with_buffers
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import safetensors_files
 from farandole.parallel.checkpoint.folder import PendingSave, fail_on_all
@@ -147,8 +147,9 @@ class Engine:
         _check_options(zero, compression, rounding, offload, dtype)
         flat = moves_parameters(zero, dtype, offload, layouts or {})
         check_model(model, moved=flat)
-        source: WeightSource | None = getattr(model, "weight_source", None) if is_deferred(model) else None
-        if is_deferred(model) != (initialise is not None or source is not None):
+        complete = model if pipeline is None or pipeline.complete is None else pipeline.complete
+        source: WeightSource | None = getattr(model, "weight_source", None) if is_deferred(complete) else None
+        if is_deferred(complete) != (initialise is not None or source is not None):
             raise ValueError(
                 "initialise= and a model on the meta device require each other: pass both, or omit both"
             )
@@ -159,14 +160,13 @@ class Engine:
         self._dtype, self._offload = dtype, Place.parse(offload)
         types: dict[int, torch.dtype] = {}
         in_memory: set[str] | None = None
-        if is_deferred(model):
+        if is_deferred(complete):
             in_memory = {name for name, p in model.named_parameters() if not p.is_meta}
-            types = stand_in(model, torch.get_default_device())
+            types = stand_in([complete, model], torch.get_default_device())
         if mesh is None:
             mesh = box_mesh(comm.size, hosts_of(comm) if hybrid else (), hybrid=hybrid)
-        self.mesh, self.layouts = mesh, layouts or replicated_layouts(model)
-        layouts_of_buffers = buffer_layouts(model, mesh, self.layouts, comm.rank)
-        groups = connect(mesh, comm, (*self.layouts.values(), *layouts_of_buffers.values()), zero)
+        self.mesh, self.layouts = mesh, with_buffers(model, layouts or replicated_layouts(model))
+        groups = connect(mesh, comm, self.layouts.values(), zero)
         dividing = {
             ranks_of(mesh, self.layouts[name], comm.rank, zero).shards for name, _ in model.named_parameters()
         }
@@ -196,20 +196,23 @@ class Engine:
         self.buckets, self.shards_of_buckets = built.buckets, built.shards
         self.weights, self._gatherer = built.weights, built.gatherer
         if initialise is not None:
-            fill_model(model, built.weights, mesh, self.layouts, comm, initialise, types)
+            fill_model(model, complete, built.weights, mesh, self.layouts, comm, initialise, types)
         elif source is not None:
             allocate(model, built.weights, types)
         self._trained = {id(p) for bucket in built.buckets for p in bucket.parameters}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         shared = {id(weights.comm): weights.comm for weights in built.weights if weights.shared}
         self._sharing = [each for each in shared.values() if each is not None]
-        self._divides = any(bucket.plan.ranks.holders != comm.size for bucket in built.buckets)
+        # in a pipeline also on ranks without trained parameters, which join the collectives
+        self._divides = pipeline is not None or any(
+            bucket.plan.ranks.holders != comm.size for bucket in built.buckets
+        )
         self._whole = WholeParameters(model, built.weights, groups, self._is_whole, self.layouts)
         self._norms = GradientNorms(
             self.layouts, self._gradient_norms, self.device, comm if self._divides else None
         )
         scaler = scaler or LossScaler(enabled=False)
-        gradient_watch = GradientWatch(model, built.shards) if watch or scaler.enabled else None
+        gradient_watch = GradientWatch(self.layouts, built.shards) if watch or scaler.enabled else None
         self._steps = ScaledSteps(self, scaler, gradient_watch, diagnose=diagnose, report=report)
         self._reducer = GradientReducer(
             model,
@@ -222,6 +225,7 @@ class Engine:
             events=self._steps,
             gatherer=built.gatherer,
         )
+        self._pipeline = pipeline
         self._mean = GlobalMean(self, mesh) if pipeline is None else PipelineMean(self, mesh, pipeline, dtype)
         self._updates = Updates(
             built.shards,
@@ -233,6 +237,9 @@ class Engine:
             before=self._before_update,
             after=self._after_update,
         )
+        del complete
+        if pipeline is not None:
+            pipeline.complete = None
         if source is not None:
             safetensors_files.read_weights(self, source)
         for weights in built.weights:
@@ -256,6 +263,14 @@ class Engine:
         if self._reducer.all_cleared:
             self._reducer.begin_step()
         self._steps.backward(loss)
+
+    @contextmanager
+    def scaled_backward(self) -> Iterator[float]:
+        """Return a context for backward passes of losses that the caller has multiplied by the returned scale."""
+        if self._reducer.all_cleared:
+            self._reducer.begin_step()
+        with self._steps.scaled() as scale:
+            yield scale
 
     def forward_backward(
         self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any] = first_of
@@ -320,6 +335,16 @@ class Engine:
         """
         with self._reducer.no_sync():
             yield
+
+    def completing(self, parameters: Collection[int]) -> AbstractContextManager[None]:
+        """Return a context within `no_sync` whose backward passes complete the gradients of `parameters` for this step.
+
+        Buckets are reduced as soon as all their gradients are complete, while this rank computes other gradients.
+
+        Args:
+            parameters: the identities of parameters.
+        """
+        return self._reducer.completing(parameters)
 
     def synchronize(self) -> None:
         """Reduce the remaining buckets, and wait until all gradients are averaged.
@@ -396,7 +421,9 @@ class Engine:
             OffloadError: if the disk or the host memory has too little space for the states.
         """
         if callable(optimizer) and not isinstance(optimizer, type | torch.optim.Optimizer):
-            optimizer = optimizer([p for p in self.model.parameters() if id(p) in self._trained])
+            trained = [p for p in self.model.parameters() if id(p) in self._trained]
+            # the stages of a rank may have frozen parameters only, and torch's optimizers need at least one parameter
+            optimizer = optimizer(trained or list(self.model.parameters()))
         if not isinstance(optimizer, torch.optim.Optimizer):
             given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
             raise TypeError(
@@ -491,7 +518,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`.  This is a collective call.
 
-        Parameters have the type of the master weights or, if optimizer states are offloaded, the type in which the model
+        If the model is divided into stages, the state contains the stages of this rank.  Parameters have the type of the master weights or, if optimizer states are offloaded, the type in which the model
         computes.
         """
         self._release_gathered()
@@ -617,7 +644,14 @@ class Engine:
 
         Raises:
             CheckpointError: on all ranks, if the adapter cannot be written.
+            RuntimeError: if the model is divided into stages.
         """
+        if self._pipeline is not None:
+            raise RuntimeError(
+                "save_adapter with pipeline stages: each rank has the adapters of its own stages; use "
+                "engine.save_pretrained(folder), which merges adapters, or load a checkpoint of engine.save(folder) with "
+                "pipeline=1, and save the adapter then"
+            )
         from farandole.parallel.lora.peft_adapter import save_adapter  # requires the extra `train`
 
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -670,6 +704,10 @@ class Engine:
             self.rounding.steps = saved["rounding_steps"]
         self._updates.restore_settings(saved["groups"])
         self._mean.expected = saved.get("count")  # missing in checkpoints of earlier versions
+
+    def accept_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Do not average these buffers, because all ranks have made the same changes."""
+        self._reducer.buffers.accept(buffers)
 
     # ---- gradients ----
 
@@ -781,6 +819,8 @@ class Engine:
         self._wait_for_save()
         self._steps.close()
         self._reducer.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
         if self.swapped is not None:
             self.swapped.close()
         if self._gatherer is not None:

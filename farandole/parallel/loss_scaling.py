@@ -12,6 +12,8 @@ Rank 0 logs a warning for an overflow:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -192,15 +194,18 @@ class ScaledSteps:
 
     def backward(self, loss: Tensor) -> None:
         """Run `loss.backward()` with the scaled loss."""
-        if not self.scaler.enabled:
-            loss.backward()
-            return
+        with self.scaled():
+            self.scaler.multiply(loss).backward()
+
+    @contextmanager
+    def scaled(self) -> Iterator[float]:
+        """Return a context for backward passes of losses that the caller has multiplied by the returned scale."""
         if self._unscaled:  # this pass adds to gradients that were set
             self._engine.scale_all(self.scaler.scale)
             self.norm, self._unscaled = None, False
         self._in_backward = True
         try:
-            self.scaler.multiply(loss).backward()
+            yield self.scaler.scale
         finally:
             self._in_backward = False
 

@@ -8,7 +8,7 @@ norm is not finite.  Ranks exchange their findings only after a step with an ove
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,13 +70,16 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class GradientWatch:
-    """Records this rank's non-finite gradients in a step, before averaging."""
+    """Records this rank's non-finite gradients in a step, before averaging.
 
-    def __init__(self, model: nn.Module, shards: Sequence[OptimizerShards]) -> None:
-        named = list(model.named_parameters())
-        self.names = [name for name, _ in named]
-        places = {id(parameter): place for place, (_, parameter) in enumerate(named)}
-        self._places = [[places[id(parameter)] for parameter in each.parameters] for each in shards]
+    Args:
+        names: the names of all parameters of the mesh, in the same order on all ranks.
+    """
+
+    def __init__(self, names: Iterable[str], shards: Sequence[OptimizerShards]) -> None:
+        self.names = list(names)
+        places = {name: place for place, name in enumerate(self.names)}
+        self._places = [[places[name] for name in each.bucket.plan.names] for each in shards]
         self._shards = shards
         self._kinds: dict[int, int] = {}
         self._norms: list[tuple[list[int], Tensor]] = []

@@ -170,7 +170,10 @@ def _split(
     mirrored = plan.pipeline > 1 and pipeline.schedule_of(plan).mirrored
     mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes, mirror=2 if mirrored else 1)
     layouts = Layouts(model)
-    groups = mesh.connect(comm, [(axis,) for axis in axes]) if inner else None
+    sets: list[tuple[str, ...]] = [(axis,) for axis in axes]
+    if plan.pipeline > 1:
+        sets += [("mirror",), pipeline.REPLICA_AXES]
+    groups = mesh.connect(comm, sets) if inner else None
     # a rank of a mirrored pipeline is numbered by its stage of the first replica
     cell = min(mesh.of_rank(comm.rank), key=lambda cell: cell.mirror)
     position = Position(mesh, cell, groups)

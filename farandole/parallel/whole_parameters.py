@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from farandole._troubleshooting import see
 from farandole.layout import Layout
-from farandole.mesh import Groups
+from farandole.mesh import Cell, Groups
 from farandole.parallel.axes import own_part
 from farandole.parallel.checkpoint.ranges import Place
 from farandole.parallel.data import has_engine
@@ -70,7 +70,7 @@ class WholeParameters:
     ) -> None:
         self._model, self._weights, self._comm = model, list(weights), groups.comm
         self._is_whole, self._groups = is_whole, groups
-        self._mesh, self._cell = groups.mesh, groups.mesh.of_rank(groups.comm.rank)[0]
+        self._mesh = groups.mesh
         self._split = {
             id(parameter): layouts[name]
             for name, parameter in model.named_parameters()
@@ -126,11 +126,13 @@ class WholeParameters:
     # ---- announced changes ----
 
     def _agree_to_load(self, module: nn.Module, state: Iterable[str]) -> None:
-        """Raise RuntimeError unless all ranks load a state with the same names into the same module.  This is a collective call."""
+        """Raise RuntimeError unless ranks with the same stages load a state with the same names into the same module.  This is a collective call."""
         names = [self._modules[id(module)], *sorted(state)]
+        stages = [cell.pipeline for cell in self._mesh.of_rank(self._comm.rank)]
         advice = "call it on all ranks with the same state, or engine.load_weights(path) on all ranks"
         try:
-            found = self._comm.all_gather_object(hashlib.sha256("\n".join(names).encode()).digest())
+            digest = hashlib.sha256("\n".join(names).encode()).digest()
+            found = [each for at, each in self._comm.all_gather_object((stages, digest)) if at == stages]
         except RuntimeError as error:
             raise RuntimeError(f"load_state_dict did not find the other ranks: {advice} ({error})") from error
         if any(each != found[0] for each in found):
@@ -193,14 +195,15 @@ class WholeParameters:
         layout = self._split.get(id(parameter))
         if layout is None:
             return value
-        group = self._groups.of(self._cell, *(axis for axis, _ in layout.shards))
+        own = self._cell(layout)
+        group = self._groups.of(own, *(axis for axis, _ in layout.shards))
         if group.comm is None:
             return value
         complete = value.new_zeros(layout.shape)
-        place = Place.of_boxes(layout.shape, value.shape, layout.boxes(self._mesh, self._cell))
+        place = Place.of_boxes(layout.shape, value.shape, layout.boxes(self._mesh, own))
         for local, box in place.regions:
             holders = [cell for cell in layout.replicas(self._mesh, box) if cell in group.cells]
-            if holders[0] == self._cell:  # one rank contributes each element
+            if holders[0] == own:  # one rank contributes each element
                 complete[tuple(slice(*ends) for ends in box)] = value[tuple(slice(*ends) for ends in local)]
         group.comm.all_reduce(complete)
         return complete
@@ -208,7 +211,14 @@ class WholeParameters:
     def _own(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's part of a parameter that has its complete value."""
         layout = self._split.get(id(parameter))
-        return parameter.data if layout is None else own_part(parameter.data, layout, self._mesh, self._cell)
+        if layout is None:
+            return parameter.data
+        return own_part(parameter.data, layout, self._mesh, self._cell(layout))
+
+    def _cell(self, layout: Layout) -> Cell:
+        """Return a cell of this rank that stores a parameter; in a mirrored pipeline, a rank has cells of two stages."""
+        cells = self._mesh.of_rank(self._comm.rank)
+        return next(cell for cell in cells if cell.pipeline in layout.stages)
 
     def _guard(self) -> Callable[[nn.Module], bool]:
         return lambda module: self._editing or id(module) not in self._modules

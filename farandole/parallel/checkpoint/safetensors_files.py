@@ -11,7 +11,7 @@ the memory where the engine keeps them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +97,7 @@ def write_weights(path: Path, state: Path, model: nn.Module) -> None:
 
     Not a collective call.
     """
-    saved, reader = _saved(state, model), _StateReader(state, {})
+    saved, reader = _saved(state, [name for name, _ in _tensors(model)]), _StateReader(state, {})
     types = {name: entry.properties.dtype for name, entry in saved.items()}
     types |= {name: tensor.dtype for name, tensor in _tensors(model)}
     written = {name: _same(name, entry) for name, entry in saved.items()}
@@ -126,6 +126,10 @@ def _write(
     from farandole.parallel.checkpoint.storage import write_state
 
     comm, temporary = engine.comm, partial_folder(folder)
+    # of all stages
+    scalings = dict(
+        pair for each in comm.all_gather_object(lora_scalings(engine.model)) for pair in each.items()
+    )
     with fail_on_all(comm, folder):
         if comm.rank == 0:
             prepare(folder)
@@ -133,7 +137,7 @@ def _write(
         with fail_on_all(comm, folder):
             state = {k: v for k, v in state_of(engine, comm.rank).items() if k.startswith(_PREFIX)}
             write_state(temporary / _STATE, state, comm.group, flush=True)
-            saved = _saved(temporary / _STATE, engine.model)
+            saved = _saved(temporary / _STATE, engine.layouts)
             written = {each.name: each for each in tensors(saved)}
             kinds = {
                 name: (_type(saved[each.ours].properties.dtype, dtype), each.shape)
@@ -142,7 +146,7 @@ def _write(
             sizes = {name: prod(shape) * kind.itemsize for name, (kind, shape) in kinds.items()}
             groups = divide(sizes, file_bytes)
             files = dict(zip(file_names(len(groups)), groups, strict=True))
-            reader = _StateReader(temporary / _STATE, lora_scalings(engine.model))
+            reader = _StateReader(temporary / _STATE, scalings)
             for file in list(files)[comm.rank :: comm.size]:
                 own = {name: kinds[name] for name in files[file]}
                 write_file(temporary / file, own, lambda names: reader.read(written, names))
@@ -173,11 +177,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _saved(state: Path, model: nn.Module) -> _Entries:
-    """Return the saved parameters and buffers by name, in model order."""
+def _saved(state: Path, names: Iterable[str]) -> _Entries:
+    """Return the saved parameters and buffers by name, in the order of `names`."""
     from farandole.parallel.checkpoint.storage import read_metadata, tensors_in
 
-    order = {name: number for number, (name, _) in enumerate(_tensors(model))}
+    order = {name: number for number, name in enumerate(names)}
     entries = {
         name.removeprefix(_PREFIX): entry
         for name, entry in tensors_in(read_metadata(state)).items()
@@ -302,10 +306,8 @@ def load_weights(engine: Engine, path: Path) -> None:
 
 def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _Files:
     """Check names, shapes and lengths, and return the entries by the model's tensor names."""
-    aliases = _aliases(engine)
-    known = {alias for names in aliases.values() for alias in names} | {
-        n for n, _ in engine.model.named_buffers()
-    }
+    aliases, buffers = _names(engine)
+    known = {alias for names in aliases.values() for alias in names} | buffers
     missing = [name for name, names in aliases.items() if not any(each in entries for each in names)]
     unknown = [name for name in entries if name not in known]
     if missing or unknown:
@@ -329,12 +331,22 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
     return _Files(found, path)
 
 
-def _aliases(engine: Engine) -> dict[str, list[str]]:
-    """Return all names of each parameter by its first name, because files can list a tied parameter under any of them."""
+def _names(engine: Engine) -> tuple[dict[str, list[str]], set[str]]:
+    """Return all names of each parameter of all stages by its first name, and the names of buffers.  This is a collective call.
+
+    Files can list a tied parameter under any of its names.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {found[0]: found for found in names.values()}
+    own = {found[0]: found for found in names.values()}, {name for name, _ in engine.model.named_buffers()}
+    aliases: dict[str, dict[str, None]] = {}
+    buffers: set[str] = set()
+    for of_rank, more in engine.comm.all_gather_object(own):
+        for first, found in of_rank.items():
+            aliases.setdefault(first, {}).update(dict.fromkeys(found))
+        buffers |= more
+    return {first: list(found) for first, found in aliases.items()}, buffers
 
 
 def _entries(path: Path) -> dict[str, Entry]:

@@ -6,17 +6,22 @@ import logging
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from farandole.models.moe import MixtureOfExperts
 from farandole.parallel.axes import Layouts, Position
 from farandole.parallel.pipeline.balance import measure_blocks
+from farandole.parallel.pipeline.batch_norm import BatchNormStatistics, tracking_layers
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
-from farandole.parallel.pipeline.stage import split
+from farandole.parallel.pipeline.stage import complete_copy, split
 from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import Plan, PlanError
 
 _log = logging.getLogger(__name__)
+
+REPLICA_AXES = ("data", "mirror")
+"""The axes along which ranks run the same stages on different samples."""
 
 
 def apply(
@@ -35,15 +40,31 @@ def apply(
     schedule, sequential = schedule_of(plan), _sequential(model)
     rank = position.coordinate("pipeline")
     costs = None
+    if example is not None and is_deferred(model):
+        raise PlanError(
+            "example= with a model on the meta device: blocks without values cannot be measured; omit example, or create the "
+            "model in memory"
+        )
     if example is not None and position.groups is not None:
         seconds = [cost.seconds for cost in measure_blocks(sequential, example)]
         costs = position.groups.comm.broadcast_object(seconds)  # ranks measure different times
+    complete = complete_copy(sequential) if is_deferred(model) else None
     stages, balance = split(sequential, schedule, rank, layouts, costs)
     _log.info("pipeline=%d, schedule=%s: %s", plan.pipeline, plan.schedule, balance)
     comm, places = position.comm("pipeline"), list(range(plan.pipeline))
+    mirror = replicas = None
     if position.groups is not None:
         places = position.groups.of(position.cell, "pipeline").places
-    return Pipeline(stages, plan.schedule, comm, places, rank)
+        mirror = position.groups.of(position.cell, "mirror").comm
+        replicas = position.groups.of(position.cell, *REPLICA_AXES).comm
+    layers = {
+        number: [layer for block in stage.blocks for layer in tracking_layers(block)]
+        for number, stage in stages.items()
+    }
+    statistics = BatchNormStatistics(layers, mirror, replicas, deferred=plan.deferred_batch_norm)
+    found = Pipeline(stages, plan.schedule, comm, places, rank, statistics)
+    found.complete = complete
+    return found
 
 
 def check(model: nn.Module, plan: Plan) -> None:
@@ -53,7 +74,7 @@ def check(model: nn.Module, plan: Plan) -> None:
         PlanError: with the nearest plan that works.
     """
     _check_plan(plan, schedule_of(plan))
-    _check_model(_sequential(model))
+    _check_model(_sequential(model), plan)
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -70,26 +91,18 @@ def schedule_of(plan: Plan) -> Schedule:
 
 def _check_plan(plan: Plan, schedule: Schedule) -> None:
     asked = f"pipeline={plan.pipeline}"
-    for axis in ("context", "expert"):
-        if (size := getattr(plan, axis)) > 1:
-            raise PlanError(
-                f"{asked} with {axis}={size}: stages cannot be combined with {axis} parallelism; nearest plan: {axis}=1"
-            )
-    if schedule.mirrored and plan.tensor > 1:
+    if plan.expert > 1:
         raise PlanError(
-            f"schedule={plan.schedule!r} with tensor={plan.tensor}: two replicas of the model cannot be combined with tensor "
-            "parallelism; nearest plan: tensor=1, or schedule='1f1b'"
+            f"{asked} with expert={plan.expert}: stages do not pass on router losses; nearest plan: pipeline=1"
         )
     if plan.sequence:
         raise PlanError(
             f"{asked} with sequence=True: stages exchange complete hidden states; nearest plan: sequence=False"
         )
-    if plan.precision in ("fp16", "fp8"):
+    if plan.precision == "fp8":
         raise PlanError(
-            f"{asked} with precision={plan.precision!r}: stages support fp32 and bf16; nearest plan: precision='bf16'"
+            f"{asked} with precision='fp8': stages support fp32, bf16 and fp16; nearest plan: precision='bf16'"
         )
-    if plan.lora is not None:
-        raise PlanError(f"{asked} with lora: stages do not support adapters; nearest plan: lora=None")
     for name in ("swap", "offload"):
         if getattr(plan, name) != "none":
             raise PlanError(
@@ -100,10 +113,10 @@ def _check_plan(plan: Plan, schedule: Schedule) -> None:
             f"schedule={plan.schedule!r} with recompute={plan.recompute!r}: the schedule separates weight gradients, and would "
             "recompute activations twice; nearest plan: schedule='1f1b'"
         )
-    if plan.recompute in ("selective", "attention", "auto"):
+    if plan.recompute in ("attention", "auto"):
         raise PlanError(
             f"{asked} with recompute={plan.recompute!r}: a rank cannot measure the blocks of other stages; nearest plan: "
-            "recompute='block'"
+            "recompute='selective'"
         )
 
 
@@ -116,19 +129,14 @@ def _sequential(model: nn.Module) -> nn.Sequential:
     return model
 
 
-def _check_model(model: nn.Sequential) -> None:
-    if is_deferred(model):
-        raise PlanError(
-            "pipeline parallelism needs a model in memory, got a model on the meta device; use pipeline=1"
-        )
+def _check_model(model: nn.Sequential, plan: Plan) -> None:
     for name, module in model.named_modules():
         if isinstance(module, MixtureOfExperts):
             raise PlanError(
                 f"{name} is a mixture of experts, whose router losses stages do not pass on; nearest plan: pipeline=1"
             )
-    if any(True for _ in model.buffers()):
-        name = next(name for name, _ in model.named_buffers())
+    if plan.deferred_batch_norm and not any(isinstance(m, _BatchNorm) for m in tracking_layers(model)):
         raise PlanError(
-            f"{name} is a buffer, and stages do not average or save buffers such as BatchNorm statistics; nearest plan: "
-            "pipeline=1, or a model without buffers"
+            "deferred_batch_norm=True: the model has no BatchNorm with running statistics; nearest plan: "
+            "deferred_batch_norm=False"
         )

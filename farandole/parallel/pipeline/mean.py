@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class PipelineMean(GlobalMean):
     """Runs micro-batches through the stages of a pipeline; see `GlobalMean`.
 
-    The loss of the first step is not divided by an estimated count before the backward passes, because ranks would have to agree
-    on the estimate in the middle of the schedule.  Gradients are divided by the exact count after the backward passes.
+    The count of the first step is estimated from the inputs, because ranks cannot agree on the count of the first loss in the
+    middle of the schedule.  Gradients are corrected with the exact count after the backward passes.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh, pipeline: Pipeline, dtype: torch.dtype | None) -> None:
@@ -37,17 +37,31 @@ class PipelineMean(GlobalMean):
         """Run the schedule on all micro-batches; see `Engine.forward_backward`."""
         engine, own_batches = self._engine, list(batches)
         self._most(len(own_batches))
-        expected = self.expected or 1.0
-        with engine.no_sync():
-            sums, counts = self._run_all(
-                own_batches, loss, inputs, train=True, factor=self._losses / expected
-            )
+        expected = self.expected or self._guess(own_batches, inputs)
+        with engine.no_sync(), engine.scaled_backward() as scale:
+            factor = self._losses / expected * scale
+            sums, counts = self._run_all(own_batches, loss, inputs, train=True, factor=factor)
+        engine.accept_buffers(self._pipeline.statistics.update())
         engine.join_backward(last=True)
         mean, count = self._mean(sums, counts)
         if count != expected:
             engine.scale_all(expected / count)
         self.expected = count
         return Step(mean, count, skipped=engine.will_skip())
+
+    def _guess(self, batches: Sequence[Any], inputs: Callable[[Any], Any]) -> float:
+        """Return a guess of the total count: the number of tokens, or of samples if inputs are not integers."""
+        guess = torch.zeros(1, dtype=torch.float64)
+        if self._counts:
+            for batch in batches:
+                arguments, named = self._arguments(inputs(batch))
+                first = next(
+                    (x for x in (*arguments, *named.values()) if isinstance(x, Tensor) and x.dim()), None
+                )
+                if first is not None:
+                    guess += first.shape[0] if first.is_floating_point() else first.numel()
+        self._comm.all_reduce(guess)
+        return max(1.0, float(guess))
 
     def _evaluate(
         self, batches: Sequence[Any], metric: Loss, inputs: Callable[[Any], Any]
@@ -75,7 +89,10 @@ class PipelineMean(GlobalMean):
 
         if batches:
             arguments = [self._arguments(inputs(batch)) for batch in batches]
-            self._pipeline.run(arguments, loss_of, device=self._engine.device, train=train)
+            engine = self._engine
+            self._pipeline.run(
+                arguments, loss_of, device=engine.device, train=train, completing=engine.completing
+            )
         return sums, counts
 
     def _arguments(self, given: Any) -> Arguments:

@@ -16,16 +16,18 @@ Between two stages on the same rank, tensors are passed without a message.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farandole.parallel.axes import AxisCommunicator
 from farandole.parallel.pipeline.backward import SplitBackward
 from farandole.parallel.pipeline.balance import tensors_of
+from farandole.parallel.pipeline.batch_norm import BatchNormStatistics
 from farandole.parallel.pipeline.schedule import (
     Action,
     Backward,
@@ -40,6 +42,8 @@ from farandole.parallel.pipeline.transfers import Transfers
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The positional and the named arguments of the model for a micro-batch."""
+
+Completing = Callable[[Collection[int]], AbstractContextManager[None]]
 
 
 @dataclass
@@ -60,6 +64,7 @@ class Pipeline:
         comm: the communicator of the pipeline's ranks; None for a single rank.
         places: the rank in `comm` of each pipeline rank.
         rank: this pipeline rank.
+        statistics: the running statistics of this rank's stages.
     """
 
     def __init__(
@@ -69,8 +74,12 @@ class Pipeline:
         comm: AxisCommunicator | None,
         places: Sequence[int],
         rank: int,
+        statistics: BatchNormStatistics,
     ) -> None:
         self._stages, self._name, self._comm, self._places, self._rank = stages, name, comm, places, rank
+        self.statistics = statistics
+        self.complete: nn.Module | None = None
+        """The model on the meta device before it was divided, until its parameters are initialized."""
         self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
         """Whether this rank has the last stage of a replica."""
 
@@ -86,6 +95,7 @@ class Pipeline:
         *,
         device: torch.device,
         train: bool,
+        completing: Completing = lambda parameters: nullcontext(),
     ) -> None:
         """Run all micro-batches.
 
@@ -95,6 +105,8 @@ class Pipeline:
                 differentiate.
             device: where received tensors are allocated.
             train: whether to run backward passes.
+            completing: returns a context for the last action of a stage, given the parameters whose gradients are complete
+                after it.
         """
         schedule = self.schedule(len(batches))
         if not train:
@@ -103,13 +115,32 @@ class Pipeline:
         transfers = None
         if self._comm is not None:
             transfers = Transfers(self._comm, self._places, schedule, self._rank, device)
-        step = _Step(schedule, self._stages, self._rank, batches, loss, transfers)
+        step = _Step(schedule, self._stages, self._rank, batches, loss, transfers, self.statistics)
+        last = self._last_actions(schedule) if train else {}
         for action in schedule.actions[self._rank]:
             if transfers is not None:
                 transfers.poll()
-            step.run(action)
+            with completing(last[action]) if action in last else nullcontext():
+                step.run(action)
         if transfers is not None:
             transfers.finish()
+
+    def _last_actions(self, schedule: Schedule) -> dict[Action, set[int]]:
+        """Return the last action of each stage on this rank, with the parameters that no later action computes gradients of."""
+        own = [action for action in schedule.actions[self._rank] if not isinstance(action, Forward)]
+        last = {action.stage: action for action in own}
+        later: set[int] = set()
+        found = {}
+        for action in sorted(last.values(), key=own.index, reverse=True):
+            stage = self._stages[action.stage]
+            parameters = {id(p) for block in stage.blocks for p in block.parameters()}
+            found[action] = parameters - later
+            later |= parameters
+        return found
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        self.statistics.close()
 
 
 class _Step:
@@ -123,7 +154,9 @@ class _Step:
         batches: Sequence[Arguments],
         loss: Callable[[Any, int], Tensor | None],
         transfers: Transfers | None,
+        statistics: BatchNormStatistics,
     ) -> None:
+        self._statistics = statistics
         self._schedule, self._stages, self._rank = schedule, stages, rank
         self._batches, self._loss, self._transfers = batches, loss, transfers
         self._passes: dict[tuple[int, int], _Pass] = {}
@@ -147,7 +180,8 @@ class _Step:
 
     def _forward(self, stage: int, m: int) -> None:
         hidden = self._receive("F", stage, m, stage - 1) if stage else None
-        output = self._stages[stage].run(hidden, *self._batches[m])
+        with self._statistics.of(m):
+            output = self._stages[stage].run(hidden, *self._batches[m])
         if stage == self._schedule.stages - 1:
             output = self._loss(output, m)
         else:

@@ -13,32 +13,34 @@ block of another rank, such as the token embedding in the output projection, als
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from farandole.layout import Layout
 from farandole.parallel.axes import Layouts
 from farandole.parallel.pipeline.balance import Balance, balance, parameter_costs
+from farandole.parallel.pipeline.batch_norm import tracking_layers
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError
 from farandole.plan import PlanError
 
 
 class Stage:
-    """One stage of `model`: the blocks in `blocks`."""
+    """One stage of `model`: the blocks with the numbers in `blocks`."""
 
     def __init__(self, model: nn.Sequential, number: int, blocks: range) -> None:
         self.number, self._model = number, model
         self._before = _Before()
-        self._view = copy.copy(model)
         after = _After()
         children = blocks_of(model)
+        self._view = complete_copy(model)
         self._view._modules = {
             name: child if place in blocks else self._before if place < blocks.start else after
             for place, (name, child) in enumerate(children)
         }
+        self.blocks = [child for place, (_, child) in enumerate(children) if place in blocks]
 
     def run(self, hidden: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Return the output of the stage.
@@ -84,7 +86,7 @@ class _After(nn.Module):
 
 
 class Absent(nn.Module):
-    """Replaces a block that another rank has; it contains only parameters that are tied to a block of this rank."""
+    """Replaces a block that another rank has; it contains only tensors that are tied to a block of this rank."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse to run."""
@@ -92,6 +94,13 @@ class Absent(nn.Module):
             "this rank has only some stages of the model: call engine.forward_backward or engine.evaluate, which run all "
             "stages"
         )
+
+
+def complete_copy(model: nn.Sequential) -> nn.Sequential:
+    """Return a model with the same blocks, hooks and, unlike `copy.copy`, wrapped calls, whose blocks can be replaced."""
+    view = type(model).__new__(type(model))
+    view.__dict__ |= {**model.__dict__, "_modules": dict(model._modules)}
+    return view
 
 
 def blocks_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
@@ -106,7 +115,7 @@ def split(
     layouts: Layouts,
     costs: Sequence[float] | None = None,
 ) -> tuple[dict[int, Stage], Balance]:
-    """Remove the blocks of other ranks from `model`, and declare in `layouts` which ranks store each parameter.
+    """Remove the blocks of other ranks from `model`, and declare in `layouts` which stages store each parameter and buffer.
 
     Args:
         rank: the pipeline rank.
@@ -124,11 +133,15 @@ def split(
         raise PlanError(f"pipeline={schedule.ranks}, schedule={schedule.name!r}: {error}") from error
     placement = schedule.placement[0]
     children = blocks_of(model)
+    for name, buffer in model.named_buffers():
+        layouts[name] = Layout(name, tuple(buffer.shape))
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     holders: dict[str, set[int]] = {name: set() for name in layouts}
     for number, blocks in enumerate(found.ranges):
         for place in blocks:
-            for parameter in children[place][1].parameters():
-                holders[layouts.of(parameter).name].add(placement[number])
+            for tensor in _tensors(children[place][1]).values():
+                holders[names[id(tensor)]].add(placement[number])
+    _check_statistics(children, found.ranges, names)
     for name, stages in holders.items():
         layouts[name] = replace(layouts[name], stages=frozenset(stages))
     own = {
@@ -139,18 +152,40 @@ def split(
         )  # a mirrored rank has a stage of each replica
     }
     kept = {place for blocks in own.values() for place in blocks}
-    needed = {id(p): p for place in kept for p in children[place][1].parameters()}
+    needed = {id(tensor) for place in kept for tensor in _tensors(children[place][1]).values()}
     for place, (name, child) in enumerate(children):
         if place not in kept:
             model._modules[name] = _absent(child, needed)
     return {number: Stage(model, number, blocks) for number, blocks in own.items()}, found
 
 
-def _absent(block: nn.Module, needed: Mapping[int, nn.Parameter]) -> Absent:
-    """Return a replacement for a block, with its parameters in `needed` under their names."""
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module under all of their names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return dict((*parameters, *module.named_buffers(remove_duplicate=False)))
+
+
+def _check_statistics(
+    children: Sequence[tuple[str, nn.Module]], ranges: Sequence[range], names: Mapping[int, str]
+) -> None:
+    """Refuse a layer with running statistics in several stages, whose statistics no rank has completely."""
+    seen: dict[nn.Module, int] = {}
+    for number, blocks in enumerate(ranges):
+        for place in blocks:
+            for layer in tracking_layers(children[place][1]):
+                if seen.setdefault(layer, number) != number:
+                    name = names[id(layer.running_mean)]
+                    raise PlanError(
+                        f"{name} belongs to stages {seen[layer]} and {number}, but a stage records running statistics of its "
+                        "own layers only; nearest plan: pipeline=1, or separate layers in the two blocks"
+                    )
+
+
+def _absent(block: nn.Module, needed: Collection[int]) -> Absent:
+    """Return a replacement for a block, with its parameters and buffers in `needed` under their names."""
     absent = Absent()
-    for path, parameter in block.named_parameters(remove_duplicate=False):
-        if id(parameter) not in needed:
+    for path, tensor in _tensors(block).items():
+        if id(tensor) not in needed:
             continue
         *folders, leaf = path.split(".")
         module: nn.Module = absent
@@ -158,5 +193,8 @@ def _absent(block: nn.Module, needed: Mapping[int, nn.Parameter]) -> Absent:
             if folder not in module._modules:
                 module.add_module(folder, nn.Module())
             module = module._modules[folder]  # type: ignore[assignment]
-        module.register_parameter(leaf, parameter)
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(leaf, tensor)
+        else:
+            module.register_buffer(leaf, tensor)
     return absent

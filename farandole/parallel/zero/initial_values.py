@@ -26,7 +26,6 @@ from farandole.memory.blocks import blocks_of
 from farandole.memory.tracker import memory_tag
 from farandole.mesh import Groups, Mesh
 from farandole.parallel.axes import own_part
-from farandole.parallel.buffers import buffer_layouts
 from farandole.parallel.zero.sharding import ranks_of
 from farandole.parallel.zero.weights import FlatWeights, is_placeholder
 
@@ -60,13 +59,15 @@ def is_deferred(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
+def stand_in(models: Sequence[nn.Module], device: torch.device) -> dict[int, torch.dtype]:
     """Replace meta parameters by placeholders, and allocate meta buffers on `device`; tied tensors remain tied.
+
+    The models can share modules and parameters.
 
     Return the types of all parameters, by `id(parameter)`.
     """
     twins: dict[int, Tensor] = {}
-    for module in model.modules():
+    for module in nn.ModuleList(models).modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in twins:
@@ -79,11 +80,12 @@ def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
             if buffer is not None and buffer.is_meta:
                 twins.setdefault(id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
                 module._buffers[name] = twins[id(buffer)]
-    return {id(parameter): parameter.dtype for parameter in model.parameters()}
+    return {id(parameter): parameter.dtype for model in models for parameter in model.parameters()}
 
 
 def fill_model(
     model: nn.Module,
+    complete: nn.Module,
     weights: Sequence[FlatWeights],
     mesh: Mesh,
     layouts: Mapping[str, Layout],
@@ -94,20 +96,25 @@ def fill_model(
     """Initialize the parameters and buffers of `model` with `initialise` on rank 0.  This is a collective call.
 
     Args:
+        complete: the model before it was divided into stages, with the same parameters.
         weights: the flat buffers; parameters outside of them are allocated.
         layouts: the parts of parameters that ranks store; `initialise` fills complete parameters.
         types: the original types of parameters, by `id(parameter)`.
     """
     places = {id(p): (weight, index) for weight in weights for index, p in enumerate(weight.parameters)}
-    own = {id(p): layouts[name] for name, p in model.named_parameters()}
+    known = {id(p): layouts[name] for name, p in complete.named_parameters()}
+    own = {id(p) for p in model.parameters()}
     cell = mesh.of_rank(comm.rank)[0]
     filled: set[int] = set()
-    for name, part, recurse in _parts(model):
+    for name, part, recurse in _parts(complete):
         members = list(part.parameters(recurse=recurse))
         fresh = [parameter for parameter in members if id(parameter) not in filled]
         if not fresh and not any(True for _ in part.buffers(recurse=recurse)):
             continue
-        with _in_memory(members, types, {key: layout.shape for key, layout in own.items()}), torch.no_grad():
+        with (
+            _in_memory(members, types, {key: layout.shape for key, layout in known.items()}),
+            torch.no_grad(),
+        ):
             if comm.rank == 0:
                 with memory_tag("weights", members):
                     initialise(name, part)
@@ -117,8 +124,9 @@ def fill_model(
                 comm.broadcast(tensor, root=0)
         filled.update(id(tensor) for tensor in (*fresh, *buffers))
         found = [
-            (places.get(id(parameter)), parameter, own_part(value, own[id(parameter)], mesh, cell))
+            (places.get(id(parameter)), parameter, own_part(value, known[id(parameter)], mesh, cell))
             for parameter, value in zip(fresh, values, strict=True)
+            if id(parameter) in own
         ]
         with torch.no_grad():
             for weight in dict.fromkeys(place[0] for place, _, _ in found if place is not None):
@@ -184,7 +192,6 @@ def broadcast_parameters(
     names: Collection[str] | None = None,
 ) -> None:
     """Broadcast parameters and buffers from the first rank that stores them.  This is a collective call.  `names` selects tensors by name."""
-    layouts = {**layouts, **buffer_layouts(model, mesh, layouts, groups.comm.rank)}
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if names is not None and name not in names:

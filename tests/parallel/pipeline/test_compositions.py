@@ -1,0 +1,247 @@
+"""Stages combine with other axes, precisions, adapters, recomputation and BatchNorm options, as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import farandole
+from farandole.parallel.bucket import Bucket
+from farandole.parallel.pipeline.runtime import Pipeline
+from farandole.plan import LoRA, Plan
+from tests.parallel.pipeline.models import (
+    MODELS,
+    Result,
+    alone,
+    batches,
+    build,
+    compare,
+    loss,
+    train,
+)
+
+Case = tuple[str, Plan, dict[str, Any]]
+
+
+def _cases(rank: int, size: int, cases: list[Case]) -> list[Result]:
+    return [train(rank, size, name, plan, 3, **options) for name, plan, options in cases]
+
+
+def _results(ranks: Any, size: int, cases: list[Case]) -> list[list[Result]]:
+    """Return the results of all ranks for each case."""
+    return [list(each) for each in zip(*ranks(size).run(_cases, cases), strict=True)]
+
+
+def test_both_replicas_combine_with_tensor_parallelism(ranks: Any) -> None:
+    plans = [
+        Plan(pipeline=2, tensor=2, schedule="gems"),
+        Plan(pipeline=2, tensor=2, schedule="chimera", zero=1),
+    ]
+    cases: list[Case] = [(name, plan, {"chunked": True}) for plan in plans for name in ("gpt", "llama")]
+    for (name, *_), results in zip(cases, _results(ranks, 4, cases), strict=True):
+        compare(results, alone(name, 3))
+
+
+def test_stages_combine_with_context_parallelism(ranks: Any) -> None:
+    cases: list[Case] = [
+        (name, Plan(pipeline=2, context=2, schedule=schedule), {"chunked": chunked})
+        for name, schedule, chunked in (
+            ("gpt", "1f1b", True),
+            ("llama", "zb-v", False),
+            ("llama", "gems", True),
+        )
+    ]
+    for (name, *_), results in zip(cases, _results(ranks, 4, cases), strict=True):
+        compare(results, alone(name, 3))
+
+
+def test_stages_recompute_their_blocks(ranks: Any) -> None:
+    cases: list[Case] = [
+        ("gpt", Plan(pipeline=2, recompute="block"), {}),
+        ("gpt", Plan(pipeline=2, recompute="selective"), {}),
+        ("resnet", Plan(pipeline=2, recompute="block", schedule="gems"), {}),
+    ]
+    for (name, *_), results in zip(cases, _results(ranks, 2, cases), strict=True):
+        compare(results, alone(name, 3))
+
+
+def test_adapters_train_as_without_stages(ranks: Any) -> None:
+    adapters = [LoRA(2), LoRA(2, also_train="6")]
+    schedules = ["1f1b", "chimera"]
+    cases: list[Case] = [
+        ("gpt", Plan(pipeline=2, lora=lora, schedule=schedule), {})
+        for lora, schedule in zip(adapters, schedules, strict=True)
+    ]
+    single: list[Case] = [("gpt", Plan(lora=lora), {}) for lora in adapters]
+    references = _results(ranks, 1, single)
+    for results, (reference,) in zip(_results(ranks, 2, cases), references, strict=True):
+        compare(results, reference)
+
+
+def test_lower_precisions_train_almost_as_in_fp32(ranks: Any) -> None:
+    options: list[dict[str, Any]] = [
+        {"precision": "bf16"},
+        {"precision": "bf16", "zero": 1, "schedule": "gems-w"},
+        {"precision": "fp16"},
+        {"precision": "fp16", "zero": 1, "schedule": "zb-h1"},
+    ]
+    cases: list[Case] = [("gpt", Plan(pipeline=2, **each), {}) for each in options]
+    state, losses, norms, metric = alone("gpt", 3)
+    for results in _results(ranks, 2, cases):
+        for own, found, found_norms, found_metric in results:
+            assert found == pytest.approx(losses, rel=0.01)
+            assert found_norms == pytest.approx(norms, rel=0.02)
+            assert found_metric == pytest.approx(metric, rel=0.01)
+            for name, value in own.items():
+                torch.testing.assert_close(value.float(), state[name], rtol=0.02, atol=0.004)
+
+
+def _overflows(rank: int, size: int) -> list[Any]:
+    engine = farandole.parallelize(build("gpt"), Plan(pipeline=2, precision="fp16"))
+    optimizer = engine.optimizer(torch.optim.SGD(engine.model.parameters(), 0.1))
+    found: list[Any] = []
+    for step in range(2):
+        factor = 1.0 if step else 1e9
+        done = engine.forward_backward(
+            batches("gpt", 0, 0, 3), lambda out, b, factor=factor: (loss(out, b)[0] * factor, loss(out, b)[1])
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((done.skipped, "" if engine.overflow is None else str(engine.overflow)))
+    engine.close()
+    return found
+
+
+def test_an_overflow_of_a_stage_is_found_on_all_ranks(ranks: Any) -> None:
+    first, last = ranks(2).run(_overflows)
+    assert first == last
+    assert first[0][0]
+    assert "grad nan" in first[0][1] or "grad inf" in first[0][1]
+    assert first[1] == (False, "")
+
+
+def _statistics(samples: list[Tensor], momentum: float | None) -> tuple[Tensor, Tensor]:
+    """Return BatchNorm's running statistics after one step, in which it sees all samples as one batch."""
+    values = torch.cat([x.transpose(0, 1).flatten(1) for x in samples], 1)
+    share = 1.0 if momentum is None else momentum
+    return share * values.mean(1), 1 - share + share * values.var(1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gems", "chimera"])
+def test_deferred_statistics_are_those_of_one_batch(ranks: Any, schedule: str) -> None:
+    model, seen = build("resnet"), dict[str, list[Tensor]]()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.register_forward_pre_hook(
+                lambda _, inputs, name=name: seen.setdefault(name, []).append(inputs[0].detach())
+            )
+    for replica in range(2):
+        for images, _ in batches("resnet", 0, replica, 3):
+            model(images)
+    plan = Plan(data=2, pipeline=2, schedule=schedule, deferred_batch_norm=True)
+    (results,) = _results(ranks, 4, [("resnet", plan, {"steps": 1})])
+    state = dict(alone("resnet", 3, replicas=2, steps=1)[0])
+    for name, samples in seen.items():
+        state[f"{name}.running_mean"], state[f"{name}.running_var"] = _statistics(samples, 0.1)
+        state[f"{name}.num_batches_tracked"] = torch.tensor(1)
+    for own, *_ in results:
+        for name, value in own.items():
+            torch.testing.assert_close(
+                value, state[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def test_replicas_continue_with_the_mean_of_running_statistics(ranks: Any) -> None:
+    """Each replica updates its statistics once per micro-batch, like one process with the replica's micro-batches."""
+    means = []
+    for replica in range(2):
+        model = build("resnet")
+        for images, _ in batches("resnet", 0, replica, 3):
+            model(images)
+        means.append({name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()})
+    plans = [Plan(data=2, pipeline=2, schedule=schedule) for schedule in ("1f1b", "gems")]
+    for results in _results(ranks, 4, [("resnet", plan, {"steps": 1}) for plan in plans]):
+        for own, *_ in results:
+            for name in means[0].keys() & own.keys():
+                torch.testing.assert_close(
+                    own[name], (means[0][name] + means[1][name]) / 2, rtol=1e-4, atol=1e-6
+                )
+
+
+def _fill(name: str, block: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*block.parameters(), *block.buffers()):
+            torch.nn.init.uniform_(tensor, 0.1, 0.3) if tensor.is_floating_point() else tensor.zero_()
+
+
+def _deferred(rank: int, size: int, name: str, plan: Plan) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = MODELS[name]()
+    engine = farandole.parallelize(model, plan, initialise=_fill)
+    names = {p: n for n, p in model.named_parameters()}
+    found = {names[p]: value.clone() for p, value in engine.whole_parameters()}
+    found |= {n: buffer.clone() for n, buffer in model.named_buffers() if buffer.is_floating_point()}
+    engine.forward_backward(batches(name, 0, 0, 2), loss)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_stages_are_initialized_from_the_meta_device(ranks: Any, name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    torch.manual_seed(0)
+    for number, block in enumerate(model):
+        with torch.no_grad():
+            kept = (
+                [p.detach().clone() for p in model[0].parameters()] if number == 7 and name == "gpt" else []
+            )
+            _fill(str(number), block)
+            for parameter, value in zip(model[0].parameters(), kept, strict=False):
+                parameter.copy_(value)
+    expected = dict((*model.named_parameters(), *model.named_buffers()))
+    plans = [Plan(pipeline=2, zero=1), Plan(pipeline=2, schedule="gems")]
+    for plan in plans:
+        results = ranks(2).run(_deferred, name, plan)
+        assert {n for each in results for n in each} == {
+            n for n, t in expected.items() if t.is_floating_point()
+        }
+        for each in results:
+            for found, value in each.items():
+                torch.testing.assert_close(
+                    value, expected[found], rtol=0, atol=0, msg=lambda m, n=found: f"{n}: {m}"
+                )
+
+
+def _reductions(rank: int, size: int, plan: Plan) -> tuple[int, int]:
+    """Return the number of reductions that start while the schedule runs, and the number of buckets."""
+    engine = farandole.parallelize(build("gpt"), plan)
+    started: list[int] = []
+    plain, run = Bucket.reduce_async, Pipeline.run
+
+    def reduce_async(bucket: Bucket) -> None:
+        started[-1] += 1
+        plain(bucket)
+
+    def counted(pipeline: Pipeline, *args: Any, **named: Any) -> None:
+        started.append(0)
+        run(pipeline, *args, **named)
+        started.append(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "reduce_async", reduce_async)
+        patch.setattr(Pipeline, "run", counted)
+        engine.forward_backward(batches("gpt", 0, engine.mesh.replica_of(rank), 3), loss)
+    found = started[0], len(engine.buckets)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "gems"])
+def test_reductions_start_while_the_pipeline_drains(ranks: Any, schedule: str) -> None:
+    for started, buckets in ranks(4).run(_reductions, Plan(data=2, pipeline=2, schedule=schedule)):
+        assert started == buckets > 0
