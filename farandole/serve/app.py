@@ -147,6 +147,14 @@ class Server:
         tokens: list[int] = encoding.ids
         return tokens
 
+    async def _check(self, prompt: list[int], sampling: Sampling) -> None:
+        """Check a request.  Large grammars are compiled without blocking the event loop."""
+        check = self._service.engine.check
+        if sampling.is_constrained:
+            await asyncio.to_thread(check, prompt, sampling)
+        else:
+            check(prompt, sampling)
+
     # ---- start ----
 
     async def _start_completion(self, body: CompletionRequest) -> _Job:
@@ -160,7 +168,7 @@ class Server:
         ]
         echoes = []
         for prompt, own in zip(prompts, tokens, strict=True):
-            self._service.engine.check(own, sampling)  # also the range of the tokens
+            await self._check(own, sampling)  # also the range of the tokens
             text = prompt if isinstance(prompt, str) else self._found.tokenizer.decode(own)
             echoes.append(text if body.echo else "")
         return self._submit(body, sampling, tokens, echoes, "cmpl", "text_completion")
@@ -176,6 +184,7 @@ class Server:
         except DataError as error:
             raise RequestError("messages", str(error)) from None
         tokens = await self._encode(text, False)
+        await self._check(tokens, sampling)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return self._submit(body, sampling, [tokens], [""], "chatcmpl", kind)
 

@@ -213,7 +213,7 @@ def test_models_tokenize_health_and_metrics(server: tuple[str, Service], client:
         ("completions", {"stream": True, "echo": True, "logprobs": 1, "n": 2}, "n"),
         ("completions", {"min_tokens": 13}, "min_tokens"),
         ("chat/completions", {"tools": []}, "tools"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"response_format": {"type": "yaml"}}, "response_format"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", {"max_completion_tokens": 5}, "max_completion_tokens"),
         ("chat/completions", {"messages": []}, "messages"),
