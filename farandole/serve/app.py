@@ -92,6 +92,7 @@ class Server:
         app.add_exception_handler(HTTPException, _on_http_error)
         app.add_exception_handler(RequestError, _on_request_error)
         app.add_exception_handler(QueueFullError, _on_full)
+        app.add_exception_handler(Exception, _on_failure)
 
         @app.post("/v1/completions")
         async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -415,6 +416,10 @@ def _on_request_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     code = "context_length_exceeded" if "does not fit" in str(error) else "invalid_value"
     return _error(400, str(error), code, error.field)
+
+
+def _on_failure(_: Request, __: Exception) -> Response:
+    return _error(500, "the server failed; see its log", "internal_error")
 
 
 def _on_full(_: Request, error: Exception) -> Response:

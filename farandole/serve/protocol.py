@@ -5,6 +5,7 @@ Unknown fields, and fields of OpenAI's interface that are not supported, are err
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,17 @@ class _Fields(BaseModel):
     @classmethod
     def _without_null(cls, values: Any) -> Any:
         return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, values: Any) -> Any:
+        """Refuse text that has no encoding: JSON can write half of a surrogate pair."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise RequestError(str(name), "expected Unicode text, got an unpaired surrogate") from None
+        return values
 
 
 class StreamOptions(_Fields):
