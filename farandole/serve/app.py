@@ -392,11 +392,13 @@ def _error(
     return JSONResponse({"error": _error_body(message, code, param, kind)}, status, headers)
 
 
-def _on_invalid(_: Request, error: Exception) -> Response:
+def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return _error(400, f"body: expected JSON, got invalid JSON: {first['ctx']['error']}", "invalid_json")
+    if isinstance(cause := first.get("ctx", {}).get("error"), RequestError):
+        return _on_request_error(request, cause)
     # the place is, for example, ("body", "prompt", "str"), with the type of a union at the end
     place = [str(part) for part in first["loc"][1:]]
     field = place[0] if place else "body"

@@ -32,6 +32,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("model"))
 
 
+def statuses_of(made: Any) -> set[int]:
+    """Send random requests for an operation, and return the statuses of the answers."""
+    statuses: set[int] = set()
+    strategies = [made.as_strategy(mode) for mode in schemathesis.GenerationMode]
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.seed(0)
+    @hypothesis.given(hypothesis.strategies.one_of(*strategies), hypothesis.strategies.data())
+    def send(case: schemathesis.Case, data: hypothesis.strategies.DataObject) -> None:
+        body: Any = case.body
+        if isinstance(body, dict) and body and data.draw(hypothesis.strategies.booleans()):
+            # nearly all bodies with many random fields are invalid: keep one, and complete the others
+            field = data.draw(hypothesis.strategies.sampled_from(sorted(body, key=str)))
+            required = {name: value for name, value in VALID.items() if made.label in value[0]}
+            case.body = {name: value for name, (_, value) in required.items()} | {field: body[field]}
+        response = case.call(timeout=30)
+        statuses.add(response.status_code)
+        assert response.status_code < 500 or response.status_code == 504, response.text
+        if 400 <= response.status_code < 500:
+            assert response.json()["error"]["message"]
+
+    send()
+    return statuses
+
+
 def test_random_requests_never_get_500(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     limits = Limits(request_s=2)
@@ -40,38 +71,16 @@ def test_random_requests_never_get_500(folder: Path, caplog: pytest.LogCaptureFi
         seen: dict[str, set[int]] = {}
         for operation in schema.get_all_operations():
             made = operation.ok()
-            strategies = [made.as_strategy(mode) for mode in schemathesis.GenerationMode]
-
-            @settings(
-                max_examples=EXAMPLES,
-                deadline=None,
-                database=None,
-                phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            )
-            @hypothesis.seed(0)
-            @hypothesis.given(hypothesis.strategies.one_of(*strategies), hypothesis.strategies.data())
-            def send(case: schemathesis.Case, data: hypothesis.strategies.DataObject) -> None:
-                body: Any = case.body
-                if isinstance(body, dict) and body and data.draw(hypothesis.strategies.booleans()):
-                    # nearly all bodies with many random fields are invalid: keep one, and complete the others
-                    field = data.draw(hypothesis.strategies.sampled_from(sorted(body, key=str)))
-                    required = {name: value for name, value in VALID.items() if made.label in value[0]}
-                    case.body = {name: value for name, (_, value) in required.items()} | {field: body[field]}
-                response = case.call(timeout=30)
-                statuses.add(response.status_code)
-                assert response.status_code < 500 or response.status_code == 504, response.text
-                if 400 <= response.status_code < 500:
-                    assert response.json()["error"]["message"]
-
-            statuses = seen.setdefault(made.label, set())
-            send()
+            seen[made.label] = statuses_of(made)
         assert {COMPLETIONS, CHAT, "GET /metrics"} <= seen.keys()
         assert {200, 400} <= seen[COMPLETIONS] & seen[CHAT], seen
         for text in ("\\ud800", "\\u0000", "a" * 5000):
             for path, body in (
                 ("/v1/completions", f'{{"model": "{NAME}", "prompt": "{text}"}}'),
-                ("/v1/chat/completions", f'{{"model": "{NAME}", "messages": [{{"role": "user", "content": "{text}"}}]}}'),
+                (
+                    "/v1/chat/completions",
+                    f'{{"model": "{NAME}", "messages": [{{"role": "user", "content": "{text}"}}]}}',
+                ),
                 ("/v1/completions", f'{{"model": "{NAME}", "prompt": "a", "stop": "{text}"}}'),
                 ("/v1/completions", f'{{"model": "{NAME}", "prompt": "a", "regex": "{text}"}}'),
                 ("/tokenize", f'{{"prompt": "{text}"}}'),

@@ -209,6 +209,7 @@ def test_models_tokenize_health_and_metrics(server: tuple[str, Service], client:
         ("completions", {"logit_bias": {"5": 1000}}, "logit_bias"),
         ("completions", {"stop": [""]}, "stop"),
         ("completions", {"seed": 2**70}, "seed"),
+        ("completions", {"prompt": "\ud800"}, "prompt"),
         ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
         ("completions", {"stream": True, "echo": True, "logprobs": 1, "n": 2}, "n"),
         ("completions", {"min_tokens": 13}, "min_tokens"),
