@@ -9,7 +9,7 @@ from farandole._troubleshooting import see
 
 EXTRAS = {
     "train": ("PIL", "platformdirs", "pyarrow", "pydantic", "safetensors", "tensorboard", "tokenizers"),
-    "serve": ("fastapi", "starlette", "uvicorn"),
+    "serve": ("fastapi", "llguidance", "starlette", "uvicorn"),
     "plot": ("matplotlib",),
     "mpi": ("mpi4py",),
     "qlora": ("torchao",),

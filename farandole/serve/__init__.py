@@ -4,6 +4,7 @@ engine.py    the generation engine: schedule, run, post-process
 store.py     keys and values of all running sequences: contiguous slots, or pages with shared prefixes
 rows.py      products and attention whose results do not depend on the other rows of a batch
 sampling.py  draws the next tokens of all sequences
+constraint.py  constrains the tokens to a schema, a regular expression or a grammar
 text.py      converts tokens to text as they arrive, and finds stop strings
 folder.py    reads a model, its tokenizer and its chat template from a folder
 llm.py       generates text offline

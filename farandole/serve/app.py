@@ -92,6 +92,7 @@ class Server:
         app.add_exception_handler(HTTPException, _on_http_error)
         app.add_exception_handler(RequestError, _on_request_error)
         app.add_exception_handler(QueueFullError, _on_full)
+        app.add_exception_handler(Exception, _on_failure)
 
         @app.post("/v1/completions")
         async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -147,6 +148,14 @@ class Server:
         tokens: list[int] = encoding.ids
         return tokens
 
+    async def _check(self, prompt: list[int], sampling: Sampling) -> None:
+        """Check a request.  Large grammars are compiled without blocking the event loop."""
+        check = self._service.engine.check
+        if sampling.is_constrained:
+            await asyncio.to_thread(check, prompt, sampling)
+        else:
+            check(prompt, sampling)
+
     # ---- start ----
 
     async def _start_completion(self, body: CompletionRequest) -> _Job:
@@ -160,7 +169,7 @@ class Server:
         ]
         echoes = []
         for prompt, own in zip(prompts, tokens, strict=True):
-            self._service.engine.check(own, sampling)  # also the range of the tokens
+            await self._check(own, sampling)  # also the range of the tokens
             text = prompt if isinstance(prompt, str) else self._found.tokenizer.decode(own)
             echoes.append(text if body.echo else "")
         return self._submit(body, sampling, tokens, echoes, "cmpl", "text_completion")
@@ -176,6 +185,7 @@ class Server:
         except DataError as error:
             raise RequestError("messages", str(error)) from None
         tokens = await self._encode(text, False)
+        await self._check(tokens, sampling)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return self._submit(body, sampling, [tokens], [""], "chatcmpl", kind)
 
@@ -382,11 +392,13 @@ def _error(
     return JSONResponse({"error": _error_body(message, code, param, kind)}, status, headers)
 
 
-def _on_invalid(_: Request, error: Exception) -> Response:
+def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return _error(400, f"body: expected JSON, got invalid JSON: {first['ctx']['error']}", "invalid_json")
+    if isinstance(cause := first.get("ctx", {}).get("error"), RequestError):
+        return _on_request_error(request, cause)
     # the place is, for example, ("body", "prompt", "str"), with the type of a union at the end
     place = [str(part) for part in first["loc"][1:]]
     field = place[0] if place else "body"
@@ -406,6 +418,10 @@ def _on_request_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     code = "context_length_exceeded" if "does not fit" in str(error) else "invalid_value"
     return _error(400, str(error), code, error.field)
+
+
+def _on_failure(_: Request, __: Exception) -> Response:
+    return _error(500, "the server failed; see its log", "internal_error")
 
 
 def _on_full(_: Request, error: Exception) -> Response:

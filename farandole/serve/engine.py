@@ -17,6 +17,7 @@ requests (`rows.py`).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -27,12 +28,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from farandole.models.sequence import Transformer
+from farandole.serve.constraint import Grammars
 from farandole.serve.metrics import Metrics
-from farandole.serve.request import Logprob, Output, RequestError, Sampling
+from farandole.serve.request import CONSTRAINTS, Logprob, Output, RequestError, Sampling
 from farandole.serve.runner import Runner, Span
 from farandole.serve.sampling import Draw, Sampler, logprobs_of
 from farandole.serve.store import STORES, Blocks, Store
 from farandole.serve.text import TextStream
+
+log = logging.getLogger(__name__)
 
 
 class QueueFullError(Exception):
@@ -115,7 +119,11 @@ class GenerationEngine:
         self.max_running, self.max_waiting, self.token_budget = max_running, max_waiting, token_budget
         positions = kv_positions or max_running * (-(-context // 256) * 256)
         self.store: Store = STORES[store](self._runner.shapes, positions)
-        self._sampler = Sampler(self.vocabulary, max_running)
+        grammars = None
+        if tokenizer is not None and self.end_tokens:
+            grammars = Grammars(tokenizer, self.vocabulary, self.end_tokens)
+        self._grammars = grammars
+        self._sampler = Sampler(self.vocabulary, max_running, grammars)
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
         self._requests = 0
@@ -154,6 +162,13 @@ class GenerationEngine:
                 raise RequestError(name, f"expected tokens from 0 to {self.vocabulary - 1}, got {odd}")
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop", "expected no strings, because the engine has no tokenizer")
+        if sampling.is_constrained:
+            if self._grammars is None:
+                raise RequestError(
+                    next(name for name in CONSTRAINTS if getattr(sampling, name) is not None),
+                    "expected no constraint, because the model has no tokenizer or no end-of-sequence token",
+                )
+            self._grammars.matcher(sampling)
         if sampling.n > self.max_waiting:
             raise RequestError(
                 "n", f"expected at most max_waiting={self.max_waiting} sequences, got {sampling.n}"
@@ -358,6 +373,12 @@ class GenerationEngine:
             text = sequence.text.add(token)
             if sequence.text.stopped:
                 reason = "stop"
+        if sequence.draw is not None and (matcher := sequence.draw.matcher) is not None:
+            if matcher.add(token):
+                reason = "stop"
+            if matcher.error:
+                log.error("the constraint of request %d failed: %s", sequence.request, matcher.error)
+                reason = "error"
         if reason is None and sequence.generated == sequence.most:
             reason = "length"
         if reason is not None:

@@ -5,6 +5,7 @@ Unknown fields, and fields of OpenAI's interface that are not supported, are err
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Annotated, Any, Literal
 
@@ -23,11 +24,46 @@ class _Fields(BaseModel):
     def _without_null(cls, values: Any) -> Any:
         return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, values: Any) -> Any:
+        """Refuse text that has no encoding: JSON can write half of a surrogate pair."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise RequestError(str(name), "expected Unicode text, got an unpaired surrogate") from None
+        return values
+
 
 class StreamOptions(_Fields):
     """Options of a stream."""
 
     include_usage: bool = False
+
+
+class JSONSchema(_Fields):
+    """A named schema, which the output always follows."""
+
+    name: str
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool = True
+
+
+class ResponseFormat(_Fields):
+    """The format of the output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    def schema_of(self) -> dict[str, Any] | None:
+        """Return the schema, or None for text."""
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            expected = "a schema" if self.type == "json_schema" else "no schema"
+            raise RequestError("response_format.json_schema", f"expected {expected} for type {self.type}")
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class _Generation(_Fields):
@@ -45,6 +81,7 @@ class _Generation(_Fields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[str, float] = {}
     seed: int | None = None
+    response_format: ResponseFormat | None = None
     # fields that OpenAI's interface does not have
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -52,6 +89,8 @@ class _Generation(_Fields):
     min_tokens: Annotated[int, Field(ge=0)] = 0
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    regex: str | None = None
+    grammar: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -85,6 +124,9 @@ class _Generation(_Fields):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            json_schema=None if self.response_format is None else self.response_format.schema_of(),
+            regex=self.regex,
+            grammar=self.grammar,
         )
 
 

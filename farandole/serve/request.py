@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
+CONSTRAINTS = ("json_schema", "regex", "grammar")
+"""The fields of `Sampling` that constrain the text; at most one may be set."""
 
 
 class RequestError(ValueError):
@@ -55,6 +58,10 @@ class Sampling:
         stop: strings that end the sequence.  They are not part of the text.
         stop_token_ids: tokens that end the sequence.
         ignore_eos: whether the model's end-of-sequence tokens do not end the sequence.
+        json_schema: the text is JSON that is valid under this schema.
+        regex: the text matches this regular expression completely.
+        grammar: the text is in the language of this grammar, in llguidance's variant of Lark's syntax.
+            At most one of the three is allowed.  A text that reaches `max_tokens` can be incomplete.
 
     Raises:
         RequestError: if a value is out of range.
@@ -77,6 +84,9 @@ class Sampling:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    json_schema: Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         for name in (*_INTEGERS, *_NUMBERS):
@@ -120,6 +130,22 @@ class Sampling:
                 raise RequestError(
                     "logit_bias", f"expected values from -100 to 100, got {bias} for token {token}"
                 )
+
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RequestError(given[1], f"expected one constraint, but {given[0]} is also set")
+        if given and self.min_tokens:
+            raise RequestError("min_tokens", f"not supported together with {given[0]}; omit one of them")
+        if given and self.ignore_eos:
+            raise RequestError("ignore_eos", f"not supported together with {given[0]}; omit one of them")
+        for name in ("regex", "grammar"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise RequestError(name, f"expected text, got {value!r}")
+
+    @property
+    def is_constrained(self) -> bool:
+        """Return whether a schema, a regular expression or a grammar limits the text."""
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     @property
     def has_penalties(self) -> bool:

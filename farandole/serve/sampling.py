@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farandole.serve.constraint import Grammars, Matcher
 from farandole.serve.request import Logprob, Sampling
 
 
@@ -26,12 +27,14 @@ class Draw:
         generated: the number of generated tokens.
         seat: the sequence's row in the sampler's tables, from `Sampler.add`.
         ends: the tokens that may not be selected before the minimum number of tokens.
+        matcher: the constraint of the text.
     """
 
     sampling: Sampling
     choice: int
     seat: int
     ends: Sequence[int] = ()
+    matcher: Matcher | None = None
     generated: int = 0
 
 
@@ -63,6 +66,7 @@ class _Batch:
         self.any_min_p = any(each.min_p > 0 for each in samplings)
         self.seats = torch.tensor([draw.seat for draw in self.draws])
         self.unfinished = any(each.min_tokens for each in samplings)
+        self.any_constraint = any(draw.matcher is not None for draw in self.draws)
 
 
 class Sampler:
@@ -71,10 +75,11 @@ class Sampler:
     Args:
         vocabulary: the number of tokens.
         seats: the maximum number of sequences.
+        grammars: computes the masks of constrained sequences.
     """
 
-    def __init__(self, vocabulary: int, seats: int) -> None:
-        self._vocabulary, self._seats = vocabulary, seats
+    def __init__(self, vocabulary: int, seats: int, grammars: Grammars | None = None) -> None:
+        self._vocabulary, self._seats, self._grammars = vocabulary, seats, grammars
         self._free = list(range(seats - 1, -1, -1))
         self._counts: Tensor | None = None  # int32 (seats, vocabulary), generated tokens
         self._prompted: Tensor | None = None  # bool (seats, vocabulary), tokens of the prompt
@@ -97,7 +102,11 @@ class Sampler:
             self._bias[seat] = 0
             for token, bias in sampling.logit_bias.items():
                 self._bias[seat, token] = bias
-        return Draw(sampling, choice, seat, ends)
+        matcher = None
+        if sampling.is_constrained:
+            assert self._grammars is not None
+            matcher = self._grammars.matcher(sampling)
+        return Draw(sampling, choice, seat, ends, matcher)
 
     def remove(self, draw: Draw) -> None:
         """Remove a sequence."""
@@ -144,6 +153,10 @@ class Sampler:
             if pairs:
                 rows_, tokens = zip(*pairs, strict=True)
                 logits[list(rows_), list(tokens)] = -torch.inf
+        if batch.any_constraint:
+            assert self._grammars is not None
+            constrained = [(row, draw.matcher) for row, draw in enumerate(batch.draws) if draw.matcher]
+            self._grammars.mask(logits, [row for row, _ in constrained], [each for _, each in constrained])
 
     def _random(self, logits: Tensor, batch: _Batch) -> Tensor:
         greedy = logits.argmax(-1) if batch.any_greedy else None

@@ -47,10 +47,15 @@ def write_folder(folder: Path) -> Path:
 
 @contextmanager
 def serving(
-    folder: Path, *, limits: Limits | None = None, keys: tuple[bytes, ...] = (), **options: Any
+    folder: Path,
+    *,
+    limits: Limits | None = None,
+    keys: tuple[bytes, ...] = (),
+    context: int | None = None,
+    **options: Any,
 ) -> Iterator[tuple[str, Service]]:
     """Serve in a thread, and yield the address and the service."""
-    found = read_model(folder)
+    found = read_model(folder, context=context)
     engine = GenerationEngine(
         found.model,
         context=found.context,

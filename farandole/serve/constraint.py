@@ -1,0 +1,123 @@
+"""Constrain generated text to a JSON schema, a regular expression or a grammar, with llguidance.
+
+A grammar is compiled once.  Each sequence has its own matcher, which says before each token which tokens may follow.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from farandole._extras import optional_import
+from farandole.serve.request import RequestError, Sampling
+
+log = logging.getLogger(__name__)
+
+KEPT = 64
+"""The number of compiled grammars that are kept."""
+
+# without a bound, a model can generate spaces until its context is full
+SPACE = r"[\x20\x09]{1,4}|\x0A[\x20\x09]{0,32}"
+
+
+class Matcher:
+    """The state of one sequence."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+
+    def add(self, token: int) -> bool:
+        """Add a token, and return whether the text is complete, so that no token can follow."""
+        self.core.consume_token(token)
+        return bool(self.core.is_stopped())
+
+    @property
+    def error(self) -> str:
+        """Return the reason why the matcher failed, or an empty string."""
+        found: str = self.core.get_error()
+        return found
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer.
+
+    Args:
+        vocabulary: the number of logits.
+        end_tokens: the tokens that may end a complete text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_tokens: Collection[int]) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer, self._ends = tokenizer, sorted(end_tokens)
+        self._tokens: Any = None
+        self._executor: Any = None
+        self._new: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, sampling: Sampling) -> Matcher:
+        """Return the matcher of a new sequence.
+
+        Raises:
+            RequestError: if the grammar is invalid or not supported.
+        """
+        with self._lock:
+            if self._tokens is None:
+                self._load()
+            name, grammar = _grammar_of(sampling)
+            core = self._compiled.get(grammar)
+            if core is None:
+                core = self._new(self._tokens, grammar, log_level=0)
+                if core.is_error():
+                    reason = " ".join(core.get_error().split())
+                    raise RequestError(name, f"expected a supported {name}: {reason}")
+                self._compiled[grammar] = core
+                while len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return Matcher(core.deep_copy())
+
+    def _load(self) -> None:
+        """Load the library when the first constraint is used: its tables of a large vocabulary take a second."""
+        with optional_import():
+            import llguidance
+        text = self._tokenizer.to_str()
+        self._new = llguidance.LLMatcher
+        self._tokens = llguidance.LLTokenizer(text, n_vocab=self._vocabulary, eos_token=self._ends)
+        self._executor = llguidance.LLExecutor(num_threads=torch.get_num_threads())
+
+    def mask(self, logits: Tensor, rows: Sequence[int], matchers: Sequence[Matcher]) -> None:
+        """Set the logits of all tokens that may not follow to -inf, in the given rows."""
+        words = -(-self._vocabulary // 32)
+        bits = np.zeros((len(rows), words), np.int32)
+        pairs = [(matcher.core, number) for number, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, 4 * words, len(rows))
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self._vocabulary]
+        numbers = list(rows)
+        logits[numbers] = logits[numbers].masked_fill(torch.from_numpy(allowed) == 0, -torch.inf)
+
+
+def _grammar_of(sampling: Sampling) -> tuple[str, str]:
+    """Return the name of the constraint, and its grammar in the format of llguidance."""
+    from llguidance import LLMatcher
+
+    if sampling.regex is not None:
+        return "regex", LLMatcher.grammar_from_regex(sampling.regex)
+    if sampling.grammar is not None:
+        return "grammar", LLMatcher.grammar_from_lark(sampling.grammar)
+    try:
+        schema = json.dumps(sampling.json_schema)
+        return "json_schema", LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_pattern": SPACE, "whitespace_flexible": True}
+        )
+    except (TypeError, ValueError) as error:
+        raise RequestError("json_schema", f"expected a JSON schema: {error}") from None
