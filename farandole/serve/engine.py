@@ -118,7 +118,7 @@ class GenerationEngine:
         self.end_tokens = frozenset(end_tokens)
         self.max_running, self.max_waiting, self.token_budget = max_running, max_waiting, token_budget
         positions = kv_positions or max_running * (-(-context // 256) * 256)
-        self.store: Store = STORES[store](self._runner.shapes, positions)
+        self.store: Store = STORES[store](self._runner.memory(), positions)
         grammars = None
         if tokenizer is not None and self.end_tokens:
             grammars = Grammars(tokenizer, self.vocabulary, self.end_tokens)
@@ -258,7 +258,7 @@ class GenerationEngine:
             return []
         spans = [self._span(sequence, count) for sequence, count in plan]
         before = time.perf_counter()
-        logits = self._runner.run(self.store, spans)
+        logits = self._runner.run(self.store.memory, spans)
         self.metrics.model_time += time.perf_counter() - before
         outputs = self._post_process(plan, spans, logits)
         self.metrics.steps += 1
@@ -309,7 +309,7 @@ class GenerationEngine:
         is_last = start + count == len(sequence.tokens)
         wants_prompt = sequence.sampling.prompt_logprobs and sequence.choice == 0 and start < sequence.prompt
         logits = count if wants_prompt else int(is_last)
-        return Span(sequence.tokens[start : start + count], start, sequence.blocks, logits)
+        return Span(sequence.tokens[start : start + count], start, sequence.blocks.numbers, logits)
 
     # ---- post-process ----
 

@@ -17,7 +17,7 @@ from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo, Transformer
 from farandole.serve.request import RequestError
 from farandole.serve.rows import IndependentRows, ragged_attention, write_positions
-from farandole.serve.store import Blocks, LayerShape, Store
+from farandole.serve.store import LayerShape, Memory
 
 
 @dataclass(frozen=True)
@@ -27,36 +27,36 @@ class Span:
     Args:
         tokens: the tokens.
         start: the position of the first token.
-        blocks: the sequence's blocks.
+        blocks: the numbers of the sequence's blocks.
         logits: the number of last tokens whose logits are required.
     """
 
     tokens: Sequence[int]
     start: int
-    blocks: Blocks
+    blocks: Sequence[int]
     logits: int
 
 
 class _StepCache(KeyValueCache):
-    """Writes the keys and values of a step to the store, and computes attention from the store."""
+    """Writes the keys and values of a step to the memory, and computes attention from the memory."""
 
     def __init__(
-        self, store: Store, layers: dict[nn.Module, int], spans: Sequence[Span], use_core: bool | None
+        self, memory: Memory, layers: dict[nn.Module, int], spans: Sequence[Span], use_core: bool | None
     ) -> None:
         super().__init__()
-        self._store, self._layers, self._use_core = store, layers, use_core
+        self._memory, self._layers, self._use_core = memory, layers, use_core
         counts = [len(span.tokens) for span in spans]
         positions = [p for span in spans for p in range(span.start, span.start + len(span.tokens))]
         self.positions = torch.tensor(positions)
-        most = max(len(span.blocks.numbers) for span in spans)
-        rows = [span.blocks.numbers + [0] * (most - len(span.blocks.numbers)) for span in spans]
+        most = max(len(span.blocks) for span in spans)
+        rows = [[*span.blocks] + [0] * (most - len(span.blocks)) for span in spans]
         self._table = torch.tensor(rows, dtype=torch.int32).repeat_interleave(torch.tensor(counts), 0)
         self._layer = 0
 
     def append(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values (1, heads, tokens, width) of a layer."""
         self._layer = self._layers[layer]
-        keys, values = self._store.keys[self._layer], self._store.values[self._layer]
+        keys, values = self._memory.keys[self._layer], self._memory.values[self._layer]
         write_positions(
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
@@ -80,7 +80,7 @@ class _StepCache(KeyValueCache):
     ) -> Tensor:
         """Return the attention output (1, heads, tokens, value width)."""
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        keys, values = self._store.keys[self._layer], self._store.values[self._layer]
+        keys, values = self._memory.keys[self._layer], self._memory.values[self._layer]
         mixed = ragged_attention(
             query[0].transpose(0, 1),
             keys,
@@ -138,13 +138,17 @@ class Runner:
         self.bytes_per_position = sum(shape.nbytes for shape in self.shapes)
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
 
-    def run(self, store: Store, spans: Sequence[Span]) -> Tensor:
+    def memory(self) -> Memory:
+        """Return new memory for the model's keys and values."""
+        return Memory(self.shapes)
+
+    def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
         """Store keys and values, and return the fp32 logits (selected tokens, vocabulary).
 
         Call in inference mode.
         """
         with self._rows:
-            cache = _StepCache(store, self._layers, spans, self._use_core)
+            cache = _StepCache(memory, self._layers, spans, self._use_core)
             tokens = torch.tensor([[token for span in spans for token in span.tokens]])
             info = SequenceInfo(positions=cache.positions[None], cache=cache)
             hidden: Any = tokens

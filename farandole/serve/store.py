@@ -5,6 +5,8 @@ Both stores keep, for each attention layer, two tensors of *blocks*:
     keys    (blocks, key-value heads, positions / 16, width, 16)     transposed in tiles of 16 positions
     values  (blocks, key-value heads, positions, value width)
 
+The tensors belong to the store's `Memory`, and the store itself contains only the bookkeeping.
+
 A sequence has a list of blocks.  In `SlotStore`, a sequence has one block, which is long enough for the longest
 sequence.  In `PageStore`, a block is a page of 16 positions, and sequences with the same first tokens share pages.
 Attention reads both in the same way (`rows.ragged_attention`).
@@ -58,11 +60,48 @@ class Blocks:
     digests: list[bytes] = field(default_factory=list)
 
 
+class Memory:
+    """The tensors of a store.
+
+    Args:
+        shapes: the keys and values of each layer.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape]) -> None:
+        self._shapes = list(shapes)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.resize(0, 0, 0, 0)
+
+    def resize(self, blocks: int, length: int, kept: int, stored: int) -> None:
+        """Allocate `blocks` blocks of `length` positions, and copy the first `stored` positions of `kept` blocks."""
+        old = self.keys, self.values
+        self.keys = [
+            torch.zeros(blocks, each.heads, length // TILE, each.key_width, TILE, dtype=each.dtype)
+            for each in self._shapes
+        ]
+        self.values = [
+            torch.zeros(blocks, each.heads, length, each.value_width, dtype=each.dtype)
+            for each in self._shapes
+        ]
+        if kept and stored:
+            for before, after in zip(old[0], self.keys, strict=True):
+                after[:kept, :, : stored // TILE] = before[:kept, :, : stored // TILE]
+            for before, after in zip(old[1], self.values, strict=True):
+                after[:kept, :, :stored] = before[:kept, :, :stored]
+
+    def move(self, source: int, target: int, stored: int) -> None:
+        """Copy the first `stored` positions of a block to another block."""
+        tiles = -(-stored // TILE)
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[target, :, :tiles] = keys[source, :, :tiles]
+            values[target, :, :stored] = values[source, :, :stored]
+
+
 class Store(Protocol):
     """Keys and values of running sequences."""
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    memory: Memory
     block_length: int
     """The number of positions per block."""
     moves: int
@@ -107,15 +146,6 @@ class Store(Protocol):
         ...
 
 
-def _empty(shapes: Sequence[LayerShape], blocks: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-    keys = [
-        torch.zeros(blocks, each.heads, length // TILE, each.key_width, TILE, dtype=each.dtype)
-        for each in shapes
-    ]
-    values = [torch.zeros(blocks, each.heads, length, each.value_width, dtype=each.dtype) for each in shapes]
-    return keys, values
-
-
 class SlotStore:
     """One contiguous slot per sequence.
 
@@ -124,15 +154,14 @@ class SlotStore:
     when no sequence is running.
 
     Args:
-        shapes: the keys and values of each layer.
+        memory: the tensors.
         positions: the number of positions that fit in memory.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], positions: int) -> None:
-        self._shapes, self.capacity = list(shapes), positions
+    def __init__(self, memory: Memory, positions: int) -> None:
+        self.memory, self.capacity = memory, positions
         self._sequences: list[Blocks | None] = []
         self.block_length, self._slots, self.moves = 0, 0, 0
-        self.keys, self.values = _empty(shapes, 0, 0)
 
     @property
     def used(self) -> int:
@@ -175,17 +204,14 @@ class SlotStore:
             hole, moved = sequences.index(None), sequences.pop()
             assert moved is not None
             (source,) = moved.numbers
-            tiles = -(-moved.stored // TILE)
-            for keys, values in zip(self.keys, self.values, strict=True):
-                keys[hole, :, :tiles] = keys[source, :, :tiles]
-                values[hole, :, : moved.stored] = values[source, :, : moved.stored]
+            self.memory.move(source, hole, moved.stored)
             sequences[hole], moved.numbers = moved, [hole]
             self.moves += 1
             while sequences and sequences[-1] is None:
                 sequences.pop()
         if not sequences and self._slots:
             self.block_length, self._slots = 0, 0
-            self.keys, self.values = _empty(self._shapes, 0, 0)
+            self.memory.resize(0, 0, 0, 0)
 
     def check(self) -> None:
         """Raise RuntimeError if the bookkeeping is inconsistent."""
@@ -199,13 +225,9 @@ class SlotStore:
             return
         if slots > self._slots:
             slots = max(slots, min(2 * self._slots, self.capacity // max(length, CHUNK)))
-        keys, values = _empty(self._shapes, slots, length)
-        used = _round_up(max((each.stored for each in self._sequences if each is not None), default=0), TILE)
-        for old, new in zip(self.keys, keys, strict=True):
-            new[: self._slots, :, : used // TILE] = old[:, :, : used // TILE]
-        for old, new in zip(self.values, values, strict=True):
-            new[: self._slots, :, :used] = old[:, :, :used]
-        self.keys, self.values, self._slots, self.block_length = keys, values, slots, length
+        stored = max((each.stored for each in self._sequences if each is not None), default=0)
+        self.memory.resize(slots, length, self._slots, _round_up(stored, TILE))
+        self._slots, self.block_length = slots, length
 
 
 class PageStore:
@@ -215,16 +237,17 @@ class PageStore:
     reused first.
 
     Args:
-        shapes: the keys and values of each layer.
+        memory: the tensors.
         positions: the number of positions that fit in memory.
         sharing: whether sequences share pages.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], positions: int, *, sharing: bool = True) -> None:
+    def __init__(self, memory: Memory, positions: int, *, sharing: bool = True) -> None:
         self._pages = positions // TILE
         self._sharing = sharing
         self.block_length, self.moves = TILE, 0
-        self.keys, self.values = _empty(shapes, self._pages, TILE)
+        self.memory = memory
+        memory.resize(self._pages, TILE, 0, 0)
         self._free = list(range(self._pages - 1, -1, -1))
         self._cached: OrderedDict[int, bytes] = OrderedDict()  # unused pages with content, oldest first
         self._users = [0] * self._pages

@@ -9,7 +9,7 @@ import torch
 
 from farandole.serve.engine import GenerationEngine, QueueFullError
 from farandole.serve.request import RequestError, Sampling
-from farandole.serve.store import STORES, LayerShape, PageStore, SlotStore
+from farandole.serve.store import STORES, LayerShape, Memory, PageStore, SlotStore
 from tests.models.hf.families import folder_of, reference, with_rope
 from tests.serve.models import (
     CONTEXT,
@@ -158,12 +158,12 @@ SHAPES = [LayerShape(2, 3, 5, torch.float32)]
 
 
 def test_compaction_moves_the_fewest_sequences() -> None:
-    store = SlotStore(SHAPES, 10 * 256)
+    store = SlotStore(Memory(SHAPES), 10 * 256)
     added = [store.add([1], 40) for _ in range(8)]
     for number, blocks in enumerate(added):
         store.reserve(blocks, 33)
-        store.values[0][blocks.numbers[0], :, :33] = number
-        store.keys[0][blocks.numbers[0], :, :3] = number
+        store.memory.values[0][blocks.numbers[0], :, :33] = number
+        store.memory.keys[0][blocks.numbers[0], :, :3] = number
         store.commit(blocks, [1], 33)
     for number in (1, 2, 6, 7):  # two holes below the four that remain
         store.release(added[number])
@@ -172,13 +172,13 @@ def test_compaction_moves_the_fewest_sequences() -> None:
     assert sorted(added[number].numbers[0] for number in (0, 3, 4, 5)) == [0, 1, 2, 3]
     for number in (0, 3, 4, 5):
         (slot,) = added[number].numbers
-        assert (store.values[0][slot, :, :33] == number).all()
-        assert (store.keys[0][slot, :, :3] == number).all()
+        assert (store.memory.values[0][slot, :, :33] == number).all()
+        assert (store.memory.keys[0][slot, :, :3] == number).all()
     store.check()
 
 
 def test_slots_grow_in_chunks() -> None:
-    store = SlotStore(SHAPES, 2048)
+    store = SlotStore(Memory(SHAPES), 2048)
     blocks = store.add([1], 600)
     lengths = []
     for length in (1, 256, 257, 600):
@@ -202,7 +202,7 @@ def test_pages_with_the_same_tokens_are_shared() -> None:
 
 
 def test_pages_are_reused_from_the_oldest() -> None:
-    store = PageStore(SHAPES, 64)
+    store = PageStore(Memory(SHAPES), 64)
     for start in range(3):  # each takes two of four pages
         blocks = store.add(list(range(start, start + 32)), 32)
         store.reserve(blocks, 32)
