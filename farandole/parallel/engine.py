@@ -222,6 +222,7 @@ class Engine:
             events=self._steps,
             gatherer=built.gatherer,
         )
+        self.pipeline = pipeline
         self._mean = GlobalMean(self, mesh) if pipeline is None else PipelineMean(self, mesh, pipeline, dtype)
         self._updates = Updates(
             built.shards,

@@ -16,6 +16,7 @@ Between two stages on the same rank, tensors are passed without a message.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,7 +35,7 @@ from farandole.parallel.pipeline.schedule import (
     Schedule,
     build,
 )
-from farandole.parallel.pipeline.simulate import simulate
+from farandole.parallel.pipeline.simulate import Span, simulate
 from farandole.parallel.pipeline.stage import Stage
 from farandole.parallel.pipeline.transfers import Transfers
 
@@ -71,6 +72,8 @@ class Pipeline:
         rank: int,
     ) -> None:
         self._stages, self._name, self._comm, self._places, self._rank = stages, name, comm, places, rank
+        self.spans: list[Span] = []
+        """The actions of this rank in the last step, in seconds of `time.perf_counter`; waiting for messages is idle time."""
         self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
         """Whether this rank has the last stage of a replica."""
 
@@ -104,12 +107,21 @@ class Pipeline:
         if self._comm is not None:
             transfers = Transfers(self._comm, self._places, schedule, self._rank, device)
         step = _Step(schedule, self._stages, self._rank, batches, loss, transfers)
+        spans = []
         for action in schedule.actions[self._rank]:
+            waited_s = 0.0
             if transfers is not None:
                 transfers.poll()
+                waited_s = transfers.waited_s
+            begun = time.perf_counter()
             step.run(action)
+            if transfers is not None:
+                begun += transfers.waited_s - waited_s  # an action waits before it computes
+            spans.append(Span(action, begun, time.perf_counter()))
         if transfers is not None:
             transfers.finish()
+        if train:
+            self.spans = spans
 
 
 class _Step:
