@@ -42,7 +42,11 @@ from farandole.parallel.pipeline.simulate import Costs, simulate
 from farandole.plan import Plan
 
 MICRO_BATCHES, ROUNDS = 8, 9
-UNIT_S = 0.02
+MEASURED = ("layer", "gpipe", "1f1b", "v-half", "v-min", "zb-v", "gems", "gems-w")
+"""The schedules whose memory is measured."""
+DEPTH = 48
+"""The layers in a rank's part of the model, when memory is measured."""
+UNIT_S = 0.01
 """The time of a forward pass, an input gradient and a weight gradient of a rank's part of the model of sleeping stages."""
 LAYERS, WIDTH, HEADS, WORDS = 8, 256, 4, 1024
 SAMPLES, LENGTH = 2, 128
@@ -162,7 +166,7 @@ def sleeping(runtime: Runtime) -> list[dict[str, Any]]:
         model = nn.Sequential(*(Sleeping(seconds) for _ in range(schedule.stages)))
         engine = farandole.parallelize(model, Plan(pipeline=runtime.size, schedule=schedule.name))
         step = step_of(engine, [torch.zeros(1, 8)] * MICRO_BATCHES, lambda y, _: (y.sum(), 1))
-        timelines = measured_idle(engine, step, runtime, 5)
+        timelines = measured_idle(engine, step, runtime, 3)
         each = (seconds,) * schedule.stages
         costs = Costs(each, (0.0, *each[1:]), each)
         rows.append(idle_row(schedule.name, timelines, [simulate(schedule, costs).idle] * len(timelines)))
@@ -173,7 +177,7 @@ def sleeping(runtime: Runtime) -> list[dict[str, Any]]:
 
 
 class Perceptron(nn.Module):
-    """A block with many small activations, `depth` layers with a residual connection."""
+    """A block with `depth` layers, which keeps the input of each layer."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -187,13 +191,16 @@ class Perceptron(nn.Module):
 
 
 def memory(runtime: Runtime) -> list[dict[str, Any]]:
-    """Measure the peak memory of a step of every schedule."""
+    """Measure the peak memory of a step.
+
+    Between an input gradient and its weight gradient, every layer keeps its input and the gradient of its output.
+    """
     rows = []
-    for schedule in schedules(runtime.size):
+    for schedule in (build(name, runtime.size, MICRO_BATCHES) for name in MEASURED):
         torch.manual_seed(0)
-        depth = 32 // schedule.chunks
+        depth = DEPTH // schedule.chunks
         model = nn.Sequential(*(Perceptron(depth) for _ in range(schedule.stages)))
-        example = torch.randn(512, 64)
+        example = torch.randn(4096, 64)
         cost = measure_blocks(model, example, 1)[0].activation_bytes
         engine = farandole.parallelize(model, Plan(pipeline=runtime.size, schedule=schedule.name))
         batches = [example.clone() for _ in range(MICRO_BATCHES)]
@@ -202,7 +209,10 @@ def memory(runtime: Runtime) -> list[dict[str, Any]]:
         with MemoryTracker((*model.parameters(), *batches)) as tracker:
             step()
         peaks = runtime.comm.all_gather_object(tracker.peak)
-        expected = simulate(schedule, Costs(activation=(cost,) * schedule.stages))
+        expected = simulate(
+            schedule,
+            Costs(activation=(cost,) * schedule.stages, waiting=(2 * cost,) * schedule.stages),
+        )
         unit = cost * schedule.chunks
         rows.append(
             {
@@ -266,7 +276,7 @@ def torch_step(name: str, tokens: Tensor, group: dist.ProcessGroup) -> Callable[
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     several = name not in ("gpipe", "1f1b")
-    runs: Any = TORCH[name](stages if several else stages[0], MICRO_BATCHES, loss_fn=loss)  # type: ignore[arg-type]
+    runs: Any = TORCH[name](stages if several else stages[0], MICRO_BATCHES, loss_fn=loss)
     inputs = (tokens.flatten(0, 1),) if any(stage.is_first for stage in stages) else ()
     target = tokens.flatten(0, 1) if any(stage.is_last for stage in stages) else None
 

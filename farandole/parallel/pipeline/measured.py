@@ -93,4 +93,3 @@ def clock_shift(comm: Communicator) -> float:
             if ended - begun < best:
                 best, shift = ended - begun, float(answer) - (begun + ended) / 2
     return shift
-
