@@ -225,7 +225,7 @@ class Engine:
             events=self._steps,
             gatherer=built.gatherer,
         )
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._mean = GlobalMean(self, mesh) if pipeline is None else PipelineMean(self, mesh, pipeline, dtype)
         self._updates = Updates(
             built.shards,
@@ -646,7 +646,7 @@ class Engine:
             CheckpointError: on all ranks, if the adapter cannot be written.
             RuntimeError: if the model is divided into stages.
         """
-        if self._pipeline is not None:
+        if self.pipeline is not None:
             raise RuntimeError(
                 "save_adapter with pipeline stages: each rank has the adapters of its own stages; use "
                 "engine.save_pretrained(folder), which merges adapters, or load a checkpoint of engine.save(folder) with "
@@ -819,8 +819,8 @@ class Engine:
         self._wait_for_save()
         self._steps.close()
         self._reducer.close()
-        if self._pipeline is not None:
-            self._pipeline.close()
+        if self.pipeline is not None:
+            self.pipeline.close()
         if self.swapped is not None:
             self.swapped.close()
         if self._gatherer is not None:

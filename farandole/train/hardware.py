@@ -49,7 +49,9 @@ def choose_precision(
     missing = next((rank for rank, unit in enumerate(found) if not unit), None)
     if missing is None:
         return PrecisionChoice("bf16", f"the hardware multiplies bf16: {', '.join(sorted(set(found)))}")
-    return PrecisionChoice("fp32", f"the {device.type.upper()} of rank {missing} does not multiply bf16 faster than fp32")
+    return PrecisionChoice(
+        "fp32", f"the {device.type.upper()} of rank {missing} does not multiply bf16 faster than fp32"
+    )
 
 
 def bf16_unit(device: torch.device) -> str:

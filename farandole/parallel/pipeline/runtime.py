@@ -16,6 +16,7 @@ Between two stages on the same rank, tensors are passed without a message.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from farandole.parallel.pipeline.schedule import (
     Schedule,
     build,
 )
-from farandole.parallel.pipeline.simulate import simulate
+from farandole.parallel.pipeline.simulate import Span, simulate
 from farandole.parallel.pipeline.stage import Stage
 from farandole.parallel.pipeline.transfers import Transfers
 
@@ -80,6 +81,8 @@ class Pipeline:
         self.statistics = statistics
         self.complete: nn.Module | None = None
         """The model on the meta device before it was divided, until its parameters are initialized."""
+        self.spans: list[Span] = []
+        """The actions of this rank in the last step, in seconds of `time.perf_counter`; waiting for messages is idle time."""
         self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
         """Whether this rank has the last stage of a replica."""
 
@@ -117,13 +120,22 @@ class Pipeline:
             transfers = Transfers(self._comm, self._places, schedule, self._rank, device)
         step = _Step(schedule, self._stages, self._rank, batches, loss, transfers, self.statistics)
         last = self._last_actions(schedule) if train else {}
+        spans = []
         for action in schedule.actions[self._rank]:
+            waited_s = 0.0
             if transfers is not None:
                 transfers.poll()
+                waited_s = transfers.waited_s
+            begun = time.perf_counter()
             with completing(last[action]) if action in last else nullcontext():
                 step.run(action)
+            if transfers is not None:
+                begun += transfers.waited_s - waited_s  # an action waits before it computes
+            spans.append(Span(action, begun, time.perf_counter()))
         if transfers is not None:
             transfers.finish()
+        if train:
+            self.spans = spans
 
     def _last_actions(self, schedule: Schedule) -> dict[Action, set[int]]:
         """Return the last action of each stage on this rank, with the parameters that no later action computes gradients of."""

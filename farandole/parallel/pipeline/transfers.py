@@ -19,6 +19,7 @@ Because receives are posted as soon as the header has arrived, data arrives whil
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class Transfers:
         device: torch.device,
     ) -> None:
         self._comm, self._places, self._schedule, self._device = comm, places, schedule, device
+        self.waited_s = 0.0
+        """The seconds in which `receive` has waited."""
         self._sends: list[tuple[dist.Work, Tensor]] = []
         self._gradients: dict[Message, Shapes] = {}
         self._posted: dict[Message, _Receive] = {}
@@ -128,6 +131,7 @@ class Transfers:
 
         Outputs are leaves that require gradients if the sent tensors did.
         """
+        started = time.perf_counter()
         message = (code, stage, m)
         peer = self._schedule.rank_of(stage + (1 if code == "I" else -1), m)
         while message not in self._posted:
@@ -135,6 +139,7 @@ class Transfers:
         received = self._posted.pop(message)
         for work in received.works:
             work.wait()
+        self.waited_s += time.perf_counter() - started
         for tensor, shape in zip(received.tensors, received.shapes, strict=True):
             if code == "F" and tensor is not None and shape is not None and shape.requires_grad:
                 tensor.requires_grad_()

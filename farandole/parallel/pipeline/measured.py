@@ -1,0 +1,95 @@
+"""Compare a measured step of a pipeline with the simulated one.
+
+    found = measured_timeline(engine.pipeline, comm)         # a collective call
+    expected = simulate(found.schedule, found.costs)
+    found.idle, expected.idle
+
+The costs of the simulation are medians of the measured actions of each stage, so that the two timelines differ only by
+messages and by variations between actions.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.axes import hosts_of
+from farandole.parallel.pipeline.runtime import Pipeline
+from farandole.parallel.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
+from farandole.parallel.pipeline.simulate import Costs, Span, Timeline
+
+_EXCHANGES = 9
+"""The number of messages with which a difference of clocks is measured."""
+
+
+def measured_timeline(pipeline: Pipeline, comm: Communicator, ranks: Sequence[int] | None = None) -> Timeline:
+    """Return the last training step of the pipeline on `ranks` of `comm`, in seconds.  This is a collective call.
+
+    Args:
+        ranks: the rank in `comm` of each pipeline rank; by default all ranks in order.
+    """
+    shift = clock_shift(comm)
+    own = [Span(span.action, span.start + shift, span.end + shift) for span in pipeline.spans]
+    everyone = comm.all_gather_object(own)
+    rows = [everyone[rank] for rank in (ranks if ranks is not None else range(comm.size))]
+    schedule = pipeline.schedule(1 + max(span.action.micro_batch for row in rows for span in row))
+    return timeline_of(schedule, rows)
+
+
+def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
+    """Return the timeline of measured actions, which starts at 0; its costs are medians, its memory is not known."""
+    begun = min(span.start for row in rows for span in row)
+    spans = tuple(tuple(Span(s.action, s.start - begun, s.end - begun) for s in row) for row in rows)
+    nothing = (0,) * schedule.ranks
+    return Timeline(schedule, median_costs(schedule, rows), spans, nothing, 0.0, nothing)
+
+
+def median_costs(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Costs:
+    """Return the median time of each kind of action of each stage.
+
+    If a schedule does not separate weight gradients, their time is included in the time of input gradients.
+    """
+    times: dict[tuple[type, int], list[float]] = defaultdict(list)
+    for row in rows:
+        for span in row:
+            times[type(span.action), span.action.stage].append(span.end - span.start)
+
+    def of(*kinds: type) -> tuple[float, ...]:
+        return tuple(
+            sum(statistics.median(times[kind, stage]) for kind in kinds if (kind, stage) in times)
+            for stage in range(schedule.stages)
+        )
+
+    return Costs(forward=of(Forward), input=of(Backward, BackwardInput), weight=of(BackwardWeight))
+
+
+def clock_shift(comm: Communicator) -> float:
+    """Return the seconds to add to this rank's `time.perf_counter` for the clock of rank 0.  This is a collective call.
+
+    Ranks on the same host have the same clock.  For another host, the shift is measured with messages: its error is at most half
+    of the shortest round trip.
+    """
+    hosts = hosts_of(comm)
+    shift, answer = 0.0, torch.zeros(1, dtype=torch.float64)
+    for rank in range(1, comm.size):
+        if hosts[rank] == hosts[0] or comm.rank not in (0, rank):
+            continue
+        best = float("inf")
+        for _ in range(_EXCHANGES):
+            if comm.rank == 0:
+                comm.recv(answer, rank)
+                answer.fill_(time.perf_counter())
+                comm.send(answer, rank)
+                continue
+            begun = time.perf_counter()
+            comm.send(answer, 0)
+            comm.recv(answer, 0)
+            ended = time.perf_counter()
+            if ended - begun < best:
+                best, shift = ended - begun, float(answer) - (begun + ended) / 2
+    return shift

@@ -1,0 +1,59 @@
+"""The timeline of measured actions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import farandole
+from farandole.parallel.pipeline.measured import measured_timeline, timeline_of
+from farandole.parallel.pipeline.schedule import build
+from farandole.parallel.pipeline.simulate import Costs, Span, simulate
+from farandole.plan import Plan
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "gems"])
+def test_the_measured_costs_of_a_simulated_step_are_its_costs(name: str) -> None:
+    """A simulation with the costs found in a timeline repeats the timeline, wherever its clock starts."""
+    schedule = build(name, 2, 4)
+    stages = range(schedule.stages)
+    costs = Costs([1.0 + s for s in stages], [2.0 + s for s in stages], [0.5 + s for s in stages])
+    expected = simulate(schedule, costs)
+    later = [[Span(s.action, s.start + 7, s.end + 7) for s in row] for row in expected.spans]
+    found = timeline_of(schedule, later)
+    assert found.spans == expected.spans
+    assert found.idle == pytest.approx(expected.idle)
+    assert simulate(schedule, found.costs).makespan == pytest.approx(expected.makespan)
+
+
+class Sleeping(nn.Module):
+    """Sleeps in forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        result: Tensor = self.linear(x)
+        return result
+
+
+def _step(rank: int, size: int) -> Any:
+    engine = farandole.parallelize(nn.Sequential(Sleeping(), Sleeping()), Plan(pipeline=2))
+    engine.forward_backward([torch.randn(3, 4) for _ in range(3)], lambda y, _: (y.sum(), 1))
+    assert engine.pipeline is not None
+    timeline = measured_timeline(engine.pipeline, engine.comm)
+    return timeline.spans, timeline.costs.forward, engine.pipeline.schedule(3).actions
+
+
+def test_a_step_records_its_actions_and_not_the_time_of_waiting(ranks: Any) -> None:
+    """Actions follow the schedule on one clock; a forward pass starts after the one that it needs."""
+    spans, forward, actions = ranks(2).run(_step)[0]
+    assert [[s.action for s in row] for row in spans] == [list(row) for row in actions]
+    assert all(seconds >= 0.02 for seconds in forward)
+    assert spans[1][0].start >= spans[0][0].end
