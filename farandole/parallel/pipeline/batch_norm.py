@@ -4,7 +4,7 @@ Each micro-batch is normalized with its own statistics.  The running statistics,
 the end of a step, from the statistics of all micro-batches:
 
 - By default, once per micro-batch, in the order of the micro-batches.  This equals one process that runs the micro-batches one
-  after another, whatever the order of the schedule, and whichever replica of a mirrored schedule a micro-batch passes through.
+  after another.  It depends neither on the order of the schedule nor on the replica of a mirrored schedule that runs a micro-batch.
 - With deferred statistics, once per step, with the mean and the variance over all samples of the step, on all ranks of the
   data axis.  The running statistics then do not depend on the number of micro-batches (Kim et al., 2020, "torchgpipe", section 3.3).
 """
