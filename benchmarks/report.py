@@ -51,6 +51,8 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
         return mpi.table(operation, {int(size): row for size, row in result[operation].items()})
     if name == "offload":
         return f"{offload.table(result)}\n\n{offload.notes(result)}"
+    if name.startswith("pipeline"):
+        return records_table(result[operation])
     if name == "pretrained" or name.startswith(("language", "axes", "experts")):
         return records_table(result["rows"])
     seconds = result["seconds"]

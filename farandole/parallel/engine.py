@@ -24,7 +24,8 @@ Optimizations Toward Training Trillion Parameter Models").
 
 To support pipelines, `forward_backward` controls the order of forward passes, backward passes and reductions.  A pipeline
 schedule replaces the loop over micro-batches in `global_mean`.  The reducer needs one signal per step, after the last
-backward pass (`GradientReducer.end_pass`).  The ranks in the last stage provide the loss sums and counts.
+backward pass (`GradientReducer.end_pass`), and reduces earlier the parameters that the schedule names in `completing`.  The
+ranks in the last stage provide the loss sums and counts.
 """
 
 from __future__ import annotations
@@ -518,8 +519,8 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`.  This is a collective call.
 
-        If the model is divided into stages, the state contains the stages of this rank.  Parameters have the type of the master weights or, if optimizer states are offloaded, the type in which the model
-        computes.
+        If the model is divided into stages, the state contains the stages of this rank.  Parameters have the type of the
+        master weights or, if optimizer states are offloaded, the type in which the model computes.
         """
         self._release_gathered()
         return self._whole.state_dict()

@@ -126,7 +126,7 @@ class WholeParameters:
     # ---- announced changes ----
 
     def _agree_to_load(self, module: nn.Module, state: Iterable[str]) -> None:
-        """Raise RuntimeError unless ranks with the same stages load a state with the same names into the same module.  This is a collective call."""
+        """Raise RuntimeError unless ranks with the same stages load the same names into the same module.  This is a collective call."""
         names = [self._modules[id(module)], *sorted(state)]
         stages = [cell.pipeline for cell in self._mesh.of_rank(self._comm.rank)]
         advice = "call it on all ranks with the same state, or engine.load_weights(path) on all ranks"

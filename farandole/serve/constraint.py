@@ -75,15 +75,16 @@ class Grammars:
                 self._load()
             name, grammar = _grammar_of(sampling)
             core = self._compiled.get(grammar)
-            if core is None:
-                core = self._new(self._tokens, grammar, log_level=0)
-                if core.is_error():
-                    reason = " ".join(core.get_error().split())
-                    raise RequestError(name, f"expected a supported {name}: {reason}")
-                self._compiled[grammar] = core
-                while len(self._compiled) > KEPT:
-                    self._compiled.popitem(last=False)
+        if core is None:  # compiled without the lock, for which the engine's thread would wait
+            core = self._new(self._tokens, grammar, log_level=0)
+            if core.is_error():
+                reason = " ".join(core.get_error().split())
+                raise RequestError(name, f"expected a supported {name}: {reason}")
+        with self._lock:
+            core = self._compiled.setdefault(grammar, core)
             self._compiled.move_to_end(grammar)
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
             return Matcher(core.deep_copy())
 
     def _load(self) -> None:

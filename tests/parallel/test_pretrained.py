@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import farandole
@@ -24,6 +23,7 @@ from farandole.parallel.tensor import sharded_logits
 from farandole.plan import LoRA, Plan
 from tests.models.hf.families import FAMILIES, folder_of, reference, rope, transformers
 from tests.parallel.odd import world
+from tests.parallel.one_process import logits_of, losses_of
 from tests.pool import RankFailed
 
 STEPS, RATE = 4, 0.5
@@ -67,29 +67,13 @@ def _expected(folder: Path, ranks: int) -> tuple[list[float], Any]:
 
 
 def _losses_of(model: Any, ranks: int) -> tuple[list[float], Any]:
-    trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, RATE)
-    losses = []
-    for step in range(STEPS):
-        tokens = torch.cat([batches(_vocabulary(model), rank)[step] for rank in range(ranks)])
-        logits = _logits_of(model, tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
+    every = [batches(_vocabulary(model), rank) for rank in range(ranks)]
+    return losses_of(model, (torch.cat(step) for step in zip(*every, strict=True)), RATE), model
 
 
 def _vocabulary(model: Any) -> int:
     size = model.config.vocabulary if hasattr(model.config, "vocabulary") else model.config.vocab_size
     return int(size)
-
-
-def _logits_of(model: Any, tokens: Tensor) -> Tensor:
-    output = model(tokens)
-    return output if isinstance(output, Tensor) else output.logits
 
 
 def small(tmp_path: Path, family: str = "llama", **changes: Any) -> Path:
@@ -272,7 +256,7 @@ def test_axes_train_as_transformers_in_one_process(
     folder = folder_for_axes(tmp_path, family)
     expected, theirs = _expected(folder, 2) if lora is None else _expected_with_adapters(folder, lora)
     tokens = batches(97, 7)[0]
-    trained = _logits_of(theirs.eval(), tokens)
+    trained = logits_of(theirs.eval(), tokens)
     for number, (size, plan) in enumerate(AXES):
         if plan.expert > 1 and family in ("llama", "qwen3"):
             continue

@@ -111,7 +111,7 @@ class PendingSave:
 
         planner = SavePlanner()
         try:
-            write_state(folder, state, group, planner, flush=True)
+            write_state(folder, state, group, planner)
         finally:
             self._nbytes = planner.nbytes
 

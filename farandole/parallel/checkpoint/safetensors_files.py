@@ -136,7 +136,7 @@ def _write(
     try:
         with fail_on_all(comm, folder):
             state = {k: v for k, v in state_of(engine, comm.rank).items() if k.startswith(_PREFIX)}
-            write_state(temporary / _STATE, state, comm.group, flush=True)
+            write_state(temporary / _STATE, state, comm.group)
             saved = _saved(temporary / _STATE, engine.layouts)
             written = {each.name: each for each in tensors(saved)}
             kinds = {

@@ -67,11 +67,9 @@ def write_state(
     state: Mapping[str, Any],
     group: dist.ProcessGroup,
     planner: SavePlanner | None = None,
-    *,
-    flush: bool = False,
 ) -> None:
-    """Write the ranges and tensors in `state` to checkpoint `folder`.  This is a collective call of `group`."""
-    writer = FileSystemWriter(folder, sync_files=flush)
+    """Write the ranges and tensors in `state` to checkpoint `folder`, and flush its files to the disk.  This is a collective call of `group`."""
+    writer = FileSystemWriter(folder, sync_files=True)
     dcp.save(dict(state), storage_writer=writer, planner=planner or SavePlanner(), process_group=group)
 
 

@@ -14,7 +14,7 @@ from farandole.parallel.pipeline.balance import measure_blocks
 from farandole.parallel.pipeline.batch_norm import BatchNormStatistics, tracking_layers
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
-from farandole.parallel.pipeline.stage import complete_copy, split
+from farandole.parallel.pipeline.stage import shallow_copy, split
 from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import Plan, PlanError
 
@@ -48,7 +48,7 @@ def apply(
     if example is not None and position.groups is not None:
         seconds = [cost.seconds for cost in measure_blocks(sequential, example)]
         costs = position.groups.comm.broadcast_object(seconds)  # ranks measure different times
-    complete = complete_copy(sequential) if is_deferred(model) else None
+    complete = shallow_copy(sequential) if is_deferred(model) else None
     stages, balance = split(sequential, schedule, rank, layouts, costs)
     _log.info("pipeline=%d, schedule=%s: %s", plan.pipeline, plan.schedule, balance)
     comm, places = position.comm("pipeline"), list(range(plan.pipeline))

@@ -45,6 +45,7 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The positional and the named arguments of the model for a micro-batch."""
 
 Completing = Callable[[Collection[int]], AbstractContextManager[None]]
+"""A context for backward passes after which the gradients of the given parameters (by `id`) are complete."""
 
 
 @dataclass
@@ -108,8 +109,7 @@ class Pipeline:
                 differentiate.
             device: where received tensors are allocated.
             train: whether to run backward passes.
-            completing: returns a context for the last action of a stage, given the parameters whose gradients are complete
-                after it.
+            completing: used for the last action of each stage.
         """
         schedule = self.schedule(len(batches))
         if not train:

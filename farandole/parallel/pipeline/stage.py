@@ -35,7 +35,7 @@ class Stage:
         self._before = _Before()
         after = _After()
         children = blocks_of(model)
-        self._view = complete_copy(model)
+        self._view = shallow_copy(model)
         self._view._modules = {
             name: child if place in blocks else self._before if place < blocks.start else after
             for place, (name, child) in enumerate(children)
@@ -96,8 +96,11 @@ class Absent(nn.Module):
         )
 
 
-def complete_copy(model: nn.Sequential) -> nn.Sequential:
-    """Return a model with the same blocks, hooks and, unlike `copy.copy`, wrapped calls, whose blocks can be replaced."""
+def shallow_copy(model: nn.Sequential) -> nn.Sequential:
+    """Return a model with the same attributes and blocks, in which blocks can be replaced.
+
+    Unlike `copy.copy`, it keeps methods that were replaced on the instance.
+    """
     view = type(model).__new__(type(model))
     view.__dict__ |= {**model.__dict__, "_modules": dict(model._modules)}
     return view
@@ -125,7 +128,7 @@ def split(
         The stages of this rank by number, and the division of the blocks.
 
     Raises:
-        PlanError: if the model has too few blocks.
+        PlanError: if the model has too few blocks, or a rank would get no parameter.
     """
     try:
         found = balance(costs or parameter_costs(model), schedule.stages)
@@ -142,6 +145,7 @@ def split(
             for tensor in _tensors(children[place][1]).values():
                 holders[names[id(tensor)]].add(placement[number])
     _check_statistics(children, found.ranges, names)
+    _check_parameters(children, found.ranges, schedule)
     for name, stages in holders.items():
         layouts[name] = replace(layouts[name], stages=frozenset(stages))
     own = {
@@ -179,6 +183,24 @@ def _check_statistics(
                         f"{name} belongs to stages {seen[layer]} and {number}, but a stage records running statistics of its "
                         "own layers only; nearest plan: pipeline=1, or separate layers in the two blocks"
                     )
+
+
+def _check_parameters(
+    children: Sequence[tuple[str, nn.Module]], ranges: Sequence[range], schedule: Schedule
+) -> None:
+    """Refuse a rank without parameters, for which an optimizer of torch cannot be created."""
+    ranks = {
+        row[number]
+        for number, blocks in enumerate(ranges)
+        if any(True for place in blocks for _ in children[place][1].parameters())
+        for row in schedule.placement
+    }
+    for rank in range(schedule.ranks):
+        if rank not in ranks:
+            raise PlanError(
+                f"pipeline={schedule.ranks}, schedule={schedule.name!r}: the blocks of pipeline rank {rank} have no parameters; "
+                f"nearest plan: pipeline={max(1, len(ranks))}, or put these blocks into an nn.Sequential with a neighbor"
+            )
 
 
 def _absent(block: nn.Module, needed: Collection[int]) -> Absent:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import farandole
-from farandole.parallel.pipeline.measured import measured_timeline, timeline_of
+from farandole.comm.communicator import Communicator
+from farandole.parallel.pipeline import measured
+from farandole.parallel.pipeline.measured import clock_shift, measured_timeline, timeline_of
 from farandole.parallel.pipeline.schedule import build
 from farandole.parallel.pipeline.simulate import Costs, Span, simulate
 from farandole.plan import Plan
@@ -57,3 +61,16 @@ def test_a_step_records_its_actions_and_not_the_time_of_waiting(ranks: Any) -> N
     assert [[s.action for s in row] for row in spans] == [list(row) for row in actions]
     assert all(seconds >= 0.02 for seconds in forward)
     assert spans[1][0].start >= spans[0][0].end
+
+
+def _shift(rank: int, size: int) -> float:
+    assert dist.group.WORLD is not None
+    with mock.patch.object(measured, "hosts_of", lambda comm: [f"host{each}" for each in range(comm.size)]):
+        return clock_shift(Communicator(dist.group.WORLD))
+
+
+def test_a_difference_of_clocks_is_measured_with_messages(ranks: Any) -> None:
+    """Ranks on this host have one clock, so the measured difference is the error of the measurement."""
+    first, *others = ranks(3).run(_shift)
+    assert first == 0
+    assert all(0 < abs(shift) < 0.05 for shift in others)

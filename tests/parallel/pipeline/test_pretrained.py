@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import farandole
@@ -15,6 +14,7 @@ from farandole.models.hf import from_pretrained
 from farandole.parallel.lora import add_lora
 from farandole.plan import LoRA, Plan
 from tests.models.hf.families import folder_of, reference, rope, transformers
+from tests.parallel.one_process import losses_of
 
 STEPS, RATE, PARTS = 3, 0.5, 3
 
@@ -59,20 +59,11 @@ def _train(
 
 def _alone(model: Any, vocabulary: int, replicas: int) -> list[float]:
     """Train a model in one process on the samples of all replicas."""
-    trained = [p for p in model.train().parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, RATE)
-    losses = []
-    for step in range(STEPS):
-        tokens = torch.cat([_tokens(vocabulary, replica, step) for replica in range(replicas)])
-        output = model(tokens[:, :-1])
-        logits = output if isinstance(output, Tensor) else output.logits
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    steps = (
+        torch.cat([_tokens(vocabulary, replica, step) for replica in range(replicas)])
+        for step in range(STEPS)
+    )
+    return losses_of(model, steps, RATE)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -112,6 +112,7 @@ def _refused(rank: int, size: int, kind: str, plan: Plan) -> str:
         "norm": lambda: nn.Sequential(*(nn.Sequential(norm, nn.Linear(2, 2)) for _ in range(2))),
         "short": lambda: nn.Sequential(nn.Linear(2, 2)),
         "linear": lambda: nn.Linear(2, 2),
+        "tanh": lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
     }
     with pytest.raises(PlanError) as error:
         farandole.parallelize(models[kind](), plan)
@@ -121,6 +122,7 @@ def _refused(rank: int, size: int, kind: str, plan: Plan) -> str:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
+        ("tanh", {}, "the blocks of pipeline rank 1 have no parameters; nearest plan: pipeline=1"),
         ("gpt", {"schedule": "1f1"}, "unknown schedule '1f1'; did you mean 1f1b"),
         ("gpt", {"precision": "fp8"}, "stages support fp32, bf16 and fp16; nearest plan: precision='bf16'"),
         ("gpt", {"recompute": "attention"}, "nearest plan: recompute='selective'"),
