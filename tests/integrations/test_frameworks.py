@@ -40,6 +40,8 @@ def test_losses_equal_those_over_gloo(program: str, tmp_path: Path) -> None:
     status, out, err = run(command, tmp_path, fork_ranks=True, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     assert status == 0, err[-4000:]
     lines = [line.split(" ", 1) for line in out.splitlines() if line.endswith("]")]
-    (reference, over_gloo), (backend, over_ours) = [(name, ast.literal_eval(values)) for name, values in lines]
+    (reference, over_gloo), (backend, over_ours) = [
+        (name, ast.literal_eval(values)) for name, values in lines
+    ]
     assert (reference, backend) == ("gloo", "farandole")
     assert over_ours == pytest.approx(over_gloo, rel=1e-6)
