@@ -4,7 +4,8 @@ The time of a step is modelled as
 
     seconds = base + per_decode * decodes + per_prompt_token * prompt tokens
 
-and the three coefficients follow the measurements of all steps.
+and the three coefficients follow the measurements of all steps.  A common factor on them follows the last few steps,
+because a machine that other processes begin or stop to use becomes slower or faster at all three.
 """
 
 from __future__ import annotations
@@ -62,17 +63,21 @@ class StepTimes:
     """Recursive least squares for the times of steps, with constant memory.
 
     Old measurements are forgotten only in the direction of a new one: steps without prompts do not change what is known
-    about prompts.  Errors are relative to the predicted time.  Coefficients are never negative.
+    about prompts.  Errors are relative to the predicted time.  Coefficients are never negative.  A measurement is first
+    divided by the current speed of the machine, as the ratio of measured to predicted times shows it.
 
     L. Cao and H. Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix",
     Automatica 36 (2000).
 
     Args:
         forgetting: the weight of old measurements, in the direction of a new one, after that measurement.
+        speed: the exponent with which the ratio of one measured time to its prediction changes the common factor.
     """
 
-    def __init__(self, forgetting: float = 0.8) -> None:
+    def __init__(self, forgetting: float = 0.95, speed: float = 0.2) -> None:
         self._forgetting = forgetting
+        self._speed = speed
+        self._factor = 1.0
         self._solution = np.zeros(3)  # of the least squares without the constraint
         self._information = np.zeros((3, 3))
         self._constrained = np.zeros(3)
@@ -81,20 +86,27 @@ class StepTimes:
     @property
     def coefficients(self) -> tuple[float, float, float]:
         """Return `base`, `per_decode` and `per_prompt_token` in seconds."""
-        base, per_decode, per_prompt_token = (self._constrained / _SCALE).tolist()
+        base, per_decode, per_prompt_token = (self._factor * self._constrained / _SCALE).tolist()
         return base, per_decode, per_prompt_token
 
     def predict(self, decodes: float, prompt_tokens: float) -> float:
         """Return the seconds of a step; 0 before the first measurement."""
+        return self._factor * self._fitted(decodes, prompt_tokens)
+
+    def _fitted(self, decodes: float, prompt_tokens: float) -> float:
         return float(self._constrained @ ((1.0, decodes, prompt_tokens) / _SCALE))
 
     def add(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         """Add a measured step."""
         if seconds <= 0:
             return
-        predicted = self.predict(decodes, prompt_tokens) or seconds
-        if self._steps >= 20:  # one pause of the machine must not decide
-            seconds = min(max(seconds, predicted / 4), predicted * 4)
+        if self._steps >= 20 and (predicted := self.predict(decodes, prompt_tokens)):
+            seconds = min(
+                max(seconds, predicted / 4), predicted * 4
+            )  # one pause of the machine must not decide
+            self._factor *= (seconds / predicted) ** self._speed
+        seconds /= self._factor
+        predicted = max(self._fitted(decodes, prompt_tokens), seconds / 4)
         row = (1.0, decodes, prompt_tokens) / _SCALE / predicted
         if not self._steps:
             self._information = 1e-6 * row.max() ** 2 * np.eye(3)

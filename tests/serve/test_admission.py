@@ -52,7 +52,9 @@ def test_the_fit_follows_a_machine_that_changes(factor: float) -> None:
     times = StepTimes()
     feed(times, 500, noise=0.3)
     assert times.predict(8, 100) == pytest.approx(seconds_of(8, 100), rel=0.15)
-    feed(times, 600, factor=factor, noise=0.3)
+    feed(times, 20, factor=factor, noise=0.3)
+    assert times.predict(8, 100) == pytest.approx(seconds_of(8, 100, factor), rel=0.3)
+    feed(times, 300, factor=factor, noise=0.3)
     assert times.predict(8, 100) == pytest.approx(seconds_of(8, 100, factor), rel=0.15)
 
 
