@@ -41,10 +41,11 @@ runtime.comm.barrier()
 """
 
 END = """
-import os, sys, time
+import os, signal, sys, time
 if sys.argv[1] == "everywhere":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher would stop a rank that fails 0.5 s after the other
     open(sys.argv[2] + os.environ["RANK"], "w").close()
-    while not all(os.path.exists(sys.argv[2] + rank) for rank in "01"):  # the launcher would stop a later rank
+    while not all(os.path.exists(sys.argv[2] + rank) for rank in "01"):
         time.sleep(0.01)
     raise RuntimeError("the same on all ranks")
 if os.environ["RANK"] == "1":
