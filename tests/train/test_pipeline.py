@@ -20,6 +20,9 @@ def test_stages_share_the_samples_of_a_replica() -> None:
     config = load_config("tiny", ["plan.pipeline=2", "plan.micro_batches=4"])
     assert config.micro_batches(2) == (4, 2)
     assert config.micro_batches(4) == (4, 1)
+    assert load_config("tiny", ["plan.pipeline=2"]).micro_batches(2) == (8, 1)
+    assert load_config("tiny", ["plan.pipeline=2", "batch=20"]).micro_batches(2) == (5, 4)
+    assert load_config("tiny", ["plan.pipeline=2", "micro_batch=2"]).micro_batches(2) == (4, 2)
     assert default_ranks(load_config("tiny", ["plan.pipeline=4", "plan.data=2"])) == 8
     for key in ("plan.pipeline", "plan.schedule", "plan.micro_batches"):
         assert key.startswith(CHANGEABLE)

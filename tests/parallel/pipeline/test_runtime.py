@@ -185,9 +185,9 @@ def _called_directly(rank: int, size: int) -> str:
     return str(error.value)
 
 
-def test_a_rank_cannot_call_the_model_alone(ranks: Any) -> None:
+def test_a_model_in_stages_cannot_be_called_to_train(ranks: Any) -> None:
     for message in ranks(2).run(_called_directly):
-        assert "call engine.forward_backward or engine.evaluate" in message
+        assert "to train, call engine.forward_backward" in message
 
 
 def _uneven(rank: int, size: int) -> None:
