@@ -43,8 +43,8 @@ def _rows(run: Path) -> Rows:
     return rows
 
 
-def _end(event: Event) -> float:
-    end: float = event["ts"] + event["dur"]
+def _end(event: Event) -> int:
+    end: int = event["ts"] + event["dur"]
     return end
 
 

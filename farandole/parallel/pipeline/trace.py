@@ -66,13 +66,14 @@ def duration(
     category: str = "",
     arguments: Mapping[str, Any] | None = None,
 ) -> Event:
-    """Return the event of an interval."""
+    """Return the event of an interval.  Times are rounded to microseconds, so that intervals remain nested or disjoint."""
+    start_us, end_us = round(start_s * 1e6), round(end_s * 1e6)
     return {
         "name": name,
         "cat": category,
         "ph": "X",
-        "ts": start_s * 1e6,
-        "dur": (end_s - start_s) * 1e6,
+        "ts": start_us,
+        "dur": end_us - start_us,
         "args": dict(arguments or {}),
         **_place(rank, thread),
     }
