@@ -98,6 +98,8 @@ class GradientReducer:
     ) -> None:
         self.waited_s = 0.0
         """The time in seconds that this rank has spent waiting for other ranks."""
+        self.waits: list[tuple[float, float]] = []
+        """The start and end of each wait in this step, in seconds of `time.perf_counter`."""
         self.buckets, self.shards = list(buckets), list(shards)
         self.buffers = buffers
         self.buffers_changed = False
@@ -175,6 +177,7 @@ class GradientReducer:
         """Discard the gradients of earlier passes."""
         self._in_pass = False
         self.reduced = False
+        self.waits = []
         self._used.zero_()
         for shards in self.shards:
             shards.clear()
@@ -211,7 +214,8 @@ class GradientReducer:
         if last:
             self._end_step()
         if self._comm.size > 1:
-            self.waited_s += time.perf_counter() - started
+            self.waits.append((started, time.perf_counter()))
+            self.waited_s += self.waits[-1][1] - started
 
     def _exchange_flags(self, *, last: bool) -> None:
         """Agree on the buckets that must be reduced again and, at the end of a step, on the parameters with gradients."""

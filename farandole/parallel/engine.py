@@ -30,7 +30,7 @@ ranks in the last stage provide the loss sums and counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -369,6 +369,11 @@ class Engine:
         self._reducer.waited_s = seconds
         if self.pipeline is not None:
             self.pipeline.waited_s = 0.0
+
+    @property
+    def waits(self) -> Sequence[tuple[float, float]]:
+        """The start and end of each wait for averaged gradients in this step, in seconds of `time.perf_counter`."""
+        return self._reducer.waits
 
     # ---- the optimizer ----
 

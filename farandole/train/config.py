@@ -286,6 +286,7 @@ class TrainConfig(_Section):
     micro_batch: CountOrZero
     task: str = "text"
     weights: str = ""
+    profile: bool = False
     model: ModelSection
     images: ImagesSection = ImagesSection()
     data: DataSection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +21,12 @@ from farandole.launch.runtime import Runtime
 from farandole.memory.disk import Budget, OffloadError
 from farandole.memory.offload_store import measure_bandwidth
 from farandole.memory.swap import THRESHOLD_BYTES
+from farandole.parallel.pipeline.trace import Event, write_trace
 from farandole.plan import Place
 from farandole.train.config import TrainConfig
 from farandole.train.hardware import PrecisionChoice, peak_memory
 from farandole.train.metrics import MetricsWriter, draw_loss_curve
-from farandole.train.run_folder import DiskError
+from farandole.train.run_folder import TRACE, DiskError
 from farandole.train.trainer import StepResult, Trainer
 
 
@@ -249,6 +250,24 @@ class Observer:
         self._saved_s = self.elapsed_s
         if self._active:
             self._line.note(f"saved {folder}")
+
+    def profiled(self, events: Sequence[Event]) -> None:
+        """Write the trace of the first steps, and print its path."""
+        if not self._active:
+            return
+        path = self._run / TRACE
+        if not events:
+            self._line.note(
+                f"no {TRACE}: profile=true records the steps after the first one, and the job ended before them"
+            )
+            return
+        try:
+            write_trace(events, path)
+            self._line.note(
+                f"trace of the first steps on {self._ranks}: {path} (open it in https://ui.perfetto.dev)"
+            )
+        except OSError as error:  # training continues
+            self._line.note(f"cannot write {path}: {disk_failure(error, self._run)}")
 
     def finished(self, report: str, model: Path | None = None) -> None:
         """Plot the loss curve, write the task's report, and print the output paths."""

@@ -73,24 +73,35 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
 
 def _loop(trainer: Trainer, writer: CheckpointWriter, observer: Observer, stop: StopSignals) -> None:
     """Train until the last step or until any rank is asked to stop, then save."""
-    config = trainer.config
+    config, profile = trainer.config, trainer.profile
     while trainer.step_number < config.steps:
         started = time.perf_counter()
-        result = trainer.step(stop.requested)
+        with profile.step(trainer.step_number + 1):
+            result = trainer.step(stop.requested)
         step = trainer.step_number
         last = step == config.steps
         observer.stepped(result, time.perf_counter() - started)
         if result.stop and not last:
             break
         if last or _due(step, config.evaluate.every):
-            observer.evaluated(trainer.evaluate())
+            with profile.phase("evaluation"):
+                found = trainer.evaluate()
+            observer.evaluated(found)
         if not last and _due(step, config.sample.every):
-            observer.sampled(trainer.report())
+            with profile.phase("report"):
+                report = trainer.report()
+            observer.sampled(report)
         if not last and _due(step, config.checkpoint.every):
-            writer.save(trainer, observer.elapsed_s)
-    writer.save(trainer, observer.elapsed_s)
+            with profile.phase("checkpoint"):
+                writer.save(trainer, observer.elapsed_s)
+        if profile.is_complete:
+            observer.profiled(profile.trace())
+    with profile.phase("checkpoint"):
+        writer.save(trainer, observer.elapsed_s)
     writer.wait()
     observer.saved(writer.newest)
+    if profile.enabled:  # the job has ended before the last step to record
+        observer.profiled(profile.trace())
 
 
 def _due(step: int, every: int) -> bool:

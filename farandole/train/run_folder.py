@@ -2,6 +2,7 @@
 
     runs/stdlib-20260102-030405/
         config.toml  metrics.jsonl  samples.jsonl  tensorboard/  loss.png  sample.txt
+        trace.json               with `profile`: the trace of the first steps
         base/                    for a model folder: its configuration and tokenizer files
         checkpoints/step-000100/
             train.json           step, samples consumed, ranks, precision and configuration, as JSON
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from farandole.comm.communicator import Communicator
 
 STATE, WEIGHTS, METADATA, TOKENIZER = "state", "model.safetensors", "train.json", "tokenizer.json"
-ADAPTER, BASE = "adapter", "base"
+ADAPTER, BASE, TRACE = "adapter", "base", "trace.json"
 STATE_INDEX = "state/.metadata"
 LOCK = ".lock"
 

@@ -52,6 +52,7 @@ CHANGEABLE = (
     "name",
     "out",
     "steps",
+    "profile",
     "checkpoint.",
     "evaluate.",
     "log.",

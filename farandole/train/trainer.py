@@ -36,6 +36,7 @@ from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import PlanError, Precision
 from farandole.train.config import ConfigError, OptimizerSection, TrainConfig, plan_config_error
 from farandole.train.flops import count_flops
+from farandole.train.profile import Profile
 from farandole.train.tasks import Mean, Samples, Task, checked_mean
 from farandole.train.weights import load_initial_weights
 
@@ -121,6 +122,7 @@ class Trainer:
             raise plan_config_error(error) from error
         except OffloadError as error:
             raise ConfigError(f"plan.offload={plan.offload} plan.swap={plan.swap}: {error}") from error
+        self.profile = Profile(self.engine, enabled=config.profile)
         self.notices = [record.getMessage() for record in records]
         self.optimizer = self.engine.optimizer(build_optimizer(self.model, config.optimizer))
         self.sampler = Sampler(len(task.train), config.seed)
@@ -145,7 +147,10 @@ class Trainer:
         self.optimizer.zero_grad()
         mesh = self.engine.mesh
         positions = self.sampler.take(self.config.batch, mesh.replica_of(self._comm.rank), mesh.replicas)
-        batches = self._batches(self.task.train, self.sampler.at(positions), self.sampler.epochs(positions))
+        with self.profile.phase("data"):
+            batches = self._batches(
+                self.task.train, self.sampler.at(positions), self.sampler.epochs(positions)
+            )
         counts: list[Any] = []
 
         def loss(output: Any, batch: Any) -> Mean:
@@ -153,10 +158,12 @@ class Trainer:
             counts.append(count)
             return total, self._size * self.task.units_per_sample
 
-        result = self.engine.forward_backward(batches, loss, self.task.inputs)
-        norm = self.engine.gradient_norm()
+        with self.profile.phase("forward and backward"):
+            result = self.engine.forward_backward(batches, loss, self.task.inputs)
         own = float(sum(float(count) for count in counts)) * self.engine.counts_loss
-        count, waited, stops = self._sums(own, self.engine.waited_s, float(stop))
+        with self.profile.phase("norm of gradients"):
+            norm = self.engine.gradient_norm()
+            count, waited, stops = self._sums(own, self.engine.waited_s, float(stop))
         self.engine.waited_s = 0.0
         if not count > 0:
             raise ConfigError(
@@ -175,8 +182,10 @@ class Trainer:
             )
         factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6)) * correction
         if factor != 1.0:
-            self.engine.scale_gradients(factor)
-        self.optimizer.step()  # does nothing if fp16 gradients overflowed
+            with self.profile.phase("clip"):
+                self.engine.scale_gradients(factor)
+        with self.profile.phase("optimizer"):
+            self.optimizer.step()  # does nothing if fp16 gradients overflowed
         loads = take_loads(self.model, self._comm.all_reduce)
         self.step_number += 1
         return StepResult(

@@ -1,4 +1,4 @@
-"""Print and draw timelines: as text, as a picture (PNG, SVG or PDF), and as a trace for https://ui.perfetto.dev.
+"""Print and draw timelines, as text and as a picture (PNG, SVG or PDF).
 
 In text, each column is one unit of time, a digit is a forward pass, and letters mark the other actions:
 
@@ -7,14 +7,14 @@ In text, each column is one unit of time, a digit is a forward pass, and letters
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from farandole._extras import optional_import
 from farandole.parallel.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
 from farandole.parallel.pipeline.simulate import Timeline
+from farandole.parallel.pipeline.trace import KINDS, trace, write_trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,13 +26,6 @@ COLOURS = {
     BackwardWeight: ("#c98a1b", "#e6bf77"),
 }
 """The colours of an action in the first chunk or replica, and in the second one."""
-
-KINDS = {
-    Forward: "forward",
-    Backward: "backward",
-    BackwardInput: "input gradient",
-    BackwardWeight: "weight gradient",
-}
 
 
 def second(schedule: Schedule, stage: int, micro_batch: int) -> bool:
@@ -151,28 +144,6 @@ def draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
     axis.set_title(summary(timeline), fontsize=8.5, loc="right")
 
 
-def trace(timeline: Timeline, unit_s: float = 1e-3) -> dict[str, Any]:
-    """Return a trace in the format of Chrome and Perfetto, in which one unit of time is `unit_s` seconds."""
-    events: list[dict[str, Any]] = []
-    for rank, spans in enumerate(timeline.spans):
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for span in spans:
-            action = span.action
-            events.append(
-                {
-                    "name": f"{action.code}{action.micro_batch}",
-                    "cat": KINDS[type(action)],
-                    "ph": "X",
-                    "pid": rank,
-                    "tid": 0,
-                    "ts": span.start * unit_s * 1e6,
-                    "dur": (span.end - span.start) * unit_s * 1e6,
-                    "args": {"stage": action.stage, "micro_batch": action.micro_batch},
-                }
-            )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
 def write(timelines: Sequence[Timeline], path: str | Path) -> None:
     """Write timelines to a picture, or a single timeline to a .json trace.
 
@@ -189,4 +160,4 @@ def write(timelines: Sequence[Timeline], path: str | Path) -> None:
         raise ValueError(
             f"{path}: a trace has one schedule, got {len(timelines)}; draw a .png or .svg instead"
         )
-    Path(path).write_text(json.dumps(trace(timelines[0])) + "\n")
+    write_trace(trace(timelines[0]), Path(path))

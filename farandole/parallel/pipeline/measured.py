@@ -33,18 +33,25 @@ def measured_timeline(pipeline: Pipeline, comm: Communicator, ranks: Sequence[in
     Args:
         ranks: the rank in `comm` of each pipeline rank; by default all ranks in order.
     """
-    shift = clock_shift(comm)
-    own = [Span(span.action, span.start + shift, span.end + shift) for span in pipeline.spans]
-    everyone = comm.all_gather_object(own)
-    rows = [everyone[rank] for rank in (ranks if ranks is not None else range(comm.size))]
-    schedule = pipeline.schedule(1 + max(span.action.micro_batch for row in rows for span in row))
-    return timeline_of(schedule, rows)
+    everyone = comm.all_gather_object(shifted(pipeline.spans, clock_shift(comm)))
+    return step_timeline(pipeline, [everyone[rank] for rank in ranks or range(comm.size)])
+
+
+def step_timeline(pipeline: Pipeline, rows: Sequence[Sequence[Span]]) -> Timeline:
+    """Return the timeline of the actions that each pipeline rank has measured in a step on one clock."""
+    micro_batches = 1 + max(span.action.micro_batch for row in rows for span in row)
+    return timeline_of(pipeline.schedule(micro_batches), rows)
+
+
+def shifted(spans: Sequence[Span], seconds: float) -> tuple[Span, ...]:
+    """Return the spans with a later start and end."""
+    return tuple(Span(span.action, span.start + seconds, span.end + seconds) for span in spans)
 
 
 def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
     """Return the timeline of measured actions, which starts at 0; its costs are medians, its memory is not known."""
     begun = min(span.start for row in rows for span in row)
-    spans = tuple(tuple(Span(s.action, s.start - begun, s.end - begun) for s in row) for row in rows)
+    spans = tuple(shifted(row, -begun) for row in rows)
     nothing = (0,) * schedule.ranks
     return Timeline(schedule, median_costs(schedule, rows), spans, nothing, 0.0, nothing)
 

@@ -1,0 +1,99 @@
+"""Events of a trace in the format of Chrome, for https://ui.perfetto.dev.
+
+A trace is a list of events.  Each rank is a process of the trace, and each row of a rank is a thread.  Perfetto treats process 0
+as the idle process of Linux, and a thread with the number of its process as the main thread, so neither number is used.  See
+the Chromium project's "Trace Event Format".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from farandole.parallel.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
+from farandole.parallel.pipeline.simulate import Span, Timeline
+
+Event = dict[str, Any]
+
+KINDS = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "input gradient",
+    BackwardWeight: "weight gradient",
+}
+"""The name of each kind of action."""
+
+
+def trace(timeline: Timeline, unit_s: float = 1e-3) -> list[Event]:
+    """Return the events of a timeline, in which one unit of time is `unit_s` seconds."""
+    events: list[Event] = []
+    for rank, spans in enumerate(timeline.spans):
+        events += [rank_name(rank), *action_events(spans, rank, unit_s=unit_s)]
+    return events
+
+
+def action_events(
+    spans: Iterable[Span], rank: int, thread: int = 0, *, offset_s: float = 0.0, unit_s: float = 1.0
+) -> Iterator[Event]:
+    """Yield the events of a rank's actions.
+
+    Args:
+        thread: the row of the rank.
+        offset_s: the time of the trace at time 0 of the spans, in seconds.
+        unit_s: one unit of time of the spans, in seconds.
+    """
+    for span in spans:
+        action = span.action
+        yield duration(
+            f"{action.code}{action.micro_batch}",
+            rank,
+            thread,
+            offset_s + span.start * unit_s,
+            offset_s + span.end * unit_s,
+            category=KINDS[type(action)],
+            arguments={"stage": action.stage, "micro_batch": action.micro_batch},
+        )
+
+
+def duration(
+    name: str,
+    rank: int,
+    thread: int,
+    start_s: float,
+    end_s: float,
+    category: str = "",
+    arguments: Mapping[str, Any] | None = None,
+) -> Event:
+    """Return the event of an interval.  Times are rounded to microseconds, so that intervals remain nested or disjoint."""
+    start_us, end_us = round(start_s * 1e6), round(end_s * 1e6)
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "ts": start_us,
+        "dur": end_us - start_us,
+        "args": dict(arguments or {}),
+        **_place(rank, thread),
+    }
+
+
+def rank_name(rank: int) -> Event:
+    """Return the event that names the process of a rank."""
+    return {"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}, **_place(rank)}
+
+
+def thread_name(rank: int, thread: int, name: str) -> Event:
+    """Return the event that names a thread of a rank."""
+    return {"name": "thread_name", "ph": "M", "args": {"name": name}, **_place(rank, thread)}
+
+
+def _place(rank: int, thread: int = 0) -> Event:
+    """Return the process and the thread of a row."""
+    return {"pid": 1 + rank, "tid": 10 * (1 + rank) + thread}
+
+
+def write_trace(events: Sequence[Event], path: Path) -> None:
+    """Write a trace.  Raises `OSError`."""
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
