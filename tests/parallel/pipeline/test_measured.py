@@ -60,7 +60,7 @@ def test_a_step_records_its_actions_and_not_the_time_of_waiting(ranks: Any) -> N
     spans, forward, actions = ranks(2).run(_step)[0]
     assert [[s.action for s in row] for row in spans] == [list(row) for row in actions]
     assert all(seconds >= 0.02 for seconds in forward)
-    assert spans[1][0].start >= spans[0][0].end
+    assert spans[1][0].start >= spans[0][0].start + 0.019  # the recorded end can be later than the message
 
 
 def _shift(rank: int, size: int) -> float:
