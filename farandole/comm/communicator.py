@@ -117,8 +117,8 @@ class Communicator:
     def set_roles(self, roles: Sequence[str]) -> None:
         """Add the role of each rank to the errors and stall warnings of this process; "" removes a role.
 
-        With the role `stage 3`, messages name `rank 3 (process 4711, stage 3)`.  The roles also apply to other groups of the
-        job.  The backends of torch do not name ranks in their messages.
+        With the role `stage 3`, messages name `rank 3 (process 4711, stage 3)`.  Subgroups share the
+        roles.  The backends of torch do not name ranks in their messages.
 
         Raises:
             ValueError: if the number of roles is not the number of ranks.

@@ -173,7 +173,7 @@ def describe_stalled_message(
         if theirs is None:
             late = membership.rank(peer)
             received = call.operation == Operation.RECV
-            return f"{text}; {f'no message from {late} has arrived' if received else f'{late} has not received it'}"
+            return f"{text}; {f'the message from {late} has not arrived' if received else f'{late} has not received it'}"
         text += f"; {membership.rank(peer)} is waiting in {describe_call(theirs, membership)}"
         ranks.append(peer)
         call = theirs

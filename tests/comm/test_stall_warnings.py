@@ -87,5 +87,5 @@ def test_a_late_message_is_named_within_five_seconds():
         (line,) = job.hear(1)
         assert (
             line == f"farandole: rank 1 (process {job.pid(1)}) is waiting in recv(3 x float32, from rank 0); "
-            f"no message from rank 0 (process {job.pid(0)}) has arrived; see docs/troubleshooting.md#is-waiting-in\n"
+            f"the message from rank 0 (process {job.pid(0)}) has not arrived; see docs/troubleshooting.md#is-waiting-in\n"
         )

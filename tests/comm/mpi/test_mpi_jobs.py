@@ -295,7 +295,7 @@ def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     of_barrier, of_message = sorted(meanwhile, key=lambda line: "recv" in line)
     assert re.search(absent.format(0), of_barrier) and re.search(absent.format(1), of_barrier)
     assert re.fullmatch(
-        rf"farandole: rank 1 {process} is waiting in recv\(3 x float32, from rank 0\); no message from rank 0 {process} has "
+        rf"farandole: rank 1 {process} is waiting in recv\(3 x float32, from rank 0\); the message from rank 0 {process} has not "
         rf"arrived{link}",
         of_message,
     )

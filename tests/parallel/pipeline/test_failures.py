@@ -71,7 +71,7 @@ def test_a_stuck_stage_is_named_within_five_seconds() -> None:
     with Job(3, _train, "1f1b", 2, STUCK_S) as job:
         assert job.hear(2) == "sleeps"
         warnings = [job.hear(rank) for rank in range(3)]
-        stuck = rf"no message from rank 2 \(process {job.pid(2)}, stage 2\) has arrived"
+        stuck = rf"the message from rank 2 \(process {job.pid(2)}, stage 2\) has not arrived"
     assert warnings[2] == []
     for rank in range(2):
         ((text, waited_s),) = warnings[rank]
