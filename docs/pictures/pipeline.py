@@ -1,4 +1,4 @@
-"""Draw the timelines of the pipeline schedules, one picture per family."""
+"""Draw the timelines of the pipeline schedules: one picture per family, and one of all schedules."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from farandole.parallel.pipeline.draw import draw
-from farandole.parallel.pipeline.schedule import build
-from farandole.parallel.pipeline.simulate import simulate
+from farandole.parallel.pipeline.schedule import build, registered
+from farandole.parallel.pipeline.simulate import Timeline, simulate
 
 RANKS, MICRO_BATCHES = 4, 8
 
@@ -26,6 +26,13 @@ def draw_family(names: tuple[str, ...], path: Path) -> None:
     draw([simulate(build(name, RANKS, MICRO_BATCHES)) for name in names], path)
 
 
+def all_timelines() -> list[Timeline]:
+    """Return the timelines of all schedules, fastest first."""
+    timelines = [simulate(build(each.name, RANKS, MICRO_BATCHES)) for each in registered()]
+    return sorted(timelines, key=lambda timeline: timeline.makespan)
+
+
 def drawings() -> dict[str, Callable[[Path], None]]:
     """Return the functions that draw the pictures, by name."""
-    return {name: partial(draw_family, names) for name, names in FAMILIES.items()}
+    families = {name: partial(draw_family, names) for name, names in FAMILIES.items()}
+    return families | {"pipeline_all": lambda path: draw(all_timelines(), path, rank_height=0.16)}

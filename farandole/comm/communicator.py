@@ -114,6 +114,19 @@ class Communicator:
             )
         return Communicator(local_group(group, world))
 
+    def set_roles(self, roles: Sequence[str]) -> None:
+        """Add the role of each rank to the errors and stall warnings of this process; "" removes a role.
+
+        With the role `stage 3`, messages name `rank 3 (process 4711, stage 3)`.  Subgroups share the
+        roles.  The backends of torch do not name ranks in their messages.
+
+        Raises:
+            ValueError: if the number of roles is not the number of ranks.
+        """
+        if len(roles) != self.size:
+            raise ValueError(f"expected a role for each of the {self.size} ranks, got {len(roles)} roles")
+        self.dispatcher.core.set_roles(roles)
+
     def close(self) -> None:
         """Close a group created by `split`, `create_group` or `from_mpi`; torch itself destroys other groups."""
         self.dispatcher.close()

@@ -135,6 +135,9 @@ class Core(Protocol):
     def whereabouts(self) -> str:
         """Describe the current call and the ranks that it is waiting for."""
 
+    def set_roles(self, roles: Sequence[str]) -> None:
+        """Set the role of each rank, which messages of this process add to the rank, such as `stage 3`."""
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call may wait for other ranks."""
 
@@ -174,6 +177,7 @@ class GroupCore:
         self.check = host.check
         self.within = host.within
         self.set_timeout = host.set_timeout
+        self.set_roles = host.membership.set_roles
         self.whereabouts = host.whereabouts
         self.leave, self.give_up, self.close = host.leave, host.give_up, host.close
 

@@ -23,7 +23,7 @@ SPARSE_LAYOUT = 1 << 63
 
 
 class Membership:
-    """How error messages identify the ranks of a group: by global rank, process ID and host."""
+    """How error messages identify the ranks of a group: by global rank, process ID, host and role."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Membership:
         pids: Sequence[int],
         hosts: Sequence[str],
         shares_calls: bool = True,
+        roles: dict[int, str] | None = None,
     ) -> None:
         self.group = group
         self.ranks = list(ranks)
@@ -39,11 +40,18 @@ class Membership:
         self.hosts = list(hosts)
         self._several = len(set(hosts)) > 1
         self._shares_calls = shares_calls  # whether ranks on one host see each other's calls
+        self.roles = {} if roles is None else roles  # by global rank; shared by the groups of a job
+
+    def set_roles(self, roles: Sequence[str]) -> None:
+        """Set the role of each rank in the group, such as `stage 3`; "" removes a role."""
+        self.roles.update(zip(self.ranks, roles, strict=True))
 
     def rank(self, rank: int) -> str:
-        """Return `rank 3 (process 4711)`, with the host name if the group spans several hosts."""
+        """Return `rank 3 (process 4711, stage 3)`, with the host name if the group spans several hosts."""
+        number = self.ranks[rank]
         where = f" on {self.hosts[rank]}" if self._several else ""
-        return f"rank {self.ranks[rank]} (process {self.pids[rank]}{where})"
+        role = f", {self.roles[number]}" if self.roles.get(number) else ""
+        return f"rank {number} (process {self.pids[rank]}{where}{role})"
 
     def knows_calls(self, reader: int, rank: int) -> bool:
         """Return whether rank `reader` knows the last call of another rank."""
@@ -154,16 +162,18 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
 def describe_stalled_message(
     own: Call, reader: int, waited_message: Callable[[int], Call | None], membership: Membership
 ) -> str:
-    """Describe a stalled message and, for a deadlock, the calls of all ranks in the cycle.
+    """Describe a stalled message, and the calls of the ranks that wait for each other's messages.
 
-    `waited_message(rank)` returns the message that a rank is waiting for.  Only the lowest rank in a cycle describes
-    the cycle; the other ranks return "".
+    The last rank in such a chain is the rank that delays the other ranks.  Only the lowest rank in a cycle describes the
+    cycle; the other ranks return "".  `waited_message(rank)` returns the message that a rank is waiting for.
     """
     text, ranks, call = describe_call(own, membership), [reader], own
     while (peer := call.root) >= 0 and peer not in ranks:
         theirs = waited_message(peer)
         if theirs is None:
-            return text
+            late = membership.rank(peer)
+            received = call.operation == Operation.RECV
+            return f"{text}; {f'the message from {late} has not arrived' if received else f'{late} has not received it'}"
         text += f"; {membership.rank(peer)} is waiting in {describe_call(theirs, membership)}"
         ranks.append(peer)
         call = theirs

@@ -109,6 +109,7 @@ class Endpoint:
         self._users = 0
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        self._roles: dict[int, str] = {}  # see `Membership`
         invalidate_after_fork(self)
 
     @classmethod
@@ -278,7 +279,11 @@ class Endpoint:
                 raise
             processes = [self.processes[member] for member in members]
             membership = Membership(
-                who, global_ranks, [process.pid for process in processes], [p.name for p in processes]
+                who,
+                global_ranks,
+                [process.pid for process in processes],
+                [process.name for process in processes],
+                roles=self._roles,
             )
             here = [r for r, process in enumerate(processes) if process.host == self.identity]
             rank, consensus = list(members).index(self.rank), None

@@ -309,6 +309,9 @@ class TorchCore:
         """Return a description with the backend name; torch does not expose the current call."""
         return f"a {self.name} call"
 
+    def set_roles(self, roles: Sequence[str]) -> None:
+        """Do nothing; torch's messages do not name ranks."""
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call may wait for other ranks."""
         self._timeout = timeout

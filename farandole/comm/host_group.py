@@ -41,7 +41,7 @@ from farandole.native import Call, Failure, Status
 if TYPE_CHECKING:
     from farandole.comm.endpoint import Endpoint
 
-_NOTICEABLE_SILENCE_S = 4.0
+_NOTICEABLE_SILENCE_S = 3.0
 """Seconds of silence to report; a running host acknowledges a probe every 2 s (`KEEPALIVE_S` in native/handshake.c)."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-STALL_WARNING_S = 5.0
+STALL_WARNING_S = 4.0
 """Seconds after which a waiting rank logs a stall warning; the interval doubles after each warning."""
 
 _log = logging.getLogger("farandole")

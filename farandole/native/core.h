@@ -132,7 +132,7 @@ void frd_leave(struct frd_group *, const char *note);  /* notifies the other ran
 void frd_give_up(struct frd_group *);                  /* pending calls of this process return FRD_LEFT */
 void frd_close(struct frd_group *);                    /* no call may be pending */
 void frd_set_timeout(struct frd_group *, double seconds);
-/* Set a function that a waiting rank calls after 5 s and whenever the wait has doubled.  It is called without the
+/* Set a function that a waiting rank calls after 4 s and whenever the wait has doubled.  It is called without the
  * interpreter lock. */
 void frd_set_stall_warning(struct frd_group *, void (*)(void));
 void frd_get_failure(struct frd_group *, struct frd_failure *);

@@ -51,7 +51,7 @@
 #define SMALL_BYTES ((size_t)1 << 14)   /* up to this size a whole call takes one phase */
 
 #define NOTICEABLE_S 1.0
-#define STALL_WARNING_S 5.0
+#define STALL_WARNING_S 4.0
 
 enum rank_state { ABSENT, PRESENT, GONE };
 enum broken_state { WHOLE, BREAKING, BROKEN };

@@ -168,6 +168,8 @@ class Engine:
             mesh = box_mesh(comm.size, hosts_of(comm) if hybrid else (), hybrid=hybrid)
         self.mesh, self.layouts = mesh, with_buffers(model, layouts or replicated_layouts(model))
         groups = connect(mesh, comm, self.layouts.values(), zero)
+        if pipeline is not None:
+            comm.set_roles(pipeline.roles(mesh))
         dividing = {
             ranks_of(mesh, self.layouts[name], comm.rank, zero).shards for name, _ in model.named_parameters()
         }
@@ -834,6 +836,7 @@ class Engine:
         self._reducer.close()
         if self.pipeline is not None:
             self.pipeline.close()
+            self.comm.set_roles([""] * self.comm.size)
         if self.swapped is not None:
             self.swapped.close()
         if self._gatherer is not None:

@@ -165,7 +165,7 @@ def survivors_of(
         end = job.end(rank)
         assert end.kind == kind, end.trace or end
         assert end.at - since < within_s, f"rank {rank} raised after {end.at - since:.1f} s"
-        for pattern in (rf"^rank {victim} \(process {job.pid(victim)}( on \w+)?\) ", *patterns):
+        for pattern in (rf"^rank {victim} \(process {job.pid(victim)}( on \w+)?(, [^)]*)?\) ", *patterns):
             assert re.search(pattern, end.text), f"{pattern} not in: {end.text}"
 
 

@@ -346,6 +346,7 @@ def check_invalid(rank: int, size: int) -> None:
             (lambda comm: comm.broadcast_init(three, size), "expected the root to be between 0 and"),
             (lambda comm: comm.send(three, size), "send: expected the destination to be between"),
             (lambda comm: comm.recv(three, -1), "recv: expected the source to be between .*, got -1"),
+            (lambda comm: comm.set_roles(["worker"] * (size + 1)), f"expected a role for each of the {size} ranks, got {size + 1}"),
         ]  # fmt: skip
         for call, saying in cases:
             with pytest.raises(ValueError, match=saying):

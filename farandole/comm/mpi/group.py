@@ -122,6 +122,7 @@ class MpiGroup:
             [old.pids[rank] for rank in members],
             [old.hosts[rank] for rank in members],
             shares_calls=False,
+            roles=old.roles,
         )
         store = dist.PrefixStore(f"{'-'.join(map(str, members))}/{number}/", self._store)
         return MpiGroup(comm, mpi_engine, membership, store, timedelta(seconds=self.timeout_s))

@@ -75,10 +75,11 @@ def summary(timeline: Timeline) -> str:
     return ", ".join(parts)
 
 
-def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
+def draw(timelines: Sequence[Timeline], path: str | Path, rank_height: float = 0.26) -> None:
     """Draw timelines below each other, on one time axis.
 
     Args:
+        rank_height: the height of a rank's row, in inches.
         path: a file whose name ends in .png, .svg or .pdf.
     """
     with optional_import():
@@ -88,7 +89,7 @@ def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
     from matplotlib.patches import Rectangle
 
     longest = max(timeline.makespan for timeline in timelines)
-    heights = [timeline.schedule.ranks * 0.26 + 0.45 for timeline in timelines]
+    heights = [timeline.schedule.ranks * rank_height + 0.45 for timeline in timelines]
     figure, axes = plt.subplots(
         len(timelines),
         1,

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from farandole.mesh import Mesh
 from farandole.parallel.axes import AxisCommunicator
 from farandole.parallel.pipeline.backward import SplitBackward
 from farandole.parallel.pipeline.balance import tensors_of
@@ -165,6 +166,17 @@ class Pipeline:
         output = tree_map_only(Tensor, lambda tensor: tensor.cpu(), outputs[0]) if outputs else None
         output = self._comm.broadcast_object(output, last)
         return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), output)
+
+    def roles(self, mesh: Mesh) -> list[str]:
+        """Return the stages of each rank of the mesh as text, such as `stage 3` or `stages 0 and 7`."""
+        schedule = self.schedule(1)
+        found = []
+        for rank in range(mesh.size):
+            place = min(mesh.of_rank(rank), key=lambda cell: cell.mirror).pipeline
+            replicas = range(len(schedule.placement))
+            stages = sorted({stage for replica in replicas for stage in schedule.stages_of(place, replica)})
+            found.append(("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages)))
+        return found
 
     @property
     def _device(self) -> torch.device:

@@ -261,16 +261,16 @@ from datetime import timedelta
 dist.init_process_group("farandole-mpi", init_method="mpi://", timeout=timedelta(seconds=30))
 rank = dist.get_rank()
 if rank == 2:
-    time.sleep(5.7)
+    time.sleep(4.7)
 dist.all_reduce(torch.ones(5))
 print("first", file=sys.stderr, flush=True)
 if rank == 0:
-    time.sleep(5.7)
+    time.sleep(4.7)
     dist.send(torch.ones(3), 1)
 if rank == 1:
     dist.recv(torch.ones(3), 0)
 dist.barrier()
-dist.group.WORLD.set_timeout(timedelta(seconds=7))
+dist.group.WORLD.set_timeout(timedelta(seconds=6))
 try:
     dist.send(torch.ones(1_000_000), (rank + 1) % 3)
 except RuntimeError as error:
@@ -295,7 +295,9 @@ def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     of_barrier, of_message = sorted(meanwhile, key=lambda line: "recv" in line)
     assert re.search(absent.format(0), of_barrier) and re.search(absent.format(1), of_barrier)
     assert re.fullmatch(
-        rf"farandole: rank 1 {process} is waiting in recv\(3 x float32, from rank 0\){link}", of_message
+        rf"farandole: rank 1 {process} is waiting in recv\(3 x float32, from rank 0\); the message from rank 0 {process} has not "
+        rf"arrived{link}",
+        of_message,
     )
     cycle = "; ".join(
         rf"rank {rank} {process} is waiting in send\(1000000 x float32, to rank {(rank + 1) % 3}\)"
@@ -308,6 +310,6 @@ def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     for rank in range(3):
         assert re.search(
             rf"rank {(rank + 1) % 3} {process} did not receive the message that rank {rank} {process} sent in "
-            rf"send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group within the timeout of 7 s; its current call is unknown to this host",
+            rf"send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group within the timeout of 6 s; its current call is unknown to this host",
             out,
         ), out
