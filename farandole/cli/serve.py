@@ -11,6 +11,9 @@ import typer
 
 from farandole.cli.durations import parse_duration
 
+END_TIMEOUT_S = 30
+"""The seconds that the ranks of `--tensor` may take to end after `--drain-timeout`."""
+
 
 def serve(
     folder: Annotated[
@@ -143,7 +146,8 @@ def serve(
             from farandole.launch.local import launch
 
             check_start(folder, host=host, port=port, api_keys=api_keys, tensor=tensor)
-            raise typer.Exit(launch("farandole", sys.argv[1:], ranks=tensor, module=True))
+            end = drain_timeout + END_TIMEOUT_S
+            raise typer.Exit(launch("farandole", sys.argv[1:], ranks=tensor, module=True, stop_timeout_s=end))
         runtime = None
         if placement.size > 1:
             import farandole

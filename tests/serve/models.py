@@ -45,9 +45,9 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def models(family: str) -> tuple[Any, Transformer]:
+def models(family: str, **changes: int) -> tuple[Any, Transformer]:
     """Return a random model of transformers, and the same model in Farandole."""
-    theirs = reference(family, 3, **LAYERS[family])
+    theirs = reference(family, 3, **LAYERS[family] | changes)
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.dim() > 1:

@@ -1,13 +1,15 @@
-"""Tensor parallel generation: two ranks generate the tokens of one, and a failed rank ends the service."""
+"""Tensor parallel generation: two ranks generate the tokens of one, and a failed rank ends the service.
+
+On two ranks, a request's logits do not depend on the other requests, bit by bit.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +20,38 @@ from farandole.comm.communicator import Communicator
 from farandole.models.hf import from_pretrained
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.ranks import Driver, Worker
-from farandole.serve.request import RequestError, Sampling
+from farandole.serve.request import Logprob, RequestError, Sampling
 from farandole.serve.shards import check_width, shard_model
-from tests.serve.models import CONTEXT, LAYERS, models, run, vocabulary
-from tests.serve.server import write_folder
-from tests.serve.test_server import post
+from tests.serve.models import CONTEXT, LAYERS, models, vocabulary
+from tests.serve.server import NAME, command, write_folder
 
 BOUND = 1e-4
 """The largest difference of log-probabilities between one rank and several."""
 
 
-def traffic(engine: GenerationEngine, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """Add requests at different steps, and return the tokens and log-probabilities of each."""
-    found: dict[int, tuple[list[int], list[float]]] = {}
+Case = tuple[str, dict[str, int]]
+CASES: list[Case] = [(family, {}) for family in LAYERS]
+"""Models that two ranks divide: a family, and changes of its configuration."""
+CASES += [("llama", {"num_attention_heads": 3, "num_key_value_heads": 3})]  # uneven
+CASES += [("llama", {"num_attention_heads": 4, "num_key_value_heads": 1})]  # both ranks store the same head
+
+
+def traffic(engine: GenerationEngine, prompts: list[list[int]], **options: Any) -> list[list[Logprob]]:
+    """Add requests at random steps, and return the tokens of each request with their log-probabilities."""
+    choose = random.Random(len(prompts))
     left = list(prompts)
+    found: dict[int, list[Logprob]] = {}
     while left or engine.has_work:
-        if left:
-            engine.add(left.pop(0), Sampling(max_tokens=12, temperature=0, logprobs=0))
+        if left and choose.random() < 0.4:
+            engine.add(left.pop(0), Sampling(max_tokens=12, temperature=0, logprobs=20, **options))
         for output in engine.step():
-            tokens, logprobs = found.setdefault(output.request, ([], []))
-            tokens += output.tokens
-            logprobs += [each.logprob for each in output.logprobs]
-    run(engine)
+            found.setdefault(output.request, []).extend(output.logprobs)
+    engine.check_idle()
     return [found[number] for number in sorted(found)]
 
 
 def on_ranks(rank: int, size: int, folder: str, store: str, prompts: list[list[int]]) -> Any:
+    """Return the results of the requests together, and of each request alone."""
     comm = Communicator(torch.distributed.group.WORLD)
     model = from_pretrained(folder, lazy=True).eval()
     shard_model(model, comm)
@@ -52,26 +60,28 @@ def on_ranks(rank: int, size: int, folder: str, store: str, prompts: list[list[i
         return None
     driver = Driver(model, comm)
     engine = GenerationEngine(driver, context=CONTEXT, store=store, token_budget=16, max_running=3)
-    found = traffic(engine, prompts)
+    together = traffic(engine, prompts)
+    # log-probabilities of the prompt disable the reuse of keys and values
+    alone = [traffic(engine, [prompt], prompt_logprobs=True)[0] for prompt in prompts]
     driver.beat()
     driver.close()
-    return found
+    return together, alone
 
 
 @pytest.mark.parametrize("store", ["slots", "pages"])
-@pytest.mark.parametrize("family", LAYERS)
-def test_two_ranks_generate_the_tokens_of_one(ranks: Any, family: str, store: str) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_generate_the_tokens_of_one(ranks: Any, case: Case, store: str) -> None:
+    family, changes = case
     choose = random.Random(family)
-    size = vocabulary(family)
-    prompts = [[choose.randrange(size) for _ in range(length)] for length in (1, 30, 5, 17, 9)]
-    _, model = models(family)
+    _, model = models(family, **changes)
+    prompts = [[choose.randrange(vocabulary(family)) for _ in range(length)] for length in (1, 30, 5, 17, 9)]
     engine = GenerationEngine(model, context=CONTEXT, store=store, token_budget=16, max_running=3)
     expected = traffic(engine, prompts)
-    folder = str(model.pretrained.folder)  # type: ignore[union-attr]
-    found, _ = ranks(2).run(on_ranks, folder, store, prompts)
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-    for (_, own), (_, other) in zip(found, expected, strict=True):
-        assert own == pytest.approx(other, abs=BOUND)
+    (together, alone), _ = ranks(2).run(on_ranks, str(model.pretrained.folder), store, prompts)  # type: ignore[union-attr]
+    assert together == alone
+    for own, other in zip(together, expected, strict=True):
+        assert [each.token for each in own] == [each.token for each in other]
+        assert [each.logprob for each in own] == pytest.approx([each.logprob for each in other], abs=BOUND)
 
 
 def test_widths_that_do_not_divide_the_heads_are_refused() -> None:
@@ -85,32 +95,36 @@ def test_widths_that_do_not_divide_the_heads_are_refused() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_rank_or_a_signal_ends_the_command(tmp_path: Path, number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "farandole", "serve", str(write_folder(tmp_path / "model"))]
-        + ["--port", "0", "--tensor", "2"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        address = ""
-        for line in process.stderr:
-            if match := re.search(r"http://\S+", line):
-                address = match[0]
-                break
-        body = {"model": "model", "prompt": "say", "max_tokens": 20, "temperature": 0}
-        assert post(address, "/v1/completions", body)[0] == 200
-        if number == signal.SIGKILL:
-            os.kill(_process_of_rank(process.pid, 1), number)
-        else:
-            process.send_signal(number)
-        errors = process.stderr.read()
+def test_a_killed_rank_ends_a_stream_with_an_error_and_a_signal_does_not(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    tokens = 1500 if number == signal.SIGKILL else 200
+    body = {"model": NAME, "prompt": "say", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    folder = write_folder(tmp_path / "model")
+    with command(folder, "--name", NAME, "--tensor", "2") as (address, process):
+        request = urllib.request.Request(
+            address + "/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as stream:
+            assert b"choices" in stream.readline()
+            if number == signal.SIGKILL:
+                os.kill(_process_of_rank(process.pid, 1), number)
+            else:
+                process.send_signal(number)
+            *_, last, end = [line for line in stream.read().decode().splitlines() if line]
+        assert end == "data: [DONE]"
+        content = json.loads(last.removeprefix("data: "))
         assert process.wait(60) == 128 + number
-        assert ("rank 1" if number == signal.SIGKILL else "stopped by SIGTERM") in errors
-    finally:
-        process.kill()
-        process.wait()
+        assert process.stderr is not None
+        if number == signal.SIGKILL:
+            assert content["error"]["code"] == "service_ended"
+            assert "rank 1" in content["error"]["message"]
+            assert "rank 1" in process.stderr.read()
+        else:
+            assert content["choices"][0]["finish_reason"] == "length"
+            assert "stopped by SIGTERM" in process.stderr.read()
 
 
 def _process_of_rank(launcher: int, rank: int) -> int:
