@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from farandole.cli.durations import parse_duration
+
+END_TIMEOUT_S = 30
+"""The seconds that the ranks of `--tensor` may take to end after `--drain-timeout`."""
 
 
 def serve(
@@ -45,6 +50,15 @@ def serve(
     token_budget: Annotated[
         int, typer.Option("--token-budget", min=1, help="Maximum tokens per step, at least --max-running.")
     ] = 256,
+    tensor: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor",
+            min=1,
+            help="Number of ranks that divide the model.",
+            show_default="the ranks of the launcher, else 1",
+        ),
+    ] = None,
     ttft: Annotated[
         float | None,
         typer.Option(
@@ -70,7 +84,7 @@ def serve(
         typer.Option(
             "--kv-memory",
             min=0.001,
-            help="Memory for keys and values, in GiB.",
+            help="Memory for keys and values on each rank, in GiB.",
             show_default="enough for --max-running sequences, at most half of the free memory",
         ),
     ] = None,
@@ -106,18 +120,39 @@ def serve(
     \b
       farandole serve runs --port 8000
       farandole serve FOLDER --precision bf16 --max-running 64
+      farandole serve FOLDER --tensor 2        2 ranks divide the model
+      mpirun -n 2 farandole serve FOLDER       the same, under another launcher
       farandole serve FOLDER --ttft 2s --tpot 100ms
       farandole serve FOLDER --host 0.0.0.0 --api-keys keys.txt
     """
     # import here, so that `--help` does not wait for torch
     from farandole.data.errors import DataError
+    from farandole.launch.environments import find_placement
+    from farandole.launch.placement import ALONE, LaunchError
     from farandole.models.hf.fields import FolderError
     from farandole.serve.request import RequestError
-    from farandole.serve.start import start
+    from farandole.serve.start import check_start, start
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError
 
     try:
+        placement = find_placement(os.environ)
+        if tensor not in (None, placement.size) and placement is not ALONE:
+            raise RequestError(
+                "tensor",
+                f"expected {placement.size}, the number of ranks of {placement.launcher}, got {tensor}; omit --tensor",
+            )
+        if placement is ALONE and tensor is not None and tensor > 1:
+            from farandole.launch.local import launch
+
+            check_start(folder, host=host, port=port, api_keys=api_keys, tensor=tensor)
+            end = drain_timeout + END_TIMEOUT_S
+            raise typer.Exit(launch("farandole", sys.argv[1:], ranks=tensor, module=True, stop_timeout_s=end))
+        runtime = None
+        if placement.size > 1:
+            import farandole
+
+            runtime = farandole.init()
         start(
             folder,
             host=host,
@@ -137,11 +172,12 @@ def serve(
             max_body=max_body,
             request_timeout=request_timeout,
             drain_timeout=drain_timeout,
+            runtime=runtime,
         )
     except RequestError as refusal:
         option = "--" + refusal.field.replace("_", "-")
         typer.echo(f"farandole serve: {option}: {str(refusal).partition(': ')[2]}", err=True)
         raise typer.Exit(2) from None
-    except (CheckpointError, ConfigError, DataError, FolderError) as refusal:
+    except (CheckpointError, ConfigError, DataError, FolderError, LaunchError) as refusal:
         typer.echo(f"farandole serve: {refusal}", err=True)
         raise typer.Exit(2) from None

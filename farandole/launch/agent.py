@@ -17,6 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
 
 from farandole.launch.monitor import SIGNALS, RankMonitor, signals_to_handle
+from farandole.launch.program import Program
 from farandole.launch.rendezvous import LauncherRendezvous
 from farandole.launch.reports import RankFailure, explain_failures, notify, read_report
 
@@ -28,10 +29,10 @@ class Agent(LocalElasticAgent):
     """Starts the ranks of this host and applies the rules of `RankMonitor` until all ranks have ended."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: LogsSpecs, rendezvous: LauncherRendezvous, verbose: bool
+        self, spec: WorkerSpec, logs: LogsSpecs, rendezvous: LauncherRendezvous, program: Program
     ) -> None:
         super().__init__(spec, logs)
-        self.verbose = verbose
+        self.program = program
         self.rendezvous = rendezvous
         self.rank_monitor = RankMonitor({}, {})
         """The monitor of the ranks; empty until the ranks have started."""
@@ -65,10 +66,10 @@ class Agent(LocalElasticAgent):
                 f"expected a SubprocessContext from torch's elastic agent, got {type(context).__name__}"
             )
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
-        self.rank_monitor = RankMonitor(processes, context.error_files)
+        self.rank_monitor = RankMonitor(processes, context.error_files, self.program.stop_timeout_s)
         for number in SIGNALS:
             signal.signal(number, self._on_signal if number in self._to_handle else signal.SIG_IGN)
-        if self.verbose:
+        if self.program.verbose:
             size = int(worker_group.workers[0].world_size)
             for local_rank, process in processes.items():
                 rank = self.global_ranks([local_rank])[0]

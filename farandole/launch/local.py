@@ -23,7 +23,7 @@ from farandole.launch.cores import reserve_cores, usable_cores
 from farandole.launch.environments import RUN_ID_PREFIX
 from farandole.launch.hosts import RendezvousConfig, find_interfaces, use_interfaces
 from farandole.launch.limits import check_rank_limits, oversubscription_warning
-from farandole.launch.monitor import restored_handlers
+from farandole.launch.monitor import STOP_TIMEOUT_S, restored_handlers
 from farandole.launch.placement import LaunchError
 from farandole.launch.program import Program
 from farandole.launch.reports import (
@@ -42,7 +42,13 @@ SCRATCH_PREFIX = "farandole-launch-"
 
 
 def launch(
-    target: str, arguments: Sequence[str] = (), *, ranks: int, module: bool = False, pin: bool = True
+    target: str,
+    arguments: Sequence[str] = (),
+    *,
+    ranks: int,
+    module: bool = False,
+    pin: bool = True,
+    stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> int:
     """Run a Python script or module in `ranks` processes on this host; return the exit status.
 
@@ -53,6 +59,7 @@ def launch(
 
     Args:
         pin: Pin each rank to its own cores.  A line on stderr describes the division of the cores.
+        stop_timeout_s: The seconds after a signal to the launcher, after which ranks that are still running are killed.
 
     Returns:
         The exit status of the rank that failed first, or 0.  When a rank fails, the other ranks are stopped, and the
@@ -61,7 +68,7 @@ def launch(
     Raises:
         LaunchError: if the ranks cannot be started.
     """
-    program = Program(target, arguments, "module" if module else "script", pin)
+    program = Program(target, arguments, "module" if module else "script", pin, stop_timeout_s=stop_timeout_s)
     return run_on_this_host(program, ranks, RendezvousConfig())
 
 
@@ -152,7 +159,7 @@ def _run_agent(
     )
     with _scratch_folder() as folder, restored_handlers():
         before = control_groups.oom_kills()
-        agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), rendezvous, program.verbose)
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), rendezvous, program)
         try:
             result = agent.run()
         except SignalException as stop:  # a signal that arrived before the ranks were monitored

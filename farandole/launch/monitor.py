@@ -3,7 +3,7 @@
 1. When a rank fails, the other ranks have half a second to end, because their collectives raise an error.  Then they
    get SIGTERM, and after a few seconds SIGKILL.
 2. The first signal to the launcher (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT) is forwarded to every rank once.  The ranks
-   have one minute to save and end.  A second signal kills the ranks.
+   have `stop_timeout_s` seconds to save and end, by default one minute.  A second signal kills the ranks.
 3. The processes that a rank has started (data loaders, for example) end with the rank, unless the rank succeeded.
 
 A signal that was ignored when the launcher started stays ignored.  `nohup` ignores SIGHUP, and a shell without job
@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 FAILURE_GRACE_S = 0.5
 TERMINATION_GRACE_S = 5.0
-SIGNAL_GRACE_S = 60.0
+STOP_TIMEOUT_S = 60.0
 SLOW_STOP_S = 1.0
 """The time, in seconds, after which ranks that are still stopping are reported."""
 
@@ -61,9 +61,15 @@ class RankMonitor:
     handler.
     """
 
-    def __init__(self, processes: Mapping[int, Popen[bytes]], error_files: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        processes: Mapping[int, Popen[bytes]],
+        error_files: Mapping[int, str],
+        stop_timeout_s: float = STOP_TIMEOUT_S,
+    ) -> None:
         self._processes = processes
         self._error_files = error_files
+        self._stop_timeout_s = stop_timeout_s
         self._signals: list[int] = []
         self._forwarded = 0
         self._forwarded_at: float | None = None
@@ -139,13 +145,13 @@ class RankMonitor:
             if self._forwarded == 0:
                 self._send(signal.Signals(self._signals[0]), running)
                 self._forwarded_at = now
-            self._kill_at = now + SIGNAL_GRACE_S if len(self._signals) == 1 else now
+            self._kill_at = now + self._stop_timeout_s if len(self._signals) == 1 else now
             self._forwarded = len(self._signals)
         elif self._forwarded_at is not None and now >= self._forwarded_at + SLOW_STOP_S:
             self._forwarded_at = None
             notify(
                 f"{signal_name(self._signals[0])}: {len(running)} of {len(self._processes)} ranks are still "
-                f"stopping and will be killed after {SIGNAL_GRACE_S:g} s; a second signal kills them immediately"
+                f"stopping and will be killed after {self._stop_timeout_s:g} s; a second signal kills them immediately"
             )
 
     def _send(self, number: signal.Signals, running: list[int]) -> None:

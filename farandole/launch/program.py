@@ -18,6 +18,7 @@ from shutil import which
 from typing import Literal
 
 from farandole._troubleshooting import see
+from farandole.launch.monitor import STOP_TIMEOUT_S
 from farandole.launch.placement import LaunchError
 
 PYTHON = re.compile(r"python(\d(\.\d+)?)?")
@@ -41,6 +42,8 @@ class Program:
     """Whether to print the processes that are started."""
     max_restarts: int = 0
     """The maximum number of times that all ranks are restarted after a failure."""
+    stop_timeout_s: float = STOP_TIMEOUT_S
+    """The seconds between a signal to the launcher and the end of ranks that are still running."""
 
     def check(self) -> None:
         """Raise `LaunchError` if the script, module or command does not exist."""

@@ -29,12 +29,20 @@ from farandole.parallel.axes import AxisCommunicator
 
 def copy_to_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
     """Return `x`, which is equal on all ranks; its gradient is the sum of all ranks' gradients."""
-    return x if comm is None else _CopyToAll.apply(x, comm)
+    if comm is None or torch.is_inference_mode_enabled():
+        return x
+    return _CopyToAll.apply(x, comm)
 
 
 def sum_of_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
     """Return the sum of all ranks' `x`."""
-    return x if comm is None else _SumOfAll.apply(x, comm)
+    if comm is None:
+        return x
+    if torch.is_inference_mode_enabled():  # for small tensors, faster than a separate output
+        total = x.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(total)
+        return total
+    return _SumOfAll.apply(x, comm)
 
 
 def gather_and_reduce(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:

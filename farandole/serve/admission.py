@@ -24,6 +24,7 @@ MIN_PROMPT_TOKENS = 16
 """The prompt tokens that a step may always compute, so that no prompt waits forever."""
 FIRST_RUNNING = 4
 """The number of running sequences that may be tried without measurements."""
+_SHORTEST_S = 1e-12  # the time of a token is never zero, even if the fit is
 _SCALE = np.array((1.0, 16.0, 256.0))  # makes the three terms of similar size
 
 
@@ -202,7 +203,7 @@ class Admission:
             return self._max_running
         base, per_decode, per_prompt_token = self.times.coefficients
         each = per_decode + per_prompt_token * self._prompt_per_token.value
-        fits = (step - base) / each if each > 0 else math.inf
+        fits = (step - base) / max(each, _SHORTEST_S)
         return max(1, int(min(self._max_running, 2 * self._most_decodes, fits)))
 
     def prompt_budget(self, decodes: int) -> int:
@@ -212,8 +213,7 @@ class Admission:
         if step == math.inf:
             return most
         base, per_decode, per_prompt_token = self.times.coefficients
-        left = step - base - per_decode * decodes
-        fits = left / per_prompt_token if per_prompt_token > 0 else math.inf
+        fits = (step - base - per_decode * decodes) / max(per_prompt_token, _SHORTEST_S)
         return min(most, max(MIN_PROMPT_TOKENS, int(min(2 * self._most_prompt_tokens, fits))))
 
     def until_ended(self, sequences: int) -> float:

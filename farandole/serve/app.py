@@ -27,7 +27,7 @@ from farandole.serve.folder import ModelFolder
 from farandole.serve.guard import Guard, Limits
 from farandole.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from farandole.serve.request import RequestError, Sampling
-from farandole.serve.service import Service, Ticket
+from farandole.serve.service import Service, ServiceEndedError, Ticket
 
 T = TypeVar("T")
 
@@ -93,6 +93,7 @@ class Server:
         app.add_exception_handler(HTTPException, _on_http_error)
         app.add_exception_handler(RequestError, _on_request_error)
         app.add_exception_handler(QueueFullError, _on_full)
+        app.add_exception_handler(ServiceEndedError, _on_end)
         app.add_exception_handler(Exception, _on_failure)
 
         @app.post("/v1/completions")
@@ -239,7 +240,7 @@ class Server:
             while left:
                 output = await ticket.outputs.get()
                 if output.finish_reason == "error":
-                    return _error(500, "the engine failed; see the server's log", "internal_error")
+                    return _error(*self._failure())
                 prompt_logprobs[number] += output.prompt_logprobs
                 job.choices[number * n + output.choice].add(output)
                 left -= output.finish_reason is not None
@@ -298,9 +299,8 @@ class Server:
         started: set[int] = set()
         async for number, output in _merged(job.tickets):
             if output.finish_reason == "error":
-                yield _event(
-                    {"error": _error_body("the engine failed; see the server's log", "internal_error")}
-                )
+                _, message, code = self._failure()
+                yield _event({"error": _error_body(message, code)})
                 return
             choice = job.choices[number * n + output.choice]
             text, logprobs = choice.add(output)
@@ -327,6 +327,12 @@ class Server:
                 yield _event({**job.head, "choices": [entry], **blank})
         if job.request.include_usage:
             yield _event({**job.head, "choices": [], "usage": job.usage})
+
+    def _failure(self) -> tuple[int, str, str]:
+        """Return the status, message and code for a request that the engine ended."""
+        if self._service.failure is not None:
+            return 503, f"the service has ended: {self._service.failure}", "service_ended"
+        return 500, "the engine failed; see the server's log", "internal_error"
 
     def _with_offsets(self, ticket: Ticket, logprobs: Sequence[Any]) -> list[tuple[Any, int]]:
         """Return the log-probabilities of a prompt with offsets in its text."""
@@ -423,6 +429,10 @@ def _on_request_error(_: Request, error: Exception) -> Response:
 
 def _on_failure(_: Request, __: Exception) -> Response:
     return _error(500, "the server failed; see its log", "internal_error")
+
+
+def _on_end(_: Request, error: Exception) -> Response:
+    return _error(503, str(error), "service_ended")
 
 
 def _on_full(_: Request, error: Exception) -> Response:

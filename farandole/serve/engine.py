@@ -120,14 +120,14 @@ class GenerationEngine:
             raise RequestError(
                 "token_budget", f"expected at least max_running={max_running}, got {token_budget}"
             )
-        self._runner = model if isinstance(model, Runner) else Runner(model)
-        self.vocabulary = self._runner.vocabulary
+        self.runner = model if isinstance(model, Runner) else Runner(model)
+        self.vocabulary = self.runner.vocabulary
         self.context, self.tokenizer = context, tokenizer
         self.end_tokens = frozenset(end_tokens)
         self.max_running, self.max_waiting = max_running, max_waiting
         self.admission = Admission(Target(ttft, tpot), max_running, token_budget)
         positions = kv_positions or max_running * (-(-context // 256) * 256)
-        self.store: Store = STORES[store](self._runner.memory(), positions)
+        self.store: Store = STORES[store](self.runner.memory(), positions)
         grammars = None
         if tokenizer is not None and self.end_tokens:
             grammars = Grammars(tokenizer, self.vocabulary, self.end_tokens)
@@ -293,7 +293,7 @@ class GenerationEngine:
         running = len(self._running)
         spans = [self._span(sequence, count) for sequence, count in plan]
         before = time.perf_counter()
-        logits = self._runner.run(self.store.memory, spans)
+        logits = self.runner.run(self.store.memory, spans)
         self.metrics.model_time += time.perf_counter() - before
         outputs = self._post_process(plan, spans, logits)
         end = time.perf_counter()

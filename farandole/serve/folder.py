@@ -44,8 +44,28 @@ class ModelFolder:
     no_template: str
 
 
+def is_hugging_face(path: Path) -> bool:
+    """Return whether a folder is a Hugging Face folder, and not a checkpoint of a run."""
+    return (path / CONFIG).is_file() and not (path / METADATA).is_file()
+
+
+def find_model(folder: str | Path) -> Path:
+    """Return the folder with the weights: a Hugging Face folder, or the newest checkpoint of a run.
+
+    Raises:
+        CheckpointError: if there is no checkpoint.
+    """
+    path = Path(folder).expanduser()
+    return path if is_hugging_face(path) else newest_checkpoint(path)
+
+
 def read_model(
-    folder: str | Path, *, precision: str = "fp32", context: int | None = None, template: str = ""
+    folder: str | Path,
+    *,
+    precision: str = "fp32",
+    context: int | None = None,
+    template: str = "",
+    lazy: bool = False,
 ) -> ModelFolder:
     """Read a Hugging Face folder, or the newest checkpoint of a run of `farandole train`.
 
@@ -54,18 +74,18 @@ def read_model(
         precision: "fp32" or "bf16".
         context: the maximum number of tokens of a sequence, by default the model's context.
         template: a file with another chat template, or "chatml".
+        lazy: whether the model of a Hugging Face folder is on the meta device, for `shards.shard_model`.
 
     Raises:
         FolderError, CheckpointError, DataError: if a file is missing or damaged, or the model is not supported.
         RequestError: if an argument is invalid.
     """
-    path = Path(folder).expanduser()
+    path = find_model(folder)
     if precision not in PRECISIONS:
         raise RequestError("precision", f"expected one of {', '.join(PRECISIONS)}, got {precision!r}")
-    if (path / CONFIG).is_file() and not (path / METADATA).is_file():
-        model, tokenizer, limit, choice = _hugging_face(path, precision)
+    if is_hugging_face(path):
+        model, tokenizer, limit, choice = _hugging_face(path, precision, lazy)
     else:
-        path = newest_checkpoint(path)
         loaded, tokenizer, config = load_model(path)
         model = cast(Transformer, loaded.to(PRECISIONS[precision]))
         limit, choice = config.model.context, getattr(config.data, "template", "")
@@ -83,7 +103,7 @@ def read_model(
     return ModelFolder(path, model, tokenizer, context or limit, _end_tokens(path, tokenizer), found, reason)
 
 
-def _hugging_face(path: Path, precision: str) -> tuple[Transformer, Tokenizer, int, str]:
+def _hugging_face(path: Path, precision: str, lazy: bool) -> tuple[Transformer, Tokenizer, int, str]:
     origin = read_config(path)
     if not origin.architecture.is_decoder:
         raise FolderError(
@@ -103,7 +123,7 @@ def _hugging_face(path: Path, precision: str) -> tuple[Transformer, Tokenizer, i
     )
     if not limit:
         raise FolderError(f"{path / CONFIG} has no max_position_embeddings, which limits the context")
-    model = from_pretrained(path, dtype=PRECISIONS[precision]).eval()
+    model = from_pretrained(path, dtype=PRECISIONS[precision], lazy=lazy).eval()
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return model, tokenizer, int(limit), ""

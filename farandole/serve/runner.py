@@ -118,6 +118,9 @@ class Runner:
         RequestError: if the model's results would depend on the other sequences in a batch.
     """
 
+    heartbeat_s: float | None = None
+    """The seconds after which an idle engine calls `beat`; None for never."""
+
     def __init__(self, model: Transformer, use_core: bool | None = None) -> None:
         for module in model.modules():
             for value in vars(module).values():
@@ -161,8 +164,18 @@ class Runner:
                 selected += range(end - span.logits, end)
             if not selected:
                 return torch.empty(0, self.vocabulary)
-            logits: Tensor = self.model[-1](hidden[:, selected], info)
-            return logits[0].float()
+            return self._logits(hidden[:, selected], info).float()
+
+    def beat(self) -> None:
+        """Check the ranks that compute with this process."""
+
+    def close(self) -> None:
+        """End the ranks that compute with this process."""
+
+    def _logits(self, hidden: Tensor, info: SequenceInfo) -> Tensor:
+        """Return the logits (tokens, vocabulary) for hidden states (1, tokens, width)."""
+        logits: Tensor = self.model[-1](hidden, info)
+        return logits[0]
 
 
 def _vocabulary(model: Transformer) -> int:

@@ -12,9 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from farandole.serve.engine import GenerationEngine, QueueFullError
+from farandole.serve.ranks import RanksFailed
 from farandole.serve.request import Output, RequestError, Sampling
 
 log = logging.getLogger(__name__)
+
+
+class ServiceEndedError(Exception):
+    """The service has ended, because a rank failed."""
 
 
 @dataclass(eq=False)
@@ -32,10 +37,14 @@ class Service:
 
     Args:
         engine: the engine; after `start`, only the service's thread may use it.
+        on_failure: a function that is called in the thread if a rank has failed, after all requests have been answered.
     """
 
-    def __init__(self, engine: GenerationEngine) -> None:
-        self.engine = engine
+    failure: RanksFailed | None = None
+    """The reason why the service has ended."""
+
+    def __init__(self, engine: GenerationEngine, on_failure: Callable[[], None] = lambda: None) -> None:
+        self.engine, self._on_failure = engine, on_failure
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._queued = self._queued_tokens = 0  # sequences in the inbox, and tokens in their prompts
@@ -67,6 +76,7 @@ class Service:
         Raises:
             RequestError: if the engine cannot serve a request.
             QueueFullError: if too many sequences are waiting, or the first token would miss the target.
+            ServiceEndedError: if a rank has failed.
         """
         for prompt, sampling in requests:
             self.engine.check(prompt, sampling)
@@ -79,6 +89,8 @@ class Service:
         tickets = [Ticket(prompt, sampling) for prompt, sampling in requests]
         tokens = sum(len(prompt) * sampling.n for prompt, sampling in requests)
         with self._condition:
+            if self.failure is not None:
+                raise ServiceEndedError(f"the service has ended: {self.failure}")
             try:
                 self._check_queue(count, tokens)
             except QueueFullError:
@@ -142,26 +154,56 @@ class Service:
                 self.engine.cancel(ticket.number)
 
     def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not (self._inbox or self._closed or self.engine.has_work):
-                    self._condition.wait()
-                if self._closed:
-                    return
-                commands, self._inbox = self._inbox, []
-            for command in commands:
-                command()
-            try:
-                outputs = self.engine.step()
-            except Exception:
-                log.exception("a step of the generation engine failed; all requests are cancelled")
-                numbers = self.engine.cancel_all()
-                outputs = [
-                    Output(number, choice, finish_reason="error")
-                    for number in numbers
-                    for choice in range(self._tickets[number].sampling.n)
-                ]
-            self._deliver(outputs)
+        try:
+            while self._advance():
+                pass
+        except RanksFailed as error:
+            self._fail(error)
+        else:
+            self.engine.runner.close()
+
+    def _advance(self) -> bool:
+        """Run a step, or check idle ranks; return False after `close`."""
+        with self._condition:
+            is_idle = False
+            while not (self._inbox or self._closed or self.engine.has_work or is_idle):
+                is_idle = not self._condition.wait(self.engine.runner.heartbeat_s)
+            if self._closed:
+                return False
+            commands, self._inbox = self._inbox, []
+        if is_idle and not commands:
+            self.engine.runner.beat()
+            return True
+        for command in commands:
+            command()
+        try:
+            outputs = self.engine.step()
+        except RanksFailed:
+            raise
+        except Exception:
+            log.exception("a step of the generation engine failed; all requests are cancelled")
+            outputs = self._cancel_all()
+        self._deliver(outputs)
+        return True
+
+    def _fail(self, error: RanksFailed) -> None:
+        """Answer all requests with an error, and end the service."""
+        log.error("the service ends, because a rank failed: %s", error)
+        with self._condition:
+            self.failure = error
+            commands, self._inbox = self._inbox, []
+        for command in commands:
+            command()
+        self._deliver(self._cancel_all())
+        self._on_failure()
+
+    def _cancel_all(self) -> list[Output]:
+        """Cancel all requests, and return an output with an error for each sequence."""
+        return [
+            Output(number, choice, finish_reason="error")
+            for number in self.engine.cancel_all()
+            for choice in range(self._tickets[number].sampling.n)
+        ]
 
     def _deliver(self, outputs: Sequence[Output]) -> None:
         """Send outputs to the event loop, in one call per step."""

@@ -17,7 +17,7 @@ from tests.models.hf.families import folder_of, reference, rope
 
 CONTEXT = 64
 LAYERS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_layer": 2, "activation_function": "gelu_new"},
+    "gpt2": {"n_layer": 2, "n_head": 2, "activation_function": "gelu_new"},
     "gptj": {"n_layer": 2},
     "llama": {"num_hidden_layers": 2, "rope_parameters": rope("llama3", 8), "head_dim": 8},
     "mistral": {
@@ -32,16 +32,22 @@ LAYERS: dict[str, dict[str, Any]] = {
         "rope_parameters": rope("default", 8),
         "head_dim": 8,
         "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     },
-    "deepseek_v3": {"rope_parameters": rope("default", 8)},
+    "deepseek_v3": {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_parameters": rope("default", 8),
+    },
 }
 """The families that are served, with changes of their random configurations."""
 
 
 @cache
-def models(family: str) -> tuple[Any, Transformer]:
+def models(family: str, **changes: int) -> tuple[Any, Transformer]:
     """Return a random model of transformers, and the same model in Farandole."""
-    theirs = reference(family, 3, **LAYERS[family])
+    theirs = reference(family, 3, **LAYERS[family] | changes)
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.dim() > 1:

@@ -91,9 +91,11 @@ def command(folder: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[s
     )
     try:
         assert process.stderr is not None
-        line = process.stderr.readline()
-        match = re.search(r"http://\S+", line)
-        assert match, line + process.stderr.read()
+        lines = ""
+        while (match := re.search(r"http://\S+", lines)) is None:
+            line = process.stderr.readline()
+            assert line, lines
+            lines += line
         yield match[0], process
     finally:
         process.kill()

@@ -119,6 +119,14 @@ def test_limits_meet_the_target() -> None:
     assert admission.prompt_budget(0) == 4096  # no sequence decodes
 
 
+def test_a_target_below_the_base_runs_one_sequence() -> None:
+    admission = Admission(Target(tpot=0.001), 16, 256)
+    for decodes in (1, 2, 3, 4) * 5:
+        admission.observe(decodes, 0, 0.01, selected=decodes)
+    assert admission.max_running == 1
+    assert admission.prompt_budget(4) == MIN_PROMPT_TOKENS
+
+
 def test_waits_follow_the_measured_throughput() -> None:
     admission = Admission(Target(ttft=2, tpot=0.1), 4, 64)
     for step in range(5000):

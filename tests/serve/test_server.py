@@ -310,11 +310,11 @@ def test_keys_and_limits(folder: Path) -> None:
 
 def test_a_failed_step_answers_all_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(folder) as (address, service):
-        run = service.engine._runner.run
-        monkeypatch.setattr(service.engine._runner, "run", lambda *_: 1 / 0)
+        run = service.engine.runner.run
+        monkeypatch.setattr(service.engine.runner, "run", lambda *_: 1 / 0)
         status, content, _ = post(address, "/v1/completions", {**GREEDY, "prompt": "say", "n": 3})
         assert (status, content["error"]["code"]) == (500, "internal_error")
-        monkeypatch.setattr(service.engine._runner, "run", run)
+        monkeypatch.setattr(service.engine.runner, "run", run)
         assert post(address, "/v1/completions", {**GREEDY, "prompt": "say"})[0] == 200
         service.engine.check_idle()
 

@@ -117,7 +117,7 @@ def from_pretrained(
     if lazy:
         model.weight_source = weights  # type: ignore[assignment]
         return model
-    _allocate(model, device)
+    allocate(model, device)
     weights.read(
         [
             (name, tuple((0, length) for length in tensor.shape), tensor.detach())
@@ -372,7 +372,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if name in persistent}
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device) -> None:
     """Allocate memory for a meta-device model.  Tied tensors stay tied, and non-persistent buffers become zero."""
     twins: dict[int, Tensor] = {}
     for module in model.modules():

@@ -1,0 +1,76 @@
+"""Divide a model over the ranks of a communicator, so that each rank stores its shard of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farandole.comm.communicator import Communicator
+from farandole.layout import Layout
+from farandole.mesh import Mesh
+from farandole.models.hf.pretrained import Request, allocate, tensors_of
+from farandole.models.sequence import Transformer
+from farandole.parallel import tensor
+from farandole.parallel.axes import Layouts, Position
+from farandole.plan import Plan, PlanError
+from farandole.serve.request import RequestError
+
+
+def check_width(model: nn.Module, ranks: int) -> None:
+    """Check on the meta device whether `ranks` ranks can divide a model.  The model cannot be used afterwards.
+
+    Raises:
+        RequestError: if the ranks cannot divide the model; the message contains the nearest numbers that can.
+    """
+    mesh = Mesh.box(ranks, tensor=ranks)
+    _apply(model.to("meta"), Position(mesh, mesh.of_rank(0)[0]))
+
+
+def shard_model(model: Transformer, comm: Communicator) -> None:
+    """Replace the parameters of `model` by this rank's shards.  This is a collective call.
+
+    If the model is on the meta device, as from `from_pretrained(folder, lazy=True)`, each rank reads only its shards.
+
+    Raises:
+        RequestError: if the ranks cannot divide the model; the message contains the nearest numbers that can.
+        FolderError: if a file ends early or cannot be read.
+    """
+    mesh = Mesh.box(comm.size, tensor=comm.size)
+    position = Position(mesh, mesh.of_rank(comm.rank)[0], mesh.connect(comm, [(tensor.AXIS,)]))
+    layouts = _apply(model, position)
+    position.connect()
+    source: Any = getattr(model, "weight_source", None)
+    if source is not None:
+        allocate(model, torch.get_default_device())
+        source.read(
+            [
+                request
+                for name, values in tensors_of(model).items()
+                for request in _requests(name, values.detach(), layouts.get(name), position)
+            ]
+        )
+
+
+def _apply(model: nn.Module, position: Position) -> Layouts:
+    layouts = Layouts(model)
+    try:
+        tensor.apply(model, position, Plan(tensor=position.mesh.size), layouts)
+    except PlanError as error:
+        raise RequestError("tensor", str(error).partition(": ")[2]) from error
+    return layouts
+
+
+def _requests(name: str, values: Tensor, layout: Layout | None, position: Position) -> Iterator[Request]:
+    """Yield the boxes of a tensor that this rank stores; a buffer has no layout, and is not sharded."""
+    if layout is None or not layout.shards:
+        yield name, tuple((0, length) for length in values.shape), values
+        return
+    ((_, shard),) = layout.shards
+    dim, at = shard.dim % values.dim(), 0
+    for box in layout.boxes(position.mesh, position.cell):
+        length = box[dim][1] - box[dim][0]
+        yield name, box, values.narrow(dim, at, length)
+        at += length
