@@ -207,7 +207,7 @@ def step_without_communication(batch: tuple[Tensor, Tensor], comm: Any) -> Calla
         (total / count).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(total)
+        return float(total.detach())
 
     return step
 
