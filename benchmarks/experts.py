@@ -8,6 +8,8 @@ Each rank has one thread.  The implementations take turns in one run.
 - `training step`: a Mixtral with 4 experts of which 2 are selected, in fp32, with 1 or 2 samples of 256 tokens per rank (forward
   and backward pass, fused AdamW).  The implementation in torch has the same model with the steps of torchtitan, and reduces the
   gradients of the other weights with DistributedDataParallel.
+- `without communication`: two copies of the rows instead of an exchange, or a training step in which each rank sends its
+  own rows to its own experts.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 import farandole
 from benchmarks.measure import records_table, save, start
 from farandole._startup import keep_freed_memory
+from farandole.mesh import Mesh
 from farandole.models.mixtral import MixtralConfig, build_mixtral
+from farandole.models.moe import Experts, Products
+from farandole.parallel import expert
+from farandole.parallel.axes import AxisCommunicator, Layouts, Position
 from farandole.parallel.expert import exchange_rows
 from farandole.plan import Plan
 
@@ -40,7 +46,7 @@ SAMPLES = (2, 1)
 SENT = (256, 1024, 4096)
 """The numbers of rows that a rank sends in an exchange."""
 
-OURS, GLOO = "farandole", "torch over Gloo"
+OURS, GLOO, LIMIT = "farandole", "torch over Gloo", "without communication"
 
 
 class TorchMixture(nn.Module):
@@ -181,9 +187,35 @@ def our_step(batch: tuple[Tensor, Tensor], ranks: int) -> Callable[[], Any]:
     return step
 
 
+def step_without_communication(batch: tuple[Tensor, Tensor], comm: Any) -> Callable[[], Any]:
+    """Return a training step of farandole's model in which a rank computes its own rows."""
+    torch.manual_seed(0)
+    model = build_mixtral(CONFIG)
+    mesh, plan = Mesh.box(comm.size, expert=comm.size), Plan(expert=comm.size)
+    expert.apply(model, Position(mesh, mesh.of_rank(comm.rank)[0]), plan, Layouts(model))
+
+    def keep_rows(rows: Tensor, counts: Tensor, products: Products, _: Any) -> tuple[Tensor, None]:
+        return products(rows, counts.view(-1, comm.size).sum(1)), None
+
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.exchange = keep_rows
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+
+    def step() -> float:
+        total, count = model(batch[0], None, batch[1])
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(total.detach())
+
+    return step
+
+
 def exchanges(count: int, comm: Any, group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
     """Return the uneven exchanges of `count` rows, forward and backward, of each implementation."""
     size, rank = comm.size, comm.rank
+    axis = AxisCommunicator(range(size), rank, comm)
     shares = [[(source + target) % size + 1 for target in range(size)] for source in range(size)]
     unit = count // sum(shares[0])
     sent = [unit * share for share in shares[rank]]
@@ -192,12 +224,18 @@ def exchanges(count: int, comm: Any, group: dist.ProcessGroup) -> dict[str, Call
     gradient = torch.randn(sum(received), CONFIG.width)
 
     def ours() -> None:
-        exchange_rows(rows, sent, received, comm)[0].backward(gradient)
+        torch.autograd.grad(exchange_rows(rows, sent, received, axis)[0], rows, gradient)
 
     def gloo() -> None:
-        all_to_all_single_autograd(rows, received, sent, group).backward(gradient)
+        torch.autograd.grad(all_to_all_single_autograd(rows, received, sent, group), rows, gradient)
 
-    return {OURS: ours, GLOO: gloo}
+    target = torch.empty(sum(sent), CONFIG.width)
+
+    def copy() -> None:
+        for _ in range(2):
+            target.copy_(rows.detach())
+
+    return {OURS: ours, GLOO: gloo, LIMIT: copy}
 
 
 def measure(
@@ -244,7 +282,11 @@ def run_rank() -> None:
         for samples in SAMPLES:
             tokens = torch.randint(0, CONFIG.vocabulary, (samples, LENGTH + 1), generator=generator)
             batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-            steps = {OURS: our_step(batch, size), GLOO: torch_step(batch, group)}
+            steps = {
+                OURS: our_step(batch, size),
+                GLOO: torch_step(batch, group),
+                LIMIT: step_without_communication(batch, comm),
+            }
             found = measure(steps, comm.barrier, 1)
             rows.append(row(f"training step, {samples * LENGTH} tokens", found))
         if runtime.rank == 0:

@@ -120,6 +120,9 @@ class Core(Protocol):
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Return a tensor in the memory in which operations are fastest.  This is a collective call."""
 
+    def receive_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor that other ranks write directly, if possible.  This is a local call."""
+
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Return a tensor whose memory all ranks share.  This is a collective call."""
 
@@ -231,6 +234,10 @@ class GroupCore:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Return a tensor in memory shared by the ranks of this host."""
         return self.host.allocate(shape, dtype, flags)
+
+    def receive_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor in private memory."""
+        return torch.empty(*shape, dtype=dtype, device="cpu")
 
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Raise CommunicationError, because the ranks do not share memory."""

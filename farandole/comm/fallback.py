@@ -296,6 +296,10 @@ class TorchCore:
         """Return a tensor in private memory."""
         return torch.empty(*shape, dtype=dtype, device="cpu")
 
+    def receive_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor in private memory."""
+        return self.allocate(shape, dtype, 0)
+
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Raise NotImplementedError, because torch's groups do not share memory."""
         raise NotImplementedError(

@@ -30,6 +30,13 @@ class NativeCore(GroupCore):
         self.rank, self.size = host.rank, host.size
         self._library = host.core
 
+    def receive_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor in this process's arena, or in private memory if the arena is full."""
+        try:
+            return self.host.allocate(shape, dtype, 0)
+        except OSError:
+            return super().receive_buffer(shape, dtype)
+
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Return a tensor in memory shared by all ranks."""
         return self.host.allocate_shared(shape, dtype, flags)

@@ -1,7 +1,8 @@
 /* The shared memory of this process: one memory file, which the other processes of the host map once.
  *
  * The file is much larger than the memory that is ever used; only touched pages take memory.  The records of the
- * allocator are private.  Whole free pages are returned to the system.
+ * allocator are private.  Whole free pages are returned to the system, except the pages of recently freed buffers: the
+ * system would clear them again, which takes longer than to fill them.
  *
  * After a group broke, a peer may still copy from or to a buffer that its owner has freed.  Freed memory is therefore
  * held back (`arena_hold`) until every rank of the broken group has left the group or ended.
@@ -17,13 +18,14 @@
 #include "internal.h"
 
 #define PAGE ((size_t)4096)
+#define KEPT_BYTES ((size_t)1 << 26) /* of freed buffers that keep their pages */
 
 struct extent {
     size_t offset, bytes;
 };
 
 struct extents {
-    struct extent *list; /* sorted; free extents are not adjacent */
+    struct extent *list; /* sorted, except `kept`; free extents are not adjacent */
     int count, capacity;
 };
 
@@ -35,6 +37,8 @@ static struct {
     struct extents free;
     struct extents held;  /* freed while `holds` > 0 */
     struct extents given; /* by frd_alloc: sizes by offset */
+    struct extents kept;  /* freed by frd_free with their pages, the oldest first */
+    size_t kept_bytes;
     int holds;
 } arena = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -95,7 +99,8 @@ int frd_arena_open(int descriptor, size_t bytes)
     arena.used = 0;
     arena.holds = 0;
     arena.process = getpid();
-    arena.free.count = arena.held.count = arena.given.count = 0;
+    arena.free.count = arena.held.count = arena.given.count = arena.kept.count = 0;
+    arena.kept_bytes = 0;
     /* offset 0 means none */
     return insert(&arena.free, 0, (struct extent){PAGE, bytes - PAGE}) ? 0 : -ENOMEM;
 }
@@ -166,18 +171,60 @@ void arena_give(void *memory, size_t bytes)
     pthread_mutex_unlock(&arena.lock);
 }
 
+static void release_kept(size_t allowed)
+{
+    while (arena.kept_bytes > allowed) {
+        arena.kept_bytes -= arena.kept.list[0].bytes;
+        give(arena.kept.list[0]);
+        erase(&arena.kept, 0);
+    }
+}
+
+static void keep(struct extent x)
+{
+    if (x.bytes > KEPT_BYTES || !insert(&arena.kept, arena.kept.count, x)) {
+        give(x);
+        return;
+    }
+    arena.kept_bytes += x.bytes;
+    release_kept(KEPT_BYTES);
+}
+
+/* Takes the latest kept extent that fits and is not much too large; its size is 0 if there is none. */
+static struct extent take_kept(size_t bytes)
+{
+    for (int i = arena.kept.count - 1; i >= 0; i--) {
+        const struct extent x = arena.kept.list[i];
+        if (x.bytes < bytes || x.bytes > bytes + bytes / 2) continue;
+        erase(&arena.kept, i);
+        arena.kept_bytes -= x.bytes;
+        return x;
+    }
+    return (struct extent){0, 0};
+}
+
+static struct extent take_pages(size_t bytes)
+{
+    const struct extent kept = take_kept(bytes);
+    if (kept.bytes) return kept;
+    void *memory = take(bytes, PAGE);
+    if (!memory) {
+        release_kept(0);
+        memory = take(bytes, PAGE);
+    }
+    return memory ? (struct extent){arena_offset(memory), bytes} : (struct extent){0, 0};
+}
+
 void *frd_alloc(size_t bytes)
 {
     if (!arena_ready()) return NULL;
     const size_t whole = round_up(bytes ? bytes : 1, PAGE);
     pthread_mutex_lock(&arena.lock);
-    void *memory = take(whole, PAGE);
-    if (memory) {
-        const struct extent x = {arena_offset(memory), whole};
-        if (!insert(&arena.given, find(&arena.given, x.offset), x)) {
-            give(x);
-            memory = NULL;
-        }
+    const struct extent x = take_pages(whole);
+    void *memory = x.bytes ? arena.base + x.offset : NULL;
+    if (memory && !insert(&arena.given, find(&arena.given, x.offset), x)) {
+        give(x);
+        memory = NULL;
     }
     pthread_mutex_unlock(&arena.lock);
     return memory;
@@ -193,7 +240,7 @@ void frd_free(void *memory)
     if (at < arena.given.count && arena.given.list[at].offset == offset) {
         x = arena.given.list[at];
         erase(&arena.given, at);
-        if (!arena.holds || !insert(&arena.held, find(&arena.held, offset), x)) give(x);
+        if (!arena.holds || !insert(&arena.held, find(&arena.held, offset), x)) keep(x);
     }
     pthread_mutex_unlock(&arena.lock);
 }

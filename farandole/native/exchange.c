@@ -3,7 +3,7 @@
  *
  * Three algorithms, selected by size and memory:
  *   pulled   tensors in shared memory: each receiver copies its part to its own tensor.  One copy, two phases.
- *   pushed   all-gather into tensors that are all in shared memory: every rank writes its part into all of them.
+ *   pushed   results in shared memory (all-gather, all-to-all): every rank writes its parts into them.
  *   staged   otherwise, in windows that stay in cache, one phase per window: a rank offers window k while the others
  *            read window k - 1.  The first window arrives with the call, so a small call takes one phase.
  * Staged calls have two patterns.  `spread`: some ranks have one stream each for several receivers (broadcast, gather,
@@ -26,6 +26,12 @@ static uint64_t address(const void *data) { return (uint64_t)(uintptr_t)data; }
 static void pull(struct frd_group *g, int rank, void *to, uint64_t from, size_t bytes)
 {
     if (bytes) memcpy(to, memory_of(g->local[rank].peer, from, bytes), bytes);
+}
+
+/* Copies to the tensor of another rank in shared memory. */
+static void push(struct frd_group *g, int rank, uint64_t to, const void *from, size_t bytes)
+{
+    if (bytes) memcpy(memory_of(g->local[rank].peer, to, bytes), from, bytes);
 }
 
 int frd_barrier(struct frd_group *g, int flags)
@@ -259,10 +265,10 @@ int frd_scatter(struct frd_group *g, const void *const *in, void *out, size_t co
     return status;
 }
 
-/* The counts, in elements, that a rank sends to each rank and expects from it, and the addresses of the sent parts.  Up
- * to SMALL_BYTES of values follow. */
+/* The counts, in elements, that a rank sends to each rank and expects from it, and the addresses of both parts if they
+ * are in shared memory.  Up to SMALL_BYTES of values follow. */
 struct table {
-    uint64_t *sends, *receives, *addresses;
+    uint64_t *sends, *receives, *sources, *targets;
     char *values;
 };
 
@@ -270,7 +276,7 @@ static struct table table_at(const struct frd_group *g, char *offer)
 {
     const size_t n = (size_t)g->ranks;
     uint64_t *words = (uint64_t *)offer;
-    return (struct table){words, words + n, words + 2 * n, (char *)(words + 3 * n)};
+    return (struct table){words, words + n, words + 2 * n, words + 3 * n, (char *)(words + 4 * n)};
 }
 
 /* The bytes that a rank sends to the other ranks below `before`. */
@@ -301,11 +307,21 @@ static int check_pairs(struct frd_group *g, const struct table *tables, size_t *
     return FRD_OK;
 }
 
+/* Whether every part that does not fit into a table is in shared memory at its source or at its target.  Every rank
+ * sees the same tables. */
+static bool needs_no_stage(const struct frd_group *g, const struct table *tables, const bool *few)
+{
+    for (int s = 0; s < g->ranks; s++)
+        for (int d = 0; d < g->ranks && !few[s]; d++)
+            if (s != d && tables[s].sends[d] && !tables[s].sources[d] && !tables[d].targets[s]) return false;
+    return true;
+}
+
 int frd_all_to_all(struct frd_group *g, const void *const *in, const size_t *in_counts, void *const *out,
                    const size_t *out_counts, int type, int flags)
 {
     const int me = g->rank;
-    const size_t element = element_bytes(type), table_bytes = 3 * sizeof(uint64_t) * (size_t)g->ranks;
+    const size_t element = element_bytes(type), table_bytes = 4 * sizeof(uint64_t) * (size_t)g->ranks;
     size_t sent = 0;
     for (int d = 0; d < g->ranks; d++) sent += d == me ? 0 : in_counts[d] * element;
     const bool small = sent <= SMALL_BYTES;
@@ -317,7 +333,8 @@ int frd_all_to_all(struct frd_group *g, const void *const *in, const size_t *in_
     for (int r = 0; r < g->ranks; r++) {
         tables[me].sends[r] = in_counts[r];
         tables[me].receives[r] = out_counts[r];
-        tables[me].addresses[r] = address_if_shared(in[r], in_counts[r] * element);
+        tables[me].sources[r] = address_if_shared(in[r], in_counts[r] * element);
+        tables[me].targets[r] = address_if_shared(out[r], out_counts[r] * element);
         const size_t bytes = small && r != me ? in_counts[r] * element : 0;
         if (bytes) memcpy(values, in[r], bytes);
         values += bytes;
@@ -328,19 +345,18 @@ int frd_all_to_all(struct frd_group *g, const void *const *in, const size_t *in_
     for (int r = 0; r < g->ranks && !status; r++) tables[r] = table_at(g, offer_of(g, r, half_of(g->phase - 1)));
     if (!status) status = check_pairs(g, tables, &x.longest, few);
     x.longest *= element;
-    bool pulled = true; /* every rank sees the same tables */
-    for (int s = 0; s < g->ranks && !status; s++)
-        for (int d = 0; d < g->ranks && !few[s]; d++) pulled &= s == d || !tables[s].sends[d] || tables[s].addresses[d];
-    for (int s = 0; s < g->ranks && !status; s++) {
-        const size_t bytes = s == me ? 0 : out_counts[s] * element;
-        all_few &= few[s];
-        if (few[s] && bytes) memcpy(out[s], tables[s].values + bytes_sent(&tables[s], s, me, element), bytes);
-        else if (pulled) pull(g, s, out[s], tables[s].addresses[me], bytes);
-        else x.in[s] = out[s], x.in_bytes[s] = few[s] ? 0 : bytes;
-        x.out[s] = in[s];
-        x.out_bytes[s] = small || s == me ? 0 : in_counts[s] * element;
+    const bool direct = !status && needs_no_stage(g, tables, few);
+    for (int r = 0; r < g->ranks && !status; r++) {
+        const size_t in_bytes = r == me ? 0 : out_counts[r] * element;
+        const size_t out_bytes = small || r == me ? 0 : in_counts[r] * element;
+        all_few &= few[r];
+        if (few[r] && in_bytes) memcpy(out[r], tables[r].values + bytes_sent(&tables[r], r, me, element), in_bytes);
+        else if (!direct) x.in[r] = out[r], x.in_bytes[r] = few[r] ? 0 : in_bytes;
+        else if (tables[r].sources[me]) pull(g, r, out[r], tables[r].sources[me], in_bytes);
+        if (!direct) x.out[r] = in[r], x.out_bytes[r] = out_bytes;
+        else if (!tables[me].sources[r]) push(g, r, tables[r].targets[me], in[r], out_bytes);
     }
-    if (!status && !all_few) status = pulled ? end_phase(g) : deliver_in_windows(g, &x);
+    if (!status && !all_few) status = direct ? end_phase(g) : deliver_in_windows(g, &x);
     release_stage(g, !status);
     if (!status) copy_unless_same(out[me], in[me], in_counts[me] * element);
     return status;

@@ -83,6 +83,12 @@ class AxisCommunicator:
             return None
         return self._connected.all_to_all(output, input, async_op=async_op)
 
+    def receive_buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return an uninitialized tensor with the type and device of `like` for the result of a collective."""
+        if isinstance(like, FakeTensor):
+            return like.new_empty(shape)
+        return self._connected.dispatcher.receive_buffer(shape, like)
+
     def isend(self, tensor: Tensor, to: int, tag: int = 0) -> dist.Work:
         """Start sending a tensor; see `Communicator.isend`."""
         if self._is_dry(1, tensor, (0, -1)):

@@ -85,13 +85,33 @@ class ExpertExchange:
         own = every[:, first:end]  # (ranks, experts of this rank)
         received = own.sum(1).tolist()
         arrived, other = exchange_rows(rows, sent, received, comm, meanwhile)
-        # from the order (rank, expert) to (expert, rank)
-        numbers = torch.arange(end - first).repeat(comm.size).repeat_interleave(own.flatten())
-        order = numbers.argsort(stable=True).to(rows.device)
-        outputs = products(arrived.index_select(0, order), own.sum(0).to(rows.device))
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        return exchange_rows(outputs.index_select(0, back), received, sent, comm)[0], other
+        blocks = own.tolist()
+        outputs = products(transpose_blocks(arrived, blocks), own.sum(0).to(rows.device))
+        outputs = transpose_blocks(outputs, own.T.tolist())
+        return exchange_rows(outputs, received, sent, comm)[0], other
+
+
+def transpose_blocks(rows: Tensor, counts: list[list[int]]) -> Tensor:
+    """Return rows (rows, width) in blocks (i, j) of counts[i][j] rows, sorted by i, as blocks sorted by j."""
+    if len(counts) == 1 or len(counts[0]) == 1:
+        return rows
+    transposed: Tensor = _TransposeBlocks.apply(rows, counts)
+    return transposed
+
+
+class _TransposeBlocks(torch.autograd.Function):
+    """Copies each row once in either pass; the backward pass of `index_select` also clears the result and adds to it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: list[list[int]]) -> Tensor:
+        blocks = rows.split([count for row in counts for count in row])
+        columns = len(counts[0])
+        ctx.counts = [list(column) for column in zip(*counts, strict=True)]
+        return torch.cat([block for j in range(columns) for block in blocks[j::columns]])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return transpose_blocks(grad_outputs[0], ctx.counts), None
 
 
 class _Transfer:
@@ -105,7 +125,7 @@ class _Transfer:
     def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Return the rows that arrive; they must not be read before `wait`."""
         leaving = rows.detach().contiguous()
-        arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+        arriving = self.comm.receive_buffer((sum(received), *rows.shape[1:]), rows)
         self._work = self.comm.all_to_all(
             list(arriving.split(received)), list(leaving.split(sent)), async_op=self.overlaps
         )

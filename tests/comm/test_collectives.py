@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -169,14 +169,25 @@ def check_broadcast_and_scatter(
     same_bits(output, parts[rank])
 
 
-def check_all_to_all(rank: int, size: int, seed: int, table: list[list[int]], dtype: torch.dtype) -> None:
+def check_all_to_all(
+    rank: int,
+    size: int,
+    seed: int,
+    table: list[list[int]],
+    dtype: torch.dtype,
+    shared: Sequence[tuple[bool, bool]] = (),
+) -> None:
     comm = Communicator(dist.group.WORLD)
     sent = [[values(seed * 7 + a, b, table[a][b], dtype) for b in range(size)] for a in range(size)]
     received = [row[rank] for row in sent]
+    input = torch.cat(sent[rank])
     output = torch.empty(sum(len(part) for part in received), dtype=dtype)
-    comm.all_to_all(
-        output, torch.cat(sent[rank]), [len(part) for part in received], [len(part) for part in sent[rank]]
-    )
+    input_is_shared, output_is_shared = shared[rank] if shared else (False, False)
+    if input_is_shared:
+        input = comm.dispatcher.receive_buffer(input.shape, input).copy_(input)
+    if output_is_shared:
+        output = comm.dispatcher.receive_buffer(output.shape, output)
+    comm.all_to_all(output, input, [len(part) for part in received], [len(part) for part in sent[rank]])
     same_bits(output, torch.cat(received))
     outputs = [torch.empty_like(part) for part in received]
     dist.all_to_all(outputs, sent[rank])
@@ -239,7 +250,10 @@ def test_broadcast_and_scatter(
 @given(data=st.data(), seed=st.integers(0, 1 << 16), dtype=st.sampled_from(REDUCIBLE + OTHERS))
 def test_all_to_all(ranks: Borrow, size: int, data: st.DataObject, seed: int, dtype: torch.dtype) -> None:
     row = st.lists(COUNTS, min_size=size, max_size=size)
-    ranks(size).run(check_all_to_all, seed, data.draw(st.lists(row, min_size=size, max_size=size)), dtype)
+    table = data.draw(st.lists(row, min_size=size, max_size=size))
+    # tensors of each rank in shared memory: every combination of pulled, pushed and staged parts
+    shared = data.draw(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=size, max_size=size))
+    ranks(size).run(check_all_to_all, seed, table, dtype, shared)
 
 
 def check_special_floats(rank: int, size: int, dtype: torch.dtype, op: str) -> None:

@@ -418,3 +418,19 @@ def test_splits_with_different_histories(ranks, size, backend):
 
 def test_the_direct_path(ranks):
     ranks(2).run(check_direct_path)
+
+
+def check_receive_buffers(rank: int, size: int) -> None:
+    core = Communicator(dist.group.WORLD).dispatcher.core
+    used = core.host.core.frd_arena_used
+    before = used()
+    address = core.receive_buffer((1 << 20,), torch.float32).data_ptr()
+    assert core.receive_buffer((1 << 20,), torch.float32).data_ptr() == address
+    buffers = [core.receive_buffer((4 << 20,), torch.float32) for _ in range(10)]
+    assert used() - before >= 96 << 20  # up to 64 MiB may have been kept before
+    buffers.clear()
+    assert used() - before <= 64 << 20
+
+
+def test_freed_receive_buffers_are_reused(ranks):
+    ranks(2).run(check_receive_buffers)
