@@ -9,9 +9,19 @@ from typing import cast
 
 from farandole._troubleshooting import see
 from farandole.data.wording import counted, size
+from farandole.parallel.pipeline.apply import check, schedule_of
+from farandole.parallel.pipeline.schedule import ScheduleError
 from farandole.plan import MODEL_AXES, Plan, PlanError
-from farandole.planner.estimate import Estimate, estimate_workload
+from farandole.planner.estimate import (
+    Estimate,
+    estimate_stages,
+    estimate_workload,
+    least_of_stages,
+    stage_states,
+)
 from farandole.planner.memory import StateBytes, state_bytes
+from farandole.planner.pipeline import StagedModel
+from farandole.planner.stage_trace import StageTracer
 from farandole.planner.trace import NOTHING, Trace
 from farandole.planner.workload import Machine, Workload
 
@@ -30,6 +40,7 @@ def estimates_of(
     parts: dict[tuple[object, ...], Workload] = {}
     traces: dict[tuple[object, ...], Trace] = {}
     known: dict[tuple[object, ...], StateBytes] = {}
+    stages = _StageEstimates(ranks, machine)
     found, refusal = False, cast(PlanError | None, None)
     for plan in plans:
         axes = (
@@ -38,11 +49,22 @@ def estimates_of(
             plan.ring,
             plan.hybrid,
             plan.lora,
-            *(getattr(plan, axis) for axis in MODEL_AXES),
+            *(getattr(plan, axis) for axis in ("pipeline", *MODEL_AXES)),
+            plan.pipeline > 1 and schedule_of(plan).mirrored,
         )
         if axes not in parts:
             parts[axes] = workload.split(plan, ranks, machine.hosts)
         part = parts[axes]
+        if plan.pipeline > 1:
+            try:
+                yield stages.estimate(part, axes, plan)
+                found = True
+            except (
+                PlanError,
+                ScheduleError,
+            ) as error:  # the model or the number of micro-batches does not suit the schedule
+                refusal = error if isinstance(error, PlanError) else PlanError(str(error))
+            continue
         states = (axes, plan.zero, plan.precision, plan.rounding, plan.offload, plan.offloaded)
         if states not in known:
             known[states] = state_bytes(part, plan, ranks, machine)
@@ -63,6 +85,39 @@ def estimates_of(
         yield estimate(traces[key])
     if refusal is not None and not found:
         raise refusal
+
+
+class _StageEstimates:
+    """Estimates plans with pipeline stages; plans with equal stages, states or passes share them."""
+
+    def __init__(self, ranks: int, machine: Machine) -> None:
+        self._ranks, self._machine = ranks, machine
+        self._staged: dict[object, StagedModel] = {}
+        self._tracers: dict[object, StageTracer] = {}
+        self._states: dict[object, list[StateBytes]] = {}
+
+    def estimate(self, part: Workload, axes: object, plan: Plan) -> Estimate:
+        """Return the estimate of a plan; the stages are not traced if the states alone do not fit.
+
+        Args:
+            part: the workload with the axes of the plan, and `axes` a key for it.
+        """
+        ranks, machine = self._ranks, self._machine
+        check(part.model, plan)
+        placed = (axes, schedule_of(plan).placement)
+        if placed not in self._staged:
+            self._staged[placed] = StagedModel(part, plan)
+        staged = self._staged[placed]
+        states = (placed, plan.zero, plan.precision, plan.rounding)
+        if states not in self._states:
+            self._states[states] = stage_states(staged, plan, ranks, machine)
+        least = least_of_stages(staged, plan, ranks, machine, self._states[states])
+        if not least.fits(machine.memory):
+            return replace(least, complete=False)
+        passes = (axes, plan.recompute, plan.precision)
+        if passes not in self._tracers:
+            self._tracers[passes] = StageTracer(part, plan)
+        return estimate_stages(staged, plan, ranks, machine, self._tracers[passes], self._states[states])
 
 
 def plan_candidates(
