@@ -6,7 +6,7 @@
 # make pictures   draw the pictures of the documentation whose data or code changed
 # make matrix run the tests of process groups with every installed Python and the versions TORCHES of torch
 # make wheels build the source distribution and wheels for x86_64 and aarch64 in dist/, and test them
-# make coverage  measure the branch coverage of the Python code by all tests, in all ranks: about twenty minutes
+# make coverage  measure the branch coverage of the Python code by all tests, in all ranks, and fail below 92 %: twenty minutes
 # make test-all  run test, coverage, wheels, matrix and all slow tests, including make sanitize: hours
 # make sanitize   fuzz the C core and run random operations under sanitizers: ten minutes; needs gcc and clang
 # make gpu    check every CUDA path on one NVIDIA GPU, without a network (docs/guides/gpu.md); WHEELS=folder installs missing packages
@@ -106,7 +106,7 @@ pictures: $(VENV)/test.stamp
 	PYTHONPATH=. $(BIN)/python docs/pictures/draw.py
 
 coverage: $(VENV)/test.stamp $(VENV)/tensorflow.stamp
-	PYTHONPATH=$(CURDIR)/$(VENV)/tensorflow $(PYTEST) --quiet --cov --cov-report= --timeout=900 $(TENSORFLOW_TESTS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/tensorflow $(PYTEST) --quiet --cov --cov-report= --cov-fail-under=0 --timeout=900 $(TENSORFLOW_TESTS)
 	$(PYTEST) --cov --cov-append --cov-report=term --timeout=900 $(TENSORFLOW_TESTS:%=--ignore=%)
 
 test-all: test coverage wheels matrix

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from farandole.cli.mistakes import CommandGroup
+
 if TYPE_CHECKING:
     from farandole.bench.collectives_setup import CollectivesSetup
     from farandole.bench.setup import TrainingSetup
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 OFFERED = "one per accelerator, else one per core, at least 2"
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Measure training and collective performance.",
     no_args_is_help=True,
     rich_markup_mode=None,

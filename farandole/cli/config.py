@@ -6,9 +6,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from farandole.cli.mistakes import Command
+from farandole.cli.mistakes import Command, CommandGroup
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Show a training configuration, list its keys, or explain a key.",
     no_args_is_help=True,
     rich_markup_mode=None,

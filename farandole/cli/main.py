@@ -17,7 +17,7 @@ from farandole.cli.config import app as config
 from farandole.cli.generate import generate
 from farandole.cli.info import info
 from farandole.cli.launch import LaunchCommand, launch
-from farandole.cli.mistakes import Command, KeysCommand
+from farandole.cli.mistakes import Command, CommandGroup, KeysCommand
 from farandole.cli.plan import plan
 from farandole.cli.schedule import ScheduleCommand, schedule
 from farandole.cli.serve import serve
@@ -44,6 +44,7 @@ farandole COMMAND --help describes a command, with examples.
 
 app = typer.Typer(
     name="farandole",
+    cls=CommandGroup,
     help=HELP,
     no_args_is_help=True,
     rich_markup_mode=None,  # plain text, wrapped to the terminal width

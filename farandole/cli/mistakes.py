@@ -1,12 +1,36 @@
-"""Report unknown options with the nearest option or an alternative."""
+"""Report unknown commands and options with the nearest name or an alternative."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+
+class CommandGroup(TyperGroup):
+    """A group of subcommands that suggests the nearest subcommand for an unknown one."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes | {"suggest_commands": False})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the subcommand, and reject unknown subcommands with a suggestion."""
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "UsageError" and (names := nearest(args[0], self.commands)):
+                suggestion = " or ".join(map(repr, names))
+                error.message = f"{error.message.rstrip('.')}. Did you mean {suggestion}?"  # type: ignore[attr-defined]
+            raise
+
+
+def nearest(name: str, known: Collection[str]) -> list[str]:
+    """Return the known name nearest to `name`, and the second nearest if it is almost as near."""
+    found = difflib.get_close_matches(name, known, 2)
+    ratios = [difflib.SequenceMatcher(None, each, name).ratio() for each in found]
+    return [each for each, ratio in zip(found, ratios, strict=True) if ratio > ratios[0] - 0.1]
 
 
 class Command(TyperCommand):
@@ -31,8 +55,8 @@ class Command(TyperCommand):
         if name in self.elsewhere:
             return f"{name} is not supported: {self.elsewhere[name]}"
         options = [option for param in self.params for option in (*param.opts, *param.secondary_opts)]
-        nearest = difflib.get_close_matches(name, [o for o in options if o.startswith("-")], 1)
-        return f"unknown option {name}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+        names = nearest(name, [option for option in options if option.startswith("-")])
+        return f"unknown option {name}" + (f"; did you mean {' or '.join(names)}?" if names else "")
 
 
 class KeysCommand(Command):

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from farandole.cli.durations import parse_duration
+
 
 def serve(
     folder: Annotated[
@@ -43,6 +45,26 @@ def serve(
     token_budget: Annotated[
         int, typer.Option("--token-budget", min=1, help="Maximum tokens per step, at least --max-running.")
     ] = 256,
+    ttft: Annotated[
+        float | None,
+        typer.Option(
+            "--ttft",
+            parser=parse_duration,
+            metavar="TIME",
+            help="Target time to first token, such as 2s.  Requests that would miss it get status 429.",
+            show_default="none",
+        ),
+    ] = None,
+    tpot: Annotated[
+        float | None,
+        typer.Option(
+            "--tpot",
+            parser=parse_duration,
+            metavar="TIME",
+            help="Target time per output token, such as 100ms.  Requests that would miss it wait.",
+            show_default="none",
+        ),
+    ] = None,
     kv_memory: Annotated[
         float | None,
         typer.Option(
@@ -84,6 +106,7 @@ def serve(
     \b
       farandole serve runs --port 8000
       farandole serve FOLDER --precision bf16 --max-running 64
+      farandole serve FOLDER --ttft 2s --tpot 100ms
       farandole serve FOLDER --host 0.0.0.0 --api-keys keys.txt
     """
     # import here, so that `--help` does not wait for torch
@@ -105,6 +128,8 @@ def serve(
             max_running=max_running,
             max_waiting=max_waiting,
             token_budget=token_budget,
+            ttft=ttft,
+            tpot=tpot,
             kv_memory=kv_memory,
             store=store,
             chat_template=chat_template,

@@ -7,7 +7,8 @@
 `torch` implements the API for PyTorch.  `tensorflow` and `keras` implement the APIs for TensorFlow 2 and Keras 3.  All
 frameworks share the other modules:
 
-- `basics` and `process_sets` hold the per-process state.
+- `basics` provides the functions that all frameworks have in common, and `compression` the gradient compressors.
+- `state` stores the ranks and `process_sets` of a process.
 - `engine` queues named requests (`requests`), finds the requests that all ranks have submitted (`negotiation`), and
   runs their collectives (`execution`).
 - `monitoring` writes the timeline and detects stalled tensors.

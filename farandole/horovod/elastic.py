@@ -39,7 +39,19 @@ from typing import Any
 import torch.distributed as dist
 
 from farandole.comm.host import host_identity
-from farandole.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt, MismatchError
+from farandole.horovod.requests import HorovodInternalError, MismatchError
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Raised if the hosts change.  `hvd.elastic.run` calls the training function again with the current state.
+
+    Args:
+        skip_sync: Whether to skip the broadcast of the state.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
 
 
 class State:

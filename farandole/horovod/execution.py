@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm import Communicator
-from farandole.horovod.errors import MismatchError
 from farandole.horovod.monitoring import Timeline
 from farandole.horovod.negotiation import Ready
 from farandole.horovod.requests import (
@@ -32,6 +31,7 @@ from farandole.horovod.requests import (
     PRODUCT,
     REDUCESCATTER,
     SUM,
+    MismatchError,
     Request,
 )
 
@@ -115,10 +115,10 @@ _REDUCE_OPS = {
 }
 
 
-def rows_of(total: int, size: int) -> list[int]:
-    """Return the number of rows per rank; the first ranks get the remainder, one row each."""
-    share, more = divmod(total, size)
-    return [share + (rank < more) for rank in range(size)]
+def split_evenly(total: int, parts: int) -> list[int]:
+    """Divide `total` into integers that differ by at most one, larger ones first."""
+    share, more = divmod(total, parts)
+    return [share + (index < more) for index in range(parts)]
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
@@ -369,7 +369,7 @@ class Executor:
 
     def _reduce_rows(self, tensor: Tensor, one: Ready) -> Tensor:
         agreed = one.signature
-        rows = rows_of(len(tensor), self._size)
+        rows = split_evenly(len(tensor), self._size)
         most, rest = max(rows), tensor.shape[1:]
         output = tensor.new_empty((most, *rest))
         if output.numel() == 0:

@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TextIO
 
 from farandole._troubleshooting import see
-from farandole.horovod.settings import Settings
 
 
 class Timeline:
@@ -130,23 +129,30 @@ class StallInspector:
     """Checks the negotiation table for stalled tensors.
 
     Args:
-        settings: The engine options.
         ranks: The members' ranks in the world.
-        limit_s: The stall time that ends the run if HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is not set.
+        warn_s: The stall time after which to log a warning, or None to disable the checks.
+        shutdown_s: The stall time that ends the run, or 0 for `limit_s`.
+        limit_s: The stall time that ends the run by default.
         logs_warnings: Whether this rank logs warnings.
     """
 
-    def __init__(self, settings: Settings, ranks: Sequence[int], limit_s: float, logs_warnings: bool) -> None:
-        self.warn_s = settings.stall_check_s
-        self._ranks, self._logs_warnings = ranks, logs_warnings
-        self._shutdown_s = settings.stall_shutdown_s or limit_s
-        if self.warn_s is not None and 0 < settings.stall_shutdown_s < self.warn_s:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        warn_s: float | None,
+        shutdown_s: float,
+        limit_s: float,
+        logs_warnings: bool,
+    ) -> None:
+        self._ranks, self._warn_s, self._logs_warnings = ranks, warn_s, logs_warnings
+        self._shutdown_s = shutdown_s or limit_s
+        if warn_s is not None and 0 < shutdown_s < warn_s:
             if logs_warnings:
                 _log.warning(
                     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is less than HOROVOD_STALL_CHECK_TIME_SECONDS=%g; "
                     "a stall shuts the run down after %g s",
-                    settings.stall_shutdown_s,
-                    self.warn_s,
+                    shutdown_s,
+                    warn_s,
                     limit_s,
                 )
             self._shutdown_s = limit_s
@@ -164,21 +170,21 @@ class StallInspector:
             The reason why the run must end, or None.
         """
         now = time.monotonic()
-        if self.warn_s is None or now < self._next_check:
+        if self._warn_s is None or now < self._next_check:
             return None
-        self._next_check = now + min(1.0, self.warn_s / 4)
+        self._next_check = now + min(1.0, self._warn_s / 4)
         self._seen = {name: self._seen.get(name, now) for name in table}
-        late = [name for name, since in self._seen.items() if now - since > self.warn_s]
+        late = [name for name, since in self._seen.items() if now - since > self._warn_s]
         if not late:
             return None
         ends = any(now - self._seen[name] > self._shutdown_s for name in late)
         if now < self._next_warning and not ends:
             return None
-        self._next_warning = now + self.warn_s
+        self._next_warning = now + self._warn_s
         missing = self._missing(late, table, joined)
         text = (
             f"One or more tensors were submitted by a subset of ranks and have waited for the remaining ranks for "
-            f"more than {self.warn_s:g} seconds. Different ranks may have submitted different tensors, or some ranks "
+            f"more than {self._warn_s:g} seconds. Different ranks may have submitted different tensors, or some ranks "
             f"may have submitted none. Both cause a deadlock{see('one-or-more-tensors-were-submitted')}.\n"
             f"Missing ranks:\n{missing}"
         )

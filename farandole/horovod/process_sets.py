@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from farandole.horovod.errors import not_initialized
-
 if TYPE_CHECKING:
     from farandole.horovod.engine import Engine
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 class ProcessSet:
@@ -88,7 +88,7 @@ class ProcessSet:
     def _registered(self) -> list[int]:
         if self.process_set_id is None or self.ranks is None:
             if self is global_process_set:
-                raise not_initialized()
+                raise ValueError(NOT_INITIALIZED)
             raise ValueError(
                 f"{self} is not registered; register it with hvd.add_process_set(...) or hvd.init(process_sets=...)"
             )

@@ -1,4 +1,4 @@
-"""Define requests to the engine, and compare requests across ranks.
+"""Define requests to the engine and the errors of requests, and compare requests across ranks.
 
 A request is a named operation.  A `Signature` is the part of a request that is sent to other ranks.  A `Request` adds
 this rank's tensors.
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from farandole.horovod.errors import HorovodInternalError
 
 ALLREDUCE = "allreduce"
 ALLGATHER = "allgather"
@@ -31,6 +29,20 @@ OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 
 UNNAMED = ".noname."
 """A marker in every generated name.  Generated names are used once and therefore not cached."""
+
+
+class HorovodInternalError(RuntimeError):
+    """Raised if an operation fails because ranks disagree, a rank died, or Horovod was shut down.
+
+    `hvd.elastic.run` catches this error, restores the last commit and continues.
+    """
+
+
+class MismatchError(HorovodInternalError):
+    """Raised if ranks submit different operations under the same name.
+
+    `hvd.elastic.run` does not catch this error, because it would recur after a restart.
+    """
 
 
 class Signature(NamedTuple):

@@ -27,8 +27,8 @@ def generate(
     A `Transformer` uses a key-value cache if the prompt and the continuation fit in the context.  The head, which is
     the largest part of a small model, runs only on the last position.
 
-    If ranks gather weights block by block (`zero=3`), all ranks must call this function with the same arguments, and
-    all ranks get the same tokens.
+    If ranks gather weights block by block (`zero=3`) or have different stages of the model, all ranks must call this
+    function with the same arguments, and all ranks get the same tokens.
 
     Args:
         prompt: at least one token.
@@ -57,6 +57,8 @@ def generate(
                 info = SequenceInfo(cache=KeyValueCache())
             inputs = torch.tensor([window], device=device)
             logits = model(inputs) if info is None else model(inputs, info)
+            if info is not None and info.cache is not None:
+                info.cache.length = len(tokens)  # a rank with some stages of a pipeline does not count them
             tokens.append(_draw(logits[0, -1].float().cpu(), temperature, top_k, generator))
             yield tokens[-1]
     finally:

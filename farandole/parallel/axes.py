@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,10 @@ class AxisCommunicator:
         if isinstance(tensor, FakeTensor):
             return COMPLETED
         return self._connected.irecv(tensor, source, tag)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the picklable `value` of rank `root`; see `Communicator.broadcast_object`."""
+        return self._connected.broadcast_object(value, root)
 
     @property
     def _connected(self) -> Communicator:

@@ -315,6 +315,11 @@ class Engine:
         """
         return self._mean.evaluate(batches, metric, inputs)
 
+    @property
+    def counts_loss(self) -> bool:
+        """Whether the losses of this rank are counted in means; ranks that compute the same loss count it once."""
+        return self._mean.counts
+
     def join_forward(self) -> None:
         """Join the other ranks' weight gathers for a forward pass, on a rank without inputs."""
         if self._gatherer is not None:
@@ -357,11 +362,13 @@ class Engine:
     @property
     def waited_s(self) -> float:
         """The time in seconds that this rank has spent waiting for other ranks; assign 0 to reset it."""
-        return self._reducer.waited_s
+        return self._reducer.waited_s + (0.0 if self.pipeline is None else self.pipeline.waited_s)
 
     @waited_s.setter
     def waited_s(self, seconds: float) -> None:
         self._reducer.waited_s = seconds
+        if self.pipeline is not None:
+            self.pipeline.waited_s = 0.0
 
     # ---- the optimizer ----
 

@@ -69,8 +69,8 @@ class GlobalMean:
     def __init__(self, engine: Engine, mesh: Mesh) -> None:
         self._engine, self._comm = engine, engine.comm
         self._losses = mesh.losses
-        # ranks with the same samples and tokens have the same loss, which is counted once
-        self._counts = mesh.has_own_loss(self._comm.rank)
+        self.counts = mesh.has_own_loss(self._comm.rank)
+        """Whether this rank's losses are counted; ranks with the same samples and tokens have the same losses."""
         self._together = _computing_together(mesh)
         self.expected: float | None = None
         """The total count of the last step; None before the first step."""
@@ -161,7 +161,7 @@ class GlobalMean:
 
     def _estimate(self, count: Tensor | float, passes: int) -> float:
         """Estimate the count of the first step, assuming that all micro-batches have the same count as the first."""
-        expected = torch.as_tensor(count).detach().double().cpu().reshape(1) * self._counts
+        expected = torch.as_tensor(count).detach().double().cpu().reshape(1) * self.counts
         if self._comm.size > 1:
             self._comm.all_reduce(expected, "sum")
         return max(1.0, float(expected)) * passes
@@ -169,7 +169,7 @@ class GlobalMean:
     def _mean(self, sums: Sequence[Tensor], counts: Sequence[Tensor | float]) -> tuple[float, float]:
         """Return the mean over all ranks, and the total count."""
         values = torch.zeros(2, dtype=torch.float64)
-        if sums and self._counts:
+        if sums and self.counts:
             values[0] = torch.stack(list(sums)).sum().cpu()
             values[1] = sum(float(count) for count in counts)
         if self._comm.size > 1:

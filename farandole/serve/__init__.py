@@ -1,6 +1,7 @@
 """Serve language models: requests join and leave a running batch at every step.
 
 engine.py    the generation engine: schedule, run, post-process
+admission.py limits the batch so that measured step times meet a target
 store.py     keys and values of all running sequences: contiguous slots, or pages with shared prefixes
 rows.py      products and attention whose results do not depend on the other rows of a batch
 sampling.py  draws the next tokens of all sequences

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -425,7 +426,10 @@ def _on_failure(_: Request, __: Exception) -> Response:
 
 
 def _on_full(_: Request, error: Exception) -> Response:
-    return _error(429, f"{error}; try again later", "queue_full", headers={"Retry-After": "1"})
+    assert isinstance(error, QueueFullError)
+    seconds = max(1, math.ceil(error.retry_after))
+    message = f"{error}; try again after {seconds} s"
+    return _error(429, message, "queue_full", headers={"Retry-After": str(seconds)})
 
 
 def _event(content: dict[str, Any]) -> str:

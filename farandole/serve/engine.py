@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from farandole.models.sequence import Transformer
+from farandole.serve.admission import Admission, Target
 from farandole.serve.constraint import Grammars
 from farandole.serve.metrics import Metrics
 from farandole.serve.request import CONSTRAINTS, Logprob, Output, RequestError, Sampling
@@ -40,7 +41,11 @@ log = logging.getLogger(__name__)
 
 
 class QueueFullError(Exception):
-    """The queue is full; the client should try again later."""
+    """The queue is full; the client should try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 @dataclass(eq=False)
@@ -88,6 +93,7 @@ class GenerationEngine:
         max_running: the maximum number of sequences in the batch.
         max_waiting: the maximum number of sequences that wait to join the batch.
         token_budget: the maximum number of tokens per step, at least `max_running`.
+        ttft, tpot: target latencies in seconds; see `admission.py`.
 
     Raises:
         RequestError: if an argument is out of range or the model is not supported.
@@ -105,6 +111,8 @@ class GenerationEngine:
         max_running: int = 16,
         max_waiting: int = 256,
         token_budget: int = 256,
+        ttft: float | None = None,
+        tpot: float | None = None,
     ) -> None:
         if store not in STORES:
             raise RequestError("store", f"expected one of {', '.join(STORES)}, got {store!r}")
@@ -116,7 +124,8 @@ class GenerationEngine:
         self.vocabulary = self._runner.vocabulary
         self.context, self.tokenizer = context, tokenizer
         self.end_tokens = frozenset(end_tokens)
-        self.max_running, self.max_waiting, self.token_budget = max_running, max_waiting, token_budget
+        self.max_running, self.max_waiting = max_running, max_waiting
+        self.admission = Admission(Target(ttft, tpot), max_running, token_budget)
         positions = kv_positions or max_running * (-(-context // 256) * 256)
         self.store: Store = STORES[store](self._runner.memory(), positions)
         grammars = None
@@ -127,6 +136,8 @@ class GenerationEngine:
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
         self._requests = 0
+        self._memory_is_full = False
+        self._last_step: float | None = None  # the end of the last step, if it left work
         self.metrics = Metrics()
 
     @property
@@ -143,6 +154,27 @@ class GenerationEngine:
     def waiting(self) -> int:
         """Return the number of sequences that wait to join the batch."""
         return len(self._waiting)
+
+    def queue_delay(self, sequences: int = 0, prompt_tokens: int = 0) -> float:
+        """Return the predicted seconds until the engine starts the prompt of a new sequence.
+
+        Args:
+            sequences, prompt_tokens: work that will be added before the new sequence.
+        """
+        running, waiting = list(self._running), list(self._waiting)  # copies, for calls from other threads
+        places = 0 if self._memory_is_full else self.admission.max_running - len(running)
+        work = sum(each.remaining for each in [*running, *waiting] if each.remaining > 1)
+        return max(
+            self.admission.until_ended(len(waiting) + sequences + 1 - places),
+            self.admission.until_computed(work + prompt_tokens, len(running)),
+        )
+
+    def queue_full(self, waiting: int, more: int) -> QueueFullError:
+        """Return the error for `more` sequences that do not fit in the queue."""
+        return QueueFullError(
+            f"{waiting} sequences are waiting, and at most {self.max_waiting} may wait",
+            self.admission.until_ended(waiting + more - self.max_waiting),
+        )
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """Return the maximum number of generated tokens for a request.
@@ -200,9 +232,7 @@ class GenerationEngine:
         most = self.check(prompt, sampling)
         if len(self._waiting) + sampling.n > self.max_waiting:
             self.metrics.refused += 1
-            raise QueueFullError(
-                f"{len(self._waiting)} sequences are waiting, and at most {self.max_waiting} may wait"
-            )
+            raise self.queue_full(len(self._waiting), sampling.n)
         number = self._requests
         self._requests += 1
         stops = frozenset(sampling.stop_token_ids)
@@ -253,16 +283,30 @@ class GenerationEngine:
     def step(self) -> list[Output]:
         """Advance the batch by one step, and return the changes."""
         start = time.perf_counter()
+        begin = start if self._last_step is None else self._last_step
+        self._last_step = None
         plan = self._schedule()
         if not plan:
             return []
+        decodes = sum(sequence.remaining == 1 for sequence, _ in plan)
+        prompt_tokens = sum(count for _, count in plan) - decodes
+        running = len(self._running)
         spans = [self._span(sequence, count) for sequence, count in plan]
         before = time.perf_counter()
         logits = self._runner.run(self.store.memory, spans)
         self.metrics.model_time += time.perf_counter() - before
         outputs = self._post_process(plan, spans, logits)
+        end = time.perf_counter()
         self.metrics.steps += 1
-        self.metrics.step_time += time.perf_counter() - start
+        self.metrics.step_time += end - start
+        self.admission.observe(
+            decodes,
+            prompt_tokens,
+            end - begin,
+            selected=len(outputs),
+            ended=running - len(self._running),
+        )
+        self._last_step = end if self.has_work else None
         return outputs
 
     def check_idle(self) -> None:
@@ -275,18 +319,20 @@ class GenerationEngine:
 
     def _schedule(self) -> list[tuple[_Sequence, int]]:
         """Return the sequences to advance, each with a number of tokens."""
-        budget = self.token_budget
-        plan = []
-        for sequence in sorted(self._running, key=lambda each: each.remaining > 1):
-            if count := min(sequence.remaining, budget):
+        plan = [(sequence, 1) for sequence in self._running if sequence.remaining == 1]
+        budget = self.admission.prompt_budget(len(plan))
+        for sequence in self._running:
+            if sequence.remaining > 1 and (count := min(sequence.remaining, budget)):
                 plan.append((sequence, count))
                 budget -= count
-        while budget and self._waiting and len(self._running) < self.max_running:
+        self._memory_is_full = False
+        while budget and self._waiting and len(self._running) < self.admission.max_running:
             sequence = self._waiting[0]
             sampling = sequence.sampling
             most = self._positions(sequence.prompt, sequence.most)
             blocks = self.store.add(sequence.tokens, most, share=not sampling.prompt_logprobs)
             if blocks is None:
+                self._memory_is_full = True
                 break
             self._waiting.popleft()
             self._running.append(sequence)

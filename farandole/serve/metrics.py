@@ -40,8 +40,23 @@ class Metrics:
         self.first_token, self.between_tokens = Histogram(), Histogram()
         self.per_output_token, self.total_time = Histogram(), Histogram()
 
-    def text(self, *, running: int, waiting: int, used: int, capacity: int, moves: int) -> str:
-        """Return all measurements in Prometheus' text format."""
+    def text(
+        self,
+        *,
+        running: int,
+        waiting: int,
+        used: int,
+        capacity: int,
+        moves: int,
+        limit: int,
+        step: tuple[float, float, float],
+    ) -> str:
+        """Return all measurements in Prometheus' text format.
+
+        Args:
+            limit: the number of sequences that may run.
+            step: the coefficients of `admission.StepTimes`.
+        """
         lines: list[str] = []
 
         def add(name: str, kind: str, help_: str, values: Sequence[tuple[str, float]]) -> None:
@@ -52,6 +67,7 @@ class Metrics:
             add(name, kind, help_, [("", value)])
 
         one("requests_running", "gauge", "Sequences in the running batch.", running)
+        one("requests_running_limit", "gauge", "Sequences that may run under the target.", limit)
         one("requests_waiting", "gauge", "Sequences that wait to join the batch.", waiting)
         one("kv_positions_used", "gauge", "Positions of keys and values in use.", used)
         one("kv_positions_capacity", "gauge", "Positions of keys and values that fit.", capacity)
@@ -62,7 +78,21 @@ class Metrics:
         one("steps_total", "counter", "Steps of the engine.", self.steps)
         one("step_seconds_total", "counter", "Time in steps.", self.step_time)
         one("model_seconds_total", "counter", "Time in the model, as a part of steps.", self.model_time)
-        one("requests_refused_total", "counter", "Requests refused because the queue was full.", self.refused)
+        add(
+            "step_model_seconds",
+            "gauge",
+            "Fitted time of a step, per term.",
+            [
+                (f'{{term="{term}"}}', seconds)
+                for term, seconds in zip(("base", "decode", "prompt_token"), step, strict=True)
+            ],
+        )
+        one(
+            "requests_refused_total",
+            "counter",
+            "Requests refused because the queue was full or the target would be missed.",
+            self.refused,
+        )
         add(
             "sequences_finished_total",
             "counter",

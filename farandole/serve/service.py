@@ -38,7 +38,7 @@ class Service:
         self.engine = engine
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
-        self._queued = 0  # sequences in the inbox
+        self._queued = self._queued_tokens = 0  # sequences in the inbox, and tokens in their prompts
         self._tickets: dict[int, Ticket] = {}
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -66,7 +66,7 @@ class Service:
 
         Raises:
             RequestError: if the engine cannot serve a request.
-            QueueFullError: if too many sequences are waiting.
+            QueueFullError: if too many sequences are waiting, or the first token would miss the target.
         """
         for prompt, sampling in requests:
             self.engine.check(prompt, sampling)
@@ -77,17 +77,35 @@ class Service:
                 f"expected at most {self.engine.max_waiting} sequences in a request, got {count}",
             )
         tickets = [Ticket(prompt, sampling) for prompt, sampling in requests]
+        tokens = sum(len(prompt) * sampling.n for prompt, sampling in requests)
         with self._condition:
-            waiting = self.engine.waiting + self._queued
-            if waiting + count > self.engine.max_waiting:
+            try:
+                self._check_queue(count, tokens)
+            except QueueFullError:
                 self.engine.metrics.refused += len(requests)
-                raise QueueFullError(
-                    f"{waiting} sequences are waiting, and at most {self.engine.max_waiting} may wait"
-                )
+                raise
             self._queued += count
-            self._inbox.append(lambda: self._add(tickets, count))
+            self._queued_tokens += tokens
+            self._inbox.append(lambda: self._add(tickets, count, tokens))
             self._condition.notify()
         return tickets
+
+    def _check_queue(self, count: int, tokens: int) -> None:
+        """Raise QueueFullError if new sequences do not fit in the queue, or other requests delay them too long."""
+        engine = self.engine
+        waiting = engine.waiting + self._queued
+        if waiting + count > engine.max_waiting:
+            raise engine.queue_full(waiting, count)
+        ttft = engine.admission.target.ttft
+        if ttft is None:
+            return
+        delay = engine.queue_delay(self._queued, self._queued_tokens)
+        expected = engine.queue_delay(self._queued + count - 1, self._queued_tokens + tokens)
+        if delay > 0 and expected > ttft:
+            raise QueueFullError(
+                f"the first token is expected after {expected:.1f} s, and the target is {ttft:g} s",
+                expected - ttft,
+            )
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
         """Remove requests, and free their memory before the next step."""
@@ -104,13 +122,16 @@ class Service:
             used=engine.store.used,
             capacity=engine.store.capacity,
             moves=engine.store.moves,
+            limit=engine.admission.max_running,
+            step=engine.admission.times.coefficients,
         )
 
     # ---- in the thread ----
 
-    def _add(self, tickets: Sequence[Ticket], count: int) -> None:
+    def _add(self, tickets: Sequence[Ticket], count: int, tokens: int) -> None:
         with self._condition:
             self._queued -= count
+            self._queued_tokens -= tokens
         for ticket in tickets:
             ticket.number = self.engine.add(ticket.prompt, ticket.sampling)
             self._tickets[ticket.number] = ticket

@@ -35,6 +35,8 @@ def start(
     max_running: int,
     max_waiting: int,
     token_budget: int,
+    ttft: float | None,
+    tpot: float | None,
     kv_memory: float | None,
     store: str,
     chat_template: str,
@@ -77,6 +79,8 @@ def start(
         max_running=max_running,
         max_waiting=max_waiting,
         token_budget=token_budget,
+        ttft=ttft,
+        tpot=tpot,
     )
     model_name = name or _name_of(found.folder)
     server = Server(found, Service(engine), model_name, limits, keys)

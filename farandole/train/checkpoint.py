@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 
 from farandole.comm.communicator import Communicator
@@ -112,9 +113,15 @@ class CheckpointWriter:
         self._saved_step = trainer.step_number
         self._weight_bytes = sum(t.nbytes for t in (*trainer.model.parameters(), *trainer.model.buffers()))
         text = json.dumps(asdict(_metadata(trainer, self._comm.size, elapsed_s, list(self._files))), indent=1)
+        own = {
+            name: t.dtype for name, t in (*trainer.model.named_parameters(), *trainer.model.named_buffers())
+        }
+        types = {name: dtype for each in self._comm.all_gather_object(own) for name, dtype in each.items()}
         with self._explained():
             self._pending = trainer.engine.save(
-                self._partial / STATE, asynchronous=True, on_saved=lambda: self._complete(trainer, text)
+                self._partial / STATE,
+                asynchronous=True,
+                on_saved=lambda: self._complete(trainer, text, types),
             )
 
     def wait(self) -> None:
@@ -131,10 +138,10 @@ class CheckpointWriter:
         if self._comm.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
 
-    def _complete(self, trainer: Trainer, metadata: str) -> None:
+    def _complete(self, trainer: Trainer, metadata: str, types: Mapping[str, torch.dtype]) -> None:
         """Write the other files next to the state, rename the checkpoint to its final name, and delete old ones."""
         folder = self._partial
-        write_weights(folder / WEIGHTS, folder / STATE, trainer.model)
+        write_weights(folder / WEIGHTS, folder / STATE, types)
         if (
             trainer.config.plan.lora_rank
         ):  # use the file, because the model may be sharded and changes during training
@@ -200,7 +207,7 @@ def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
 
 def _metadata(trainer: Trainer, ranks: int, elapsed_s: float, files: list[str]) -> Metadata:
     plan, mesh = trainer.config.plan, trainer.engine.mesh
-    axes = {axis: mesh.width(axis) for axis in MODEL_AXES if mesh.width(axis) > 1}
+    axes = {axis: mesh.width(axis) for axis in ("pipeline", *MODEL_AXES) if mesh.width(axis) > 1}
     return Metadata(
         step=trainer.step_number,
         consumed=trainer.sampler.consumed,

@@ -160,9 +160,13 @@ class DataSection(_Section):
 
 
 class PlanSection(_Section):
-    """The fields of `farandole.Plan`, which validates their values."""
+    """The fields of `farandole.Plan`, which validates their values, and the number of micro-batches."""
 
     data: CountOrZero = 0
+    pipeline: Count = 1
+    schedule: str = "1f1b"
+    micro_batches: CountOrZero = 0
+    deferred_batch_norm: bool = False
     tensor: Count = 1
     sequence: bool = False
     context: Count = 1
@@ -186,11 +190,12 @@ class PlanSection(_Section):
     @property
     def ranks_per_sample(self) -> int:
         """Return the number of ranks that process the same samples together."""
-        return self.context * self.tensor
+        return self.pipeline * self.context * self.tensor
 
     def plan(self, precision: Precision) -> Plan:
         """Return the plan with the given precision in place of "auto".  Raises `PlanError`."""
         values = {name: value for name, value in self.model_dump().items() if not name.startswith("lora_")}
+        del values["micro_batches"]  # the caller of the engine divides the batch
         values |= {"precision": precision, "lora": self.lora()}
         for name in ("data", "ring", "activation_bytes"):  # TOML has no None
             values[name] = values[name] or None
@@ -205,6 +210,11 @@ class PlanSection(_Section):
     @model_validator(mode="after")
     def _is_valid_plan(self) -> PlanSection:
         self.plan("fp32" if self.precision == "auto" else self.precision)
+        if self.pipeline > 1 and self.lora_rank:
+            raise PlanError(
+                f"lora_rank={self.lora_rank} with pipeline={self.pipeline}: a rank has the adapters of its stages only, and "
+                "checkpoints contain the adapters of the whole model; nearest plan: pipeline=1"
+            )
         return self
 
 
@@ -316,6 +326,19 @@ class TrainConfig(_Section):
                 f"batch={self.batch} is not divisible by {replicas} {of}; try batch={' or '.join(near)}"
             )
         share = self.batch // replicas
+        if count := self.plan.micro_batches:
+            if self.micro_batch:
+                raise ConfigError(
+                    f"plan.micro_batches={count} and micro_batch={self.micro_batch} both divide the batch; use "
+                    "micro_batch=0, or plan.micro_batches=0"
+                )
+            if share % count:
+                near_count = max(n for n in range(1, min(count, share) + 1) if share % n == 0)
+                raise ConfigError(
+                    f"plan.micro_batches={count} must divide the {share} samples per rank and step (on {replicas} {of}); "
+                    f"try plan.micro_batches={near_count}"
+                )
+            return count, share // count
         size = self.micro_batch or share
         if share % size:
             near_size = max(n for n in range(1, min(size, share) + 1) if share % n == 0)

@@ -16,6 +16,10 @@ from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
 from farandole.models.gpt import GPTConfig
+from farandole.parallel.axes import Layouts, Position
+from farandole.parallel.parallelize import APPLIED
+from farandole.parallel.pipeline import apply as pipeline
+from farandole.parallel.zero.sharding import box_mesh
 from farandole.plan import MODEL_AXES, Plan, PlanError
 from farandole.planner import Estimate, Machine, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig, plan_config_error
@@ -36,6 +40,9 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
 
     Other models are not checked.
     """
+    if config.plan.pipeline > 1:
+        _check_stages(config, ranks)
+        return
     if config.task not in ("text", "sft"):
         return
     if any(getattr(config.plan, axis) > 1 for axis in MODEL_AXES):
@@ -70,6 +77,27 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
         check_step(config, ranks, have)
 
 
+def _check_stages(config: TrainConfig, ranks: int) -> None:
+    """Raise `ConfigError` if the model of a planned task cannot be divided into the plan's stages.
+
+    The memory of pipelines is not predicted.
+    """
+    plan = _plan_of(config)
+    try:
+        schedule = pipeline.schedule_of(plan)
+        if config.task not in PLANNED:  # `parallelize` checks the models of other tasks
+            return
+        model = workload_of(config, ranks).model
+        pipeline.check(model, plan)
+        mesh = box_mesh(ranks, (), hybrid=False, **plan.sizes(ranks), mirror=2 if schedule.mirrored else 1)
+        position, layouts = Position(mesh, min(mesh.of_rank(0), key=lambda cell: cell.mirror)), Layouts(model)
+        for apply in APPLIED:
+            apply(model, position, plan, layouts)
+        pipeline.apply(model, position, plan, layouts)
+    except PlanError as error:
+        raise plan_config_error(error) from None
+
+
 def summary(start: Start) -> dict[str, str]:
     """Return the named lines that `farandole train --dry-run` prints for a checked run."""
     config, ranks = task_config(start.config, start.checkpoint), start.ranks
@@ -90,7 +118,7 @@ def summary(start: Start) -> dict[str, str]:
         if config.task not in ("images", "classify"):  # only the data specifies the number of classes
             model = workload_of(config, ranks).model
             lines["parameters"] = short(sum(parameter.numel() for parameter in model.parameters()))
-        if not torch.cuda.is_available():
+        if config.plan.pipeline == 1 and not torch.cuda.is_available():
             lines["memory"] = (
                 f"{size(ranks * _estimated(config, ranks).peak)} predicted on {counted(ranks, 'rank')}, "
                 f"{size(available_memory())} available"

@@ -58,6 +58,9 @@ CHANGEABLE = (
     "sample.",
     "data.cache",
     "plan.data",
+    "plan.pipeline",
+    "plan.schedule",
+    "plan.micro_batches",
     "plan.tensor",
     "plan.sequence",
     "plan.context",
@@ -245,7 +248,7 @@ def _resumed(request: Request, ranks: int | None) -> Start:
                 f"checkpoint {checkpoint} has {kept} for {counted(saved.ranks, 'rank')}, and this job has {ranks}: resume "
                 f"with --ranks {saved.ranks}"
             )
-        for axis in MODEL_AXES:
+        for axis in ("pipeline", "schedule", *MODEL_AXES):
             if (old := getattr(before.plan, axis)) != (new := getattr(config.plan, axis)):
                 raise CheckpointError(
                     f"checkpoint {checkpoint} has {kept} for plan.{axis}={old}, got plan.{axis}={new}: resume with "

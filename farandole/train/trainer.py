@@ -155,7 +155,7 @@ class Trainer:
 
         result = self.engine.forward_backward(batches, loss, self.task.inputs)
         norm = self.engine.gradient_norm()
-        own = float(sum(float(count) for count in counts)) * mesh.has_own_loss(self._comm.rank)
+        own = float(sum(float(count) for count in counts)) * self.engine.counts_loss
         count, waited, stops = self._sums(own, self.engine.waited_s, float(stop))
         self.engine.waited_s = 0.0
         if not count > 0:

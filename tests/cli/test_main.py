@@ -38,7 +38,9 @@ def test_every_command_shows_an_example(command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["lauch", "x.py"], "Did you mean 'launch'?"),
+        (["lanch", "x.py"], "No such command 'lanch'. Did you mean 'launch'?"),
+        (["zzz"], "No such command 'zzz'.\n"),
+        (["bench", "colectives"], "Did you mean 'collectives'?"),
         (["launch", "--rnaks", "2", "x.py"], "--ranks"),
         (["launch", "--no-pinn", "x.py"], "--no-pin"),
         (["launch"], "Missing argument 'SCRIPT'"),

@@ -37,6 +37,7 @@ from tests.comm.handshake import (
 )
 from tests.comm.hosts import on_hosts
 from tests.forking import CONTEXT
+from tests.launch.jobs import run
 
 LOOPBACK = "127.0.0.1"
 KEY = bytes(range(32))
@@ -292,7 +293,6 @@ def test_the_launcher_passes_a_new_key_to_all_ranks(tmp_path):
         command = [sys.executable, "-m", "farandole", "launch", *ranks, "show.py"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.stdout.split() == ["64", "False"], done.stderr
-    environment = os.environ | {_job_key.VARIABLE: "secret"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "FARANDOLE_JOB_KEY: expected at least 32 characters, got 6" in done.stderr
+    status, _, err = run(command, tmp_path, **{_job_key.VARIABLE: "secret"})
+    assert status == 2
+    assert "FARANDOLE_JOB_KEY: expected at least 32 characters, got 6" in err

@@ -22,9 +22,10 @@ import horovod
 import horovod.torch as hvd
 from horovod.torch.mpi_ops import allreduce
 from horovod.torch.elastic import TorchState
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.process_sets import ProcessSet
 from horovod.common.util import env, is_version_greater_equal_than, num_rank_is_power_2, split_list
+from horovod.torch.compression import Compressor, NoneCompressor
 from horovod.torch.elastic.sampler import ElasticSampler
 import helper
 import farandole.horovod.torch
@@ -33,6 +34,8 @@ import torch
 assert hvd is farandole.horovod.torch and hvd.__spec__.name == "farandole.horovod.torch"
 assert hvd.elastic.TorchState is TorchState and hvd.ProcessSet is ProcessSet
 assert hvd.elastic.ElasticSampler is ElasticSampler
+assert hvd.HostsUpdatedInterrupt is HostsUpdatedInterrupt and hvd.HorovodInternalError is HorovodInternalError
+assert hvd.Compression.none is NoneCompressor and issubclass(NoneCompressor, Compressor)
 assert split_list([1, 2, 3, 4, 5], 2) == [[1, 2, 3], [4, 5]] and split_list([1], 2) == [[1], []]
 assert [num_rank_is_power_2(n) for n in range(5)] == [False, True, True, False, True]
 assert is_version_greater_equal_than("2.13.0+cpu", "2.6.0") and not is_version_greater_equal_than("2.5", "2.6.0")

@@ -9,35 +9,12 @@ except ImportError as _error:
         "farandole.horovod.tensorflow requires TensorFlow 2: pip install 'farandole[tensorflow]'"
     ) from _error
 
-from farandole.horovod.basics import (
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from farandole.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from farandole.horovod import basics
+from farandole.horovod.basics import *  # noqa: F403
+from farandole.horovod.compression import Compression
+from farandole.horovod.elastic import HostsUpdatedInterrupt
 from farandole.horovod.process_sets import ProcessSet, global_process_set
-from farandole.horovod.tensorflow.compression import Compression
+from farandole.horovod.requests import HorovodInternalError
 from farandole.horovod.tensorflow.functions import (
     allgather_object,
     broadcast_,
@@ -46,7 +23,11 @@ from farandole.horovod.tensorflow.functions import (
     broadcast_object_fn,
     broadcast_variables,
 )
-from farandole.horovod.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
+from farandole.horovod.tensorflow.gradients import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+)
 from farandole.horovod.tensorflow.operations import (
     Adasum,
     Average,
@@ -65,7 +46,6 @@ from farandole.horovod.tensorflow.operations import (
     join,
     reducescatter,
 )
-from farandole.horovod.tensorflow.optimizer import DistributedOptimizer
 from farandole.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 
@@ -83,6 +63,7 @@ def __getattr__(name: str) -> NoReturn:
 
 
 __all__ = [
+    *basics.__all__,
     "Adasum",
     "Average",
     "Compression",
@@ -97,7 +78,6 @@ __all__ = [
     "Product",
     "Sum",
     "SyncBatchNormalization",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -109,33 +89,10 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]

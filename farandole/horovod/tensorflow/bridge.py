@@ -29,7 +29,7 @@ import tensorflow as tf
 import torch
 from tensorflow.python.ops import control_flow_util
 
-from farandole.horovod.errors import HorovodInternalError, MismatchError
+from farandole.horovod.requests import HorovodInternalError, MismatchError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

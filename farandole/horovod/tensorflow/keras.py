@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import farandole.horovod.tensorflow as _tensorflow
+from farandole.horovod.compression import Compressor
 from farandole.horovod.tensorflow import *  # noqa: F403
 from farandole.horovod.tensorflow import callbacks
-from farandole.horovod.tensorflow.compression import Compressor
-from farandole.horovod.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from farandole.horovod.tensorflow.gradients import DistributedOptimizer, PartialDistributedOptimizer
 
 import keras as _keras  # isort: skip - the import of TensorFlow reports a missing TensorFlow first
 

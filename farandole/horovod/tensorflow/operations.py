@@ -17,10 +17,10 @@ from typing import Any
 import tensorflow as tf
 import torch
 
+from farandole.horovod.compression import Compression, Compressor
 from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.tensorflow import bridge
 from farandole.horovod.tensorflow.bridge import call, name_in_graph
-from farandole.horovod.tensorflow.compression import Compression, Compressor
 from farandole.horovod.torch import operations as requests
 from farandole.horovod.torch.operations import Adasum, Average, Max, Min, Product, Sum, synchronize
 

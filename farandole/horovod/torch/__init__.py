@@ -1,35 +1,12 @@
 """Horovod 0.28's PyTorch API: `import farandole.horovod.torch as hvd`."""
 
-from farandole.horovod.basics import (
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from farandole.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from farandole.horovod import basics
+from farandole.horovod.basics import *  # noqa: F403
+from farandole.horovod.compression import Compression
+from farandole.horovod.elastic import HostsUpdatedInterrupt
 from farandole.horovod.process_sets import ProcessSet, global_process_set
+from farandole.horovod.requests import HorovodInternalError
 from farandole.horovod.torch import elastic
-from farandole.horovod.torch.compression import Compression
 from farandole.horovod.torch.differentiable import (
     allgather,
     allreduce,
@@ -78,6 +55,7 @@ from farandole.horovod.torch.optimizer import DistributedOptimizer
 from farandole.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    *basics.__all__,
     "Adasum",
     "Average",
     "Compression",
@@ -90,7 +68,6 @@ __all__ = [
     "Product",
     "Sum",
     "SyncBatchNorm",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -108,15 +85,8 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
     "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -125,27 +95,11 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
     "wait",
 ]

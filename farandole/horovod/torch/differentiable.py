@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from farandole.horovod.basics import rank
+from farandole.horovod.compression import Compression, Compressor
 from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.torch import operations as ops
-from farandole.horovod.torch.compression import Compression, Compressor
 from farandole.horovod.torch.operations import Average, Max, Min, Product, Sum, synchronize
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from farandole.horovod.basics import horovod, rank, size
+from farandole.horovod.basics import rank, size
 from farandole.horovod.elastic import ObjectState, State, run_with
+from farandole.horovod.state import horovod
 from farandole.horovod.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,

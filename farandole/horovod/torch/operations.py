@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from farandole.horovod import requests as kinds
-from farandole.horovod.basics import Collect, gloo_enabled, horovod
+from farandole.horovod.basics import gloo_enabled
 from farandole.horovod.execution import unsuitable_for_adasum
 from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.requests import ADASUM, AVERAGE, OP_NAMES, SUM, Request, Signature
+from farandole.horovod.state import Collect, horovod
 
 SUPPORTED = frozenset(
     {

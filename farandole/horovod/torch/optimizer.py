@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from farandole.horovod.basics import size
+from farandole.horovod.compression import Compression, Compressor, NoneCompressor
 from farandole.horovod.engine import Engine
 from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.requests import ALLREDUCE, Request, Signature
-from farandole.horovod.torch.compression import Compression, Compressor, NoneCompressor
 from farandole.horovod.torch.functions import broadcast_object
 from farandole.horovod.torch.operations import (
     Adasum,

@@ -92,14 +92,14 @@ def save_pretrained(engine: Engine, folder: Path, dtype: torch.dtype | None, fil
     _write(engine, folder, tensors, dtype, file_bytes, partial(write_description, origin))
 
 
-def write_weights(path: Path, state: Path, model: nn.Module) -> None:
-    """Write the model's parameters and buffers in checkpoint `state` to one file, in the types in which the model computes.
+def write_weights(path: Path, state: Path, types: Mapping[str, torch.dtype]) -> None:
+    """Write the parameters and buffers in checkpoint `state` to one file.  Not a collective call.
 
-    Not a collective call.
+    Args:
+        types: the types to write by tensor name; other tensors keep the saved types.
     """
-    saved, reader = _saved(state, [name for name, _ in _tensors(model)]), _StateReader(state, {})
-    types = {name: entry.properties.dtype for name, entry in saved.items()}
-    types |= {name: tensor.dtype for name, tensor in _tensors(model)}
+    saved, reader = _saved(state, types), _StateReader(state, {})
+    types = {name: entry.properties.dtype for name, entry in saved.items()} | dict(types)
     written = {name: _same(name, entry) for name, entry in saved.items()}
     write_file(
         path,
@@ -170,11 +170,6 @@ def _same(name: str, entry: TensorStorageMetadata) -> Written:
 
 def _type(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype and saved.is_floating_point else saved
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _saved(state: Path, names: Iterable[str]) -> _Entries:

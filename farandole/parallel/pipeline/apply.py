@@ -62,7 +62,7 @@ def apply(
         for number, stage in stages.items()
     }
     statistics = BatchNormStatistics(layers, mirror, replicas, deferred=plan.deferred_batch_norm)
-    found = Pipeline(stages, plan.schedule, comm, places, rank, statistics)
+    found = Pipeline(sequential, stages, plan.schedule, comm, places, rank, statistics)
     found.complete = complete
     return found
 

@@ -31,7 +31,7 @@ class PipelineMean(GlobalMean):
         axes = ("pipeline", "mirror", *LOSS_AXES)
         own = mesh.of_rank(engine.comm.rank)[0]
         first = min(cell.rank for cell in mesh.cells if cell.at(axes) == own.at(axes))
-        self._counts = pipeline.has_loss and first == own.rank
+        self.counts = pipeline.has_loss and first == own.rank
 
     def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> Step:
         """Run the schedule on all micro-batches; see `Engine.forward_backward`."""
@@ -52,7 +52,7 @@ class PipelineMean(GlobalMean):
     def _guess(self, batches: Sequence[Any], inputs: Callable[[Any], Any]) -> float:
         """Return a guess of the total count: the number of tokens, or of samples if inputs are not integers."""
         guess = torch.zeros(1, dtype=torch.float64)
-        if self._counts:
+        if self.counts:
             for batch in batches:
                 arguments, named = self._arguments(inputs(batch))
                 first = next(
@@ -89,10 +89,7 @@ class PipelineMean(GlobalMean):
 
         if batches:
             arguments = [self._arguments(inputs(batch)) for batch in batches]
-            engine = self._engine
-            self._pipeline.run(
-                arguments, loss_of, device=engine.device, train=train, completing=engine.completing
-            )
+            self._pipeline.run(arguments, loss_of, train=train, completing=self._engine.completing)
         return sums, counts
 
     def _arguments(self, given: Any) -> Arguments:

@@ -1,7 +1,7 @@
 """Run a schedule: the stages of this rank, on all micro-batches of a step.
 
-    runtime = Pipeline(stages, name, comm, places, rank)
-    runtime.forward_backward(batches, ...)
+    runtime = Pipeline(model, stages, name, comm, places, rank, statistics)
+    runtime.run(batches, loss, train=True)
 
 An action runs when its inputs have arrived.  The runtime follows the schedule's order, and keeps for each stage and
 micro-batch only what the remaining actions need:
@@ -11,6 +11,8 @@ micro-batch only what the remaining actions need:
 - BackwardWeight releases the rest of the graph.
 
 Between two stages on the same rank, tensors are passed without a message.
+
+In evaluation mode, the model itself can be called on all ranks, for example to generate text (`Pipeline.forward`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from farandole.parallel.axes import AxisCommunicator
 from farandole.parallel.pipeline.backward import SplitBackward
@@ -61,6 +64,7 @@ class Pipeline:
     """The stages of this rank and the communicator of the pipeline.
 
     Args:
+        model: the model that was divided; until `close`, a call of the model runs all stages.
         stages: this rank's stages by number.
         name: the name of the schedule.
         comm: the communicator of the pipeline's ranks; None for a single rank.
@@ -71,6 +75,7 @@ class Pipeline:
 
     def __init__(
         self,
+        model: nn.Sequential,
         stages: Mapping[int, Stage],
         name: str,
         comm: AxisCommunicator | None,
@@ -78,12 +83,16 @@ class Pipeline:
         rank: int,
         statistics: BatchNormStatistics,
     ) -> None:
-        self._stages, self._name, self._comm, self._places, self._rank = stages, name, comm, places, rank
+        self._model, self._stages, self._name, self._rank = model, stages, name, rank
+        self._comm, self._places = comm, places
+        model.forward = self.forward  # type: ignore[method-assign]
         self.statistics = statistics
         self.complete: nn.Module | None = None
         """The model on the meta device before it was divided, until its parameters are initialized."""
         self.spans: list[Span] = []
         """The actions of this rank in the last step, in seconds of `time.perf_counter`; waiting for messages is idle time."""
+        self.waited_s = 0.0
+        """The seconds in which this rank has waited for messages."""
         self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
         """Whether this rank has the last stage of a replica."""
 
@@ -97,7 +106,6 @@ class Pipeline:
         batches: Sequence[Arguments],
         loss: Callable[[Any, int], Tensor | None],
         *,
-        device: torch.device,
         train: bool,
         completing: Completing = lambda parameters: nullcontext(),
     ) -> None:
@@ -107,7 +115,6 @@ class Pipeline:
             batches: the arguments of the model for each micro-batch.
             loss: called on the last rank with the output of a micro-batch and its number; returns the loss to
                 differentiate.
-            device: where received tensors are allocated.
             train: whether to run backward passes.
             completing: used for the last action of each stage.
         """
@@ -117,7 +124,7 @@ class Pipeline:
             schedule = replace(schedule, actions=tuple(map(tuple, forward)))
         transfers = None
         if self._comm is not None:
-            transfers = Transfers(self._comm, self._places, schedule, self._rank, device)
+            transfers = Transfers(self._comm, self._places, schedule, self._rank, self._device)
         step = _Step(schedule, self._stages, self._rank, batches, loss, transfers, self.statistics)
         last = self._last_actions(schedule) if train else {}
         spans = []
@@ -134,8 +141,34 @@ class Pipeline:
             spans.append(Span(action, begun, time.perf_counter()))
         if transfers is not None:
             transfers.finish()
+            self.waited_s += transfers.waited_s
         if train:
             self.spans = spans
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return the model's output on all ranks, in evaluation mode.  This is a collective call of the pipeline's ranks.
+
+        Raises:
+            RuntimeError: in training mode, or if gradients are enabled.
+        """
+        if self._model.training or torch.is_grad_enabled():
+            raise RuntimeError(
+                "a model in stages can be called only in evaluation mode and without gradients (model.eval(), torch.no_grad()); "
+                "to train, call engine.forward_backward, which runs all stages"
+            )
+        outputs: list[Any] = []
+        self.run([(inputs, named)], lambda output, _: outputs.append(output), train=False)
+        if self._comm is None:
+            return outputs[0]
+        schedule = self.schedule(1)
+        last = self._places[schedule.rank_of(schedule.stages - 1, 0)]
+        output = tree_map_only(Tensor, lambda tensor: tensor.cpu(), outputs[0]) if outputs else None
+        output = self._comm.broadcast_object(output, last)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), output)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device  # each rank has parameters
 
     def _last_actions(self, schedule: Schedule) -> dict[Action, set[int]]:
         """Return the last action of each stage on this rank, with the parameters that no later action computes gradients of."""
@@ -153,6 +186,7 @@ class Pipeline:
     def close(self) -> None:
         """Remove the hooks from the model."""
         self.statistics.close()
+        del self._model.forward
 
 
 class _Step:

@@ -20,12 +20,15 @@ import horovod.keras.callbacks
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as tensorflow_keras
 from horovod import keras as hvd_keras
+from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.functions import broadcast_variables
 from horovod.tensorflow.mpi_ops import allgather
 from horovod.tensorflow.util import _cache, _executing_eagerly, _make_subgraph
 import farandole.horovod.tensorflow
 import tensorflow as tf
 
 assert hvd is farandole.horovod.tensorflow
+assert hvd.Compression is Compression and hvd.broadcast_variables is broadcast_variables
 assert hvd_keras.DistributedOptimizer is tensorflow_keras.DistributedOptimizer is hvd.DistributedOptimizer
 assert hvd_keras.callbacks.MetricAverageCallback is horovod.keras.callbacks.MetricAverageCallback
 calls = []

@@ -1,20 +1,25 @@
-"""Gradient compression: communicate gradients in a 16-bit data type."""
+"""Gradient compression: communicate gradients in a 16-bit data type.
+
+The compressors accept tensors of PyTorch and of TensorFlow.
+"""
 
 from __future__ import annotations
 
-import tensorflow as tf
+from typing import Any
+
+import torch
 
 
 class Compressor:
     """The base class of compressors."""
 
     @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
+    def compress(tensor: Any) -> tuple[Any, Any]:
         """Return the tensor to communicate, and the context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
+    def decompress(tensor: Any, ctx: Any) -> Any:
         """Return the tensor in its original data type."""
         raise NotImplementedError
 
@@ -23,12 +28,12 @@ class NoneCompressor(Compressor):
     """Communicates tensors unchanged."""
 
     @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
+    def compress(tensor: Any) -> tuple[Any, Any]:
         """Return the tensor."""
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
+    def decompress(tensor: Any, ctx: Any) -> Any:
         """Return the tensor."""
         return tensor
 
@@ -36,31 +41,43 @@ class NoneCompressor(Compressor):
 class _CastCompressor(Compressor):
     """Casts floating-point tensors to a 16-bit data type, and passes other tensors through unchanged."""
 
-    dtype: tf.DType
+    dtype: str
 
     @classmethod
-    def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
         """Cast the tensor to the 16-bit data type.  Return the result and the original data type."""
-        if not tensor.dtype.is_floating or tensor.dtype == cls.dtype:
+        if isinstance(tensor, torch.Tensor):
+            dtype, is_floating = getattr(torch, cls.dtype), tensor.is_floating_point()
+        else:
+            dtype, is_floating = cls.dtype, tensor.dtype.is_floating
+        if not is_floating or tensor.dtype == dtype:
             return tensor, None
-        return tf.cast(tensor, cls.dtype), tensor.dtype
+        return _cast(tensor, dtype), tensor.dtype
 
     @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
+    def decompress(tensor: Any, ctx: Any) -> Any:
         """Return the tensor in its original data type."""
-        return tensor if ctx is None else tf.cast(tensor, ctx)
+        return tensor if ctx is None else _cast(tensor, ctx)
+
+
+def _cast(tensor: Any, dtype: Any) -> Any:
+    if isinstance(tensor, torch.Tensor):
+        return tensor.to(dtype)
+    import tensorflow
+
+    return tensorflow.cast(tensor, dtype)
 
 
 class FP16Compressor(_CastCompressor):
     """Communicates in float16."""
 
-    dtype = tf.float16
+    dtype = "float16"
 
 
 class BF16Compressor(_CastCompressor):
     """Communicates in bfloat16, which has float32's range.  Horovod has no counterpart."""
 
-    dtype = tf.bfloat16
+    dtype = "bfloat16"
 
 
 class Compression:

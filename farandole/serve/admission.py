@@ -1,0 +1,214 @@
+"""Limit the running sequences and the prompt tokens of a step, so that measured step times meet a target.
+
+The time of a step is modelled as
+
+    seconds = base + per_decode * decodes + per_prompt_token * prompt tokens
+
+and the three coefficients follow the measurements of all steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from farandole.serve.request import RequestError
+
+MARGIN = 0.9
+"""The part of a target that predicted times may use."""
+MIN_PROMPT_TOKENS = 16
+"""The prompt tokens that a step may always compute, so that no prompt waits forever."""
+FIRST_RUNNING = 4
+"""The number of running sequences that may be tried without measurements."""
+_SCALE = np.array((1.0, 16.0, 256.0))  # makes the three terms of similar size
+
+
+@dataclass(frozen=True)
+class Target:
+    """Target latencies of an engine, in seconds; None for no target.
+
+    Args:
+        ttft: the time from the arrival of a request to its first token.
+        tpot: the mean time per token after the first.
+
+    Raises:
+        RequestError: if a target is not positive.
+    """
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tpot"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise RequestError(name, f"expected a positive time, got {value} s")
+
+    @property
+    def step(self) -> float:
+        """Return the longest time of a step in which sequences decode."""
+        return min(math.inf if self.tpot is None else self.tpot, self.first_step)
+
+    @property
+    def first_step(self) -> float:
+        """Return the longest time of a step: a new request waits for the current step, and needs one of its own."""
+        return math.inf if self.ttft is None else self.ttft / 2
+
+
+class StepTimes:
+    """Recursive least squares for the times of steps, with constant memory.
+
+    Old measurements are forgotten only in the direction of a new one: steps without prompts do not change what is known
+    about prompts.  Errors are relative to the predicted time.  Coefficients are never negative.
+
+    L. Cao and H. Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix",
+    Automatica 36 (2000).
+
+    Args:
+        forgetting: the weight of old measurements, in the direction of a new one, after that measurement.
+    """
+
+    def __init__(self, forgetting: float = 0.8) -> None:
+        self._forgetting = forgetting
+        self._solution = np.zeros(3)  # of the least squares without the constraint
+        self._information = np.zeros((3, 3))
+        self._constrained = np.zeros(3)
+        self._steps = 0
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """Return `base`, `per_decode` and `per_prompt_token` in seconds."""
+        base, per_decode, per_prompt_token = (self._constrained / _SCALE).tolist()
+        return base, per_decode, per_prompt_token
+
+    def predict(self, decodes: float, prompt_tokens: float) -> float:
+        """Return the seconds of a step; 0 before the first measurement."""
+        return float(self._constrained @ ((1.0, decodes, prompt_tokens) / _SCALE))
+
+    def add(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
+        """Add a measured step."""
+        if seconds <= 0:
+            return
+        predicted = self.predict(decodes, prompt_tokens) or seconds
+        if self._steps >= 20:  # one pause of the machine must not decide
+            seconds = min(max(seconds, predicted / 4), predicted * 4)
+        row = (1.0, decodes, prompt_tokens) / _SCALE / predicted
+        if not self._steps:
+            self._information = 1e-6 * row.max() ** 2 * np.eye(3)
+        known = self._information @ row
+        self._information -= (1 - self._forgetting) / (row @ known) * np.outer(known, known)
+        self._information += np.outer(row, row)
+        error = seconds / predicted - row @ self._solution
+        self._solution = self._solution + np.linalg.solve(self._information, row) * error
+        self._constrained = _nonnegative(self._information, self._solution)
+        self._steps += 1
+
+
+def _nonnegative(information: np.ndarray, solution: np.ndarray) -> np.ndarray:
+    """Return the best solution without negative coefficients."""
+    if solution.min() >= 0:
+        return solution
+    best, least = np.zeros(3), math.inf
+    right = information @ solution
+    for size in (1, 2):
+        for kept in itertools.combinations(range(3), size):
+            candidate = np.zeros(3)
+            candidate[list(kept)] = np.linalg.solve(information[np.ix_(kept, kept)], right[list(kept)])
+            cost = (candidate - solution) @ information @ (candidate - solution)
+            if candidate.min() >= 0 and cost < least:
+                best, least = candidate, cost
+    return best
+
+
+class _Rate:
+    """A ratio of two sums in which old terms fade out.
+
+    Args:
+        numerator, denominator: the first terms, which stand for measurements until there are some.
+    """
+
+    def __init__(self, numerator: float, denominator: float, forgetting: float) -> None:
+        self._numerator, self._denominator, self._forgetting = numerator, denominator, forgetting
+
+    def add(self, numerator: float, denominator: float) -> None:
+        self._numerator = self._forgetting * self._numerator + numerator
+        self._denominator = self._forgetting * self._denominator + denominator
+
+    @property
+    def value(self) -> float:
+        return self._numerator / self._denominator
+
+
+class Admission:
+    """Decides how many sequences run and how many prompt tokens a step computes.
+
+    While little is measured, both numbers grow by at most a factor of two over what was measured.
+
+    Args:
+        target: the target latencies.
+        max_running: the maximum number of running sequences.
+        token_budget: the maximum number of tokens per step.
+    """
+
+    def __init__(self, target: Target, max_running: int, token_budget: int) -> None:
+        self.target, self._max_running, self._token_budget = target, max_running, token_budget
+        self.times = StepTimes()
+        self._most_decodes, self._most_prompt_tokens = FIRST_RUNNING / 2, MIN_PROMPT_TOKENS / 2
+        self._seconds_per_end = _Rate(1.0, 1.0, 0.999)
+        self._prompt_per_token = _Rate(1.0, 1.0, 0.999)
+
+    def observe(
+        self, decodes: int, prompt_tokens: int, seconds: float, *, selected: int = 0, ended: int = 0
+    ) -> None:
+        """Add a measured step.
+
+        Args:
+            decodes: the sequences that decoded one token.
+            prompt_tokens: the tokens of prompts.
+            seconds: the time of the step.
+            selected: the sequences for which a token was selected.
+            ended: the sequences that ended.
+        """
+        self.times.add(decodes, prompt_tokens, seconds)
+        self._most_decodes = max(self._most_decodes, decodes)
+        self._most_prompt_tokens = max(self._most_prompt_tokens, prompt_tokens)
+        self._seconds_per_end.add(seconds, ended)
+        self._prompt_per_token.add(prompt_tokens, selected)
+
+    @property
+    def max_running(self) -> int:
+        """Return the number of sequences that may run, at least 1.
+
+        In a steady state, each running sequence decodes one token per step, and the prompts of the sequences that
+        replace it need their share of each step.
+        """
+        step = MARGIN * self.target.step
+        if step == math.inf:
+            return self._max_running
+        base, per_decode, per_prompt_token = self.times.coefficients
+        each = per_decode + per_prompt_token * self._prompt_per_token.value
+        fits = (step - base) / each if each > 0 else math.inf
+        return max(1, int(min(self._max_running, 2 * self._most_decodes, fits)))
+
+    def prompt_budget(self, decodes: int) -> int:
+        """Return the number of prompt tokens for a step with `decodes` decoding sequences."""
+        most = self._token_budget - decodes
+        step = MARGIN * (self.target.step if decodes else self.target.first_step)
+        if step == math.inf:
+            return most
+        base, per_decode, per_prompt_token = self.times.coefficients
+        left = step - base - per_decode * decodes
+        fits = left / per_prompt_token if per_prompt_token > 0 else math.inf
+        return min(most, max(MIN_PROMPT_TOKENS, int(min(2 * self._most_prompt_tokens, fits))))
+
+    def until_ended(self, sequences: int) -> float:
+        """Return the predicted seconds until this number of sequences has ended."""
+        return max(sequences, 0) * self._seconds_per_end.value
+
+    def until_computed(self, prompt_tokens: int, decodes: int) -> float:
+        """Return the predicted seconds for prompt tokens, in steps with `decodes` decoding sequences."""
+        steps = math.ceil(prompt_tokens / max(self.prompt_budget(decodes), 1))
+        return steps * self.times.predict(decodes, prompt_tokens / steps) if steps else 0.0

@@ -1,0 +1,106 @@
+"""`farandole train` with pipeline stages: the division of batches, refused plans, and models of Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.models.generate import generate
+from farandole.train.config import ConfigError, load_config
+from farandole.train.memory import check_memory
+from farandole.train.start import CHANGEABLE, default_ranks
+from tests.models.hf.folders import conversations, model_with_tokenizer, write_jsonl
+from tests.train.small import make_trainer, overrides
+
+
+def test_stages_share_the_samples_of_a_replica() -> None:
+    config = load_config("tiny", ["plan.pipeline=2", "plan.micro_batches=4"])
+    assert config.micro_batches(2) == (4, 2)
+    assert config.micro_batches(4) == (4, 1)
+    assert default_ranks(load_config("tiny", ["plan.pipeline=4", "plan.data=2"])) == 8
+    for key in ("plan.pipeline", "plan.schedule", "plan.micro_batches"):
+        assert key.startswith(CHANGEABLE)
+
+
+def _check(words: list[str]) -> None:
+    config = load_config("tiny", words)
+    config.micro_batches(2)
+    check_memory(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["plan.micro_batches=3"],
+            "plan.micro_batches=3 must divide the 8 samples .*; try plan.micro_batches=2",
+        ),
+        (["plan.micro_batches=2", "micro_batch=4"], "both divide the batch"),
+        (["plan.schedule=1f1"], "plan.schedule='1f1' .*did you mean 1f1b"),
+        (["plan.lora_rank=4"], "plan.lora_rank=4 with pipeline=2"),
+        (["plan.zero=2"], "plan.zero=2 with pipeline=2: .*nearest plan: zero=1"),
+        (
+            ["plan.recompute=auto", "plan.activation_bytes=9"],
+            "plan: pipeline=2 with recompute|plan.pipeline=2 with",
+        ),
+        (
+            ["model.layers=1", "plan.schedule=zb-v"],
+            "plan.pipeline=2, .*blocks cannot be divided into 4 stages",
+        ),
+    ],
+)
+def test_plans_without_stages_are_refused_before_training(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _check(["plan.pipeline=2", *words])
+
+
+def _steps(
+    rank: int, size: int, preset: str, words: list[str]
+) -> tuple[list[float], dict[str, float], float]:
+    trainer = make_trainer(words, preset=preset)
+    results = [trainer.step() for _ in range(3)]
+    found = [r.loss for r in results], trainer.evaluate(), results[-1].waited_s
+    trainer.engine.close()
+    return found
+
+
+def test_conversations_train_in_stages_as_in_one_process(ranks: Any, tmp_path: Path) -> None:
+    model_with_tokenizer(tmp_path / "llama")
+    write_jsonl(tmp_path / "chat.jsonl", conversations(40, 2))
+    words = [f"model={tmp_path / 'llama'}", f"data.path={tmp_path / 'chat.jsonl'}", f"data.cache={tmp_path}"]
+    words += ["model.context=64", "batch=4", "evaluate.samples=3"]
+    ((losses, metrics, _),) = ranks(1).run(_steps, "sft", words)
+    pipeline = [*words, "plan.pipeline=2", "plan.micro_batches=2"]
+    for found, own_metrics, waited_s in ranks(2).run(_steps, "sft", pipeline):
+        assert found == pytest.approx(losses, rel=1e-4)
+        assert own_metrics == pytest.approx(metrics, rel=1e-4)
+        assert waited_s > 0
+
+
+def _generated(rank: int, size: int, words: list[str]) -> tuple[list[int], str]:
+    model = make_trainer(words).model
+    assert isinstance(model, torch.nn.Sequential)
+    tokens = list(generate(model, [1, 2, 3], 8, context=32, temperature=0))
+    with pytest.raises(RuntimeError) as error, torch.enable_grad():
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    return tokens, str(error.value)
+
+
+def test_stages_generate_the_tokens_of_one_process(ranks: Any, tmp_path: Path) -> None:
+    words = [*overrides(tmp_path), "model.layers=4"]
+    expected = ranks(2).run(_alone, words)[0]
+    for schedule in ("1f1b", "zb-v", "gems"):
+        for tokens, message in ranks(2).run(
+            _generated, [*words, "plan.pipeline=2", f"plan.schedule={schedule}"]
+        ):
+            assert tokens == expected
+            assert "only in evaluation mode" in message
+
+
+def _alone(rank: int, size: int, words: list[str]) -> list[int]:
+    model = make_trainer(words).model
+    assert isinstance(model, torch.nn.Sequential)
+    return list(generate(model, [1, 2, 3], 8, context=32, temperature=0))
