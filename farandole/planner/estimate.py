@@ -12,7 +12,7 @@ from farandole.data.wording import size
 from farandole.memory.swap import BEHIND_BYTES
 from farandole.plan import Place, Plan, PlanError
 from farandole.planner.memory import StateBytes, shard_bytes, state_bytes
-from farandole.planner.pipeline import StagedModel, simulate_step
+from farandole.planner.pipeline import PipelineStep, StagedModel, simulate_step
 from farandole.planner.stage_trace import StageTracer
 from farandole.planner.step_time import step_time
 from farandole.planner.trace import NOTHING, Trace
@@ -36,6 +36,7 @@ class PipelineSummary:
         message_s: the seconds by which messages make the step longer.
         imbalance: how much the number of parameters of the largest stage exceeds the mean, 0.1 for 10 %.
         activations: the peak bytes of the activations of each pipeline rank.
+        peaks: the peak memory of each pipeline rank in bytes.
     """
 
     idle: float
@@ -43,6 +44,7 @@ class PipelineSummary:
     message_s: float
     imbalance: float
     activations: tuple[int, ...]
+    peaks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ class Estimate:
     def peak(self) -> int:
         """The peak memory of the rank in bytes."""
         return max(self.start, sum(self.parts.values()))
+
+    @property
+    def mean_peak(self) -> float:
+        """The mean of the peak memory of all ranks in bytes."""
+        peaks = (self.peak,) if self.pipeline is None else self.pipeline.peaks
+        return sum(peaks) / len(peaks)
 
     @property
     def seconds(self) -> float:
@@ -129,7 +137,9 @@ def estimate_workload(
     if not workload.applied:
         workload = workload.split(plan, ranks, machine.hosts)
     if plan.pipeline > 1:
-        return estimate_stages(StagedModel(workload, plan), plan, ranks, machine, StageTracer(workload, plan))
+        staged = StagedModel(workload, plan)
+        step = simulate_step(staged, plan, ranks, machine, StageTracer())
+        return estimate_stages(staged, plan, ranks, machine, step)
     state = state or state_bytes(workload, plan, ranks, machine)
     return _estimate_rank(workload, plan, ranks, machine, traced or workload.trace(plan), state)
 
@@ -163,18 +173,17 @@ def estimate_stages(
     plan: Plan,
     ranks: int,
     machine: Machine,
-    tracer: StageTracer,
+    step: PipelineStep,
     states: Sequence[StateBytes] | None = None,
 ) -> Estimate:
     """Like `estimate_workload`, for a model in stages.
 
     Args:
-        tracer: the tracer of this workload under this plan.
+        step: the simulated step of this workload under this plan.
         states: the states of each pipeline rank, if available.
     """
     _check(plan, machine)
     states = states or stage_states(staged, plan, ranks, machine)
-    step = simulate_step(staged, plan, ranks, machine, tracer)
     found = [
         _estimate_rank(workload, plan, ranks, machine, traced, state)
         for workload, traced, state in zip(staged.ranks, step.traces, states, strict=True)
@@ -189,6 +198,7 @@ def estimate_stages(
         step.waiting_s,
         staged.balance.imbalance,
         tuple(traced.peak for traced in step.traces),
+        tuple(one.peak for one in found),
     )
     largest = max(found, key=lambda one: one.peak)
     slowest = max(found, key=lambda one: one.seconds)

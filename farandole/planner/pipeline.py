@@ -1,7 +1,7 @@
 """Predict the memory and the time of the ranks of a pipeline.
 
     staged = StagedModel(workload, plan)                          # divides the blocks into stages
-    step = simulate_step(staged, plan, ranks, machine, StageTracer(workload, plan))
+    step = simulate_step(staged, plan, ranks, machine, StageTracer())
     step.timeline.idle, step.traces[0].saved                      # idle fraction; bytes of activations on pipeline rank 0
 
 The stages are traced on fake tensors (`planner.stage_trace`).  The simulated step gives the order of actions, the times at which
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farandole.parallel.axes import Layouts
+from farandole.parallel.pipeline.apply import schedule_of
 from farandole.parallel.pipeline.balance import Balance
-from farandole.parallel.pipeline.schedule import Action, Backward, BackwardInput, Forward, build
+from farandole.parallel.pipeline.schedule import Action, Backward, BackwardInput, Forward
 from farandole.parallel.pipeline.simulate import Costs, Timeline, simulate
 from farandole.parallel.pipeline.stage import Stage, shallow_copy, split
 from farandole.parallel.pipeline.transfers import Message, Shapes, messages_between
@@ -38,12 +39,12 @@ class StagedModel:
         assert workload.mesh is not None and isinstance(workload.layouts, Layouts)
         model = workload.model
         tensors = (*model.parameters(), *model.buffers())
-        self.micro_batches = workload.micro_batches
+        self.workload = workload
         self.whole = sum(tensor.nbytes for tensor in tensors)
         """The bytes of the model before it is divided."""
         self.ranks: list[Workload] = []
         self.stages: dict[int, Stage] = {}
-        schedule = build(plan.schedule, plan.pipeline, 1)
+        schedule = schedule_of(plan)
         for rank in range(plan.pipeline):
             own = shallow_copy(model)  # type: ignore[arg-type]
             stages, self.balance = split(own, schedule, rank, workload.layouts)
@@ -75,14 +76,19 @@ class PipelineStep:
 def simulate_step(
     staged: StagedModel, plan: Plan, ranks: int, machine: Machine, tracer: StageTracer
 ) -> PipelineStep:
-    """Trace the stages, and simulate a step."""
-    schedule = build(plan.schedule, plan.pipeline, staged.micro_batches)
+    """Trace the stages, and simulate a step.
+
+    Raises:
+        PlanError: if the schedule does not support the number of micro-batches.
+    """
+    workload = staged.workload
+    schedule = schedule_of(plan, workload.micro_batches)
     stages: list[StageTrace] = []
     outputs: list[Shapes] = []
     shapes, single = Shapes(), True
     for number in range(schedule.stages):
         found, shapes, single = tracer.trace(
-            staged.stages[number], shapes, single, splits=schedule.splits_backward
+            workload, plan, staged.stages[number], shapes, single, splits=schedule.splits_backward
         )
         stages.append(found)
         outputs.append(shapes)

@@ -1,7 +1,7 @@
 """Trace the actions of a pipeline stage on fake tensors: the memory that each action needs and keeps, and its work.
 
-    tracer = StageTracer(workload, plan)
-    found, shapes = tracer.trace(stage, shapes, splits=True)     # shapes of the stage's input, and of its output
+    tracer = StageTracer()
+    found, shapes, single = tracer.trace(workload, plan, stage, shapes, single, splits=True)   # shapes of input and output
     found.forward.kept, found.input.peak, found.weight.flops
 
 The trace runs the same code as `pipeline.runtime`: a forward pass, and a backward pass at once or in two halves.  The input
@@ -27,7 +27,7 @@ from farandole.parallel.pipeline.backward import SplitBackward
 from farandole.parallel.pipeline.balance import tensors_of
 from farandole.parallel.pipeline.stage import Stage
 from farandole.parallel.pipeline.transfers import Shapes, TensorShape
-from farandole.plan import Plan, PlanError
+from farandole.plan import MODEL_AXES, Plan, PlanError
 from farandole.planner.repeats import Run, extrapolated, find_runs, signature
 from farandole.planner.trace import clear_gradient, note, note_gradient
 from farandole.planner.workload import Workload, weight_type
@@ -97,64 +97,78 @@ class StageTrace:
 
 
 class StageTracer:
-    """Traces the stages of a model, and remembers stages with equal blocks.
+    """Traces the stages of models with the same loss, and remembers stages with equal blocks, also for other numbers of stages."""
 
-    Args:
-        workload: one whose model is complete, with the shards of the plan's other axes.
-    """
-
-    def __init__(self, workload: Workload, plan: Plan) -> None:
-        self._workload, self._plan = workload, plan
-        self._known: dict[Any, tuple[dict[Any, float], Shapes, bool]] = {}
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[dict[Any, float], Shapes, bool]] = {}
 
     def trace(
-        self, stage: Stage, shapes: Shapes, single: bool, *, splits: bool
+        self, workload: Workload, plan: Plan, stage: Stage, shapes: Shapes, single: bool, *, splits: bool
     ) -> tuple[StageTrace, Shapes, bool]:
         """Return the trace of a stage, and the shapes of its output and whether the output is a single tensor.
 
         Args:
+            workload: one whose model is complete, with the shards of the plan's other axes.
             shapes, single: the input of the stage, which the first stage ignores.
             splits: whether to trace the halves of the backward pass.
         """
         runs = find_runs(stage.view)
         after: list[tuple[Shapes, bool]] = []
         blocks, own = nn.Sequential(*stage.blocks), set(stage.blocks)
+        around = (*_conditions(workload, plan), stage.is_first, stage.is_last, shapes, single, splits)
 
         def measure() -> dict[Any, float]:
             present = [signature(block) for block in stage.view._modules.values() if block in own]
-            key = repr((present, stage.is_first, stage.is_last, shapes, single, splits))
+            key = repr((present, around))
             if key not in self._known:
-                self._known[key] = self._measure(stage, shapes, single, splits, runs)
+                self._known[key] = _measure(workload, plan, stage, shapes, single, splits, runs)
             numbers, output, alone = self._known[key]
             after.append((output, alone))
             return numbers
 
-        with _recomputing(blocks, self._plan):
+        with _recomputing(blocks, plan):
             found = extrapolated(runs, measure)
         actions = {name: _action(found, name, len(runs)) for name in (FORWARD, BACKWARD, INPUT, WEIGHT)}
         return StageTrace(**actions), *after[0]
 
-    def _measure(
-        self, stage: Stage, shapes: Shapes, single: bool, splits: bool, runs: Sequence[Run]
-    ) -> tuple[dict[Any, float], Shapes, bool]:
-        workload, model = self._workload, stage.view
-        numbers: dict[Any, float] = {}
-        with ExitStack() as stack:
-            where = device_of(model)
-            dtype = weight_type(self._plan)
-            fake = stack.enter_context(fake_model(model, workload.example, where, dtype))
-            stack.enter_context(torch.enable_grad())
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    stack.callback(parameter.register_post_accumulate_grad_hook(clear_gradient).remove)
-            living = (*model.parameters(), *model.buffers(), *tree_leaves(fake))
-            arguments = call_arguments(fake)
-            for halves in (False, True) if splits else (False,):
-                output = _Pass(self, stage, shapes, single, runs, living, where).run(
-                    arguments, numbers, halves
-                )
-        alone = isinstance(output, Tensor)
-        return numbers, [TensorShape.of(each) for each in ([output] if alone else output)], alone
+
+def _conditions(workload: Workload, plan: Plan) -> tuple[object, ...]:
+    """Return the values that, with its blocks and its input, determine the numbers of a stage."""
+    axes = (*(getattr(plan, axis) for axis in MODEL_AXES), plan.sequence, plan.ring)
+    example = [tuple(each.shape) for each in tree_leaves(workload.example) if isinstance(each, Tensor)]
+    return axes, plan.recompute, plan.precision, example, _is_scaled(workload, plan)
+
+
+def _is_scaled(workload: Workload, plan: Plan) -> bool:
+    """Return whether the loss is multiplied by a factor before the backward pass."""
+    return workload.micro_batches > 1 or plan.precision == "fp16"
+
+
+def _measure(
+    workload: Workload,
+    plan: Plan,
+    stage: Stage,
+    shapes: Shapes,
+    single: bool,
+    splits: bool,
+    runs: Sequence[Run],
+) -> tuple[dict[Any, float], Shapes, bool]:
+    model, numbers = stage.view, dict[Any, float]()
+    with ExitStack() as stack:
+        where = device_of(model)
+        dtype = weight_type(plan)
+        fake = stack.enter_context(fake_model(model, workload.example, where, dtype))
+        stack.enter_context(torch.enable_grad())
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(clear_gradient).remove)
+        living = (*model.parameters(), *model.buffers(), *tree_leaves(fake))
+        arguments = call_arguments(fake)
+        for halves in (False, True) if splits else (False,):
+            passed = _Pass(workload, plan, stage, shapes, single, runs, living, where)
+            output = passed.run(arguments, numbers, halves)
+    alone = isinstance(output, Tensor)
+    return numbers, [TensorShape.of(each) for each in ([output] if alone else output)], alone
 
 
 class _Pass:
@@ -162,7 +176,8 @@ class _Pass:
 
     def __init__(
         self,
-        tracer: StageTracer,
+        workload: Workload,
+        plan: Plan,
         stage: Stage,
         shapes: Shapes,
         single: bool,
@@ -170,14 +185,13 @@ class _Pass:
         living: Sequence[Any],
         device: torch.device,
     ) -> None:
-        self._workload, self._plan, self._stage = tracer._workload, tracer._plan, stage
+        self._workload, self._stage, self._scaled = workload, stage, _is_scaled(workload, plan)
         self._shapes, self._single, self._runs, self._living = shapes, single, runs, living
         self._device = device
 
     def run(self, arguments: tuple[Any, dict[str, Any]], numbers: dict[Any, float], halves: bool) -> Any:
         """Run the actions, add their numbers, and return the output of the stage without its graph."""
-        stage, sent = self._stage, self._workload.sent
-        scaled = self._workload.micro_batches > 1 or self._plan.precision == "fp16"
+        stage, sent, scaled = self._stage, self._workload.sent, self._scaled
         with ExitStack() as stack:
             tracker = stack.enter_context(MemoryTracker(self._living))
             ends: dict[int, int] = {}
