@@ -166,9 +166,8 @@ def _measure(
         arguments = call_arguments(fake)
         for halves in (False, True) if splits else (False,):
             passed = _Pass(workload, plan, stage, shapes, single, runs, living, where)
-            output = passed.run(arguments, numbers, halves)
-    alone = isinstance(output, Tensor)
-    return numbers, [TensorShape.of(each) for each in ([output] if alone else output)], alone
+            output, alone = passed.run(arguments, numbers, halves)
+    return numbers, output, alone
 
 
 class _Pass:
@@ -189,8 +188,14 @@ class _Pass:
         self._shapes, self._single, self._runs, self._living = shapes, single, runs, living
         self._device = device
 
-    def run(self, arguments: tuple[Any, dict[str, Any]], numbers: dict[Any, float], halves: bool) -> Any:
-        """Run the actions, add their numbers, and return the output of the stage without its graph."""
+    def run(
+        self, arguments: tuple[Any, dict[str, Any]], numbers: dict[Any, float], halves: bool
+    ) -> tuple[Shapes, bool]:
+        """Run the actions, and add their numbers.
+
+        Returns:
+            The shapes of the stage's output, and whether the output is a single tensor.
+        """
         stage, sent, scaled = self._stage, self._workload.sent, self._scaled
         with ExitStack() as stack:
             tracker = stack.enter_context(MemoryTracker(self._living))
@@ -204,7 +209,7 @@ class _Pass:
                 output = stage.run(hidden, *arguments)
                 if stage.is_last:
                     output = _loss(self._workload.loss, output)
-                result = tuple(_detached(each) for each in tensors_or_none(output))
+                result = [TensorShape.of(each) for each in tensors_or_none(output)]
                 alone = isinstance(output, Tensor)
                 outputs = [each for each in tensors_of(output) if each.requires_grad]
                 inputs = [each for each in tensors_of(hidden) if each.requires_grad]
@@ -238,7 +243,7 @@ class _Pass:
                     if split is not None:
                         split.weight_gradients()
                     del split
-        return result[0] if alone else result
+        return result, alone
 
     def _received(self, shapes: Shapes, single: bool) -> Any:
         tensors = [
@@ -305,16 +310,6 @@ def _loss(loss: Callable[[Any], Tensor] | None, output: Any) -> Tensor:
 def tensors_or_none(output: Any) -> list[Tensor | None]:
     """Return the elements of a stage's output."""
     return list(output) if isinstance(output, tuple) else [output]
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor with the shape and type of another one, without memory."""
-    if tensor is None:
-        return None
-    with torch.no_grad():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(
-            tensor.requires_grad
-        )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,14 +21,8 @@ MODELS: dict[str, Any] = {
     "gpt": lambda: build_gpt(GPTConfig(WORDS, LENGTH, 8, 4, 64)),
     "llama": lambda: build_llama(LlamaConfig(WORDS, 8, 4, 64, 160, kv_heads=2)),
 }
-TOLERANCE = {
-    ("gpipe", "none"): 0.1,
-    ("1f1b", "none"): 0.1,
-    ("zb-v", "none"): 0.1,
-    ("1f1b", "block"): 0.3,
-    ("gems", "none"): 0.25,
-}
-"""The largest error by schedule and recomputation; the last two are predicted too large (docs/explanation/planner.md)."""
+TOLERANCE = 0.05
+"""The largest error: messages of a real step arrive at other times than those of the simulated step."""
 MACHINE = Machine(memory=1 << 34)
 
 
@@ -83,5 +78,17 @@ def test_predicted_activations_match_real_ranks(ranks: Any, name: str, size: int
         for rank, predicted in enumerate(found.pipeline.activations):
             errors[plan.schedule, plan.recompute, rank] = predicted / seen[rank][1] - 1
         assert max(weights for weights, _ in seen) >= found.parts["weights"]
-    wrong = [f"{key}: {error:+.3f}" for key, error in errors.items() if abs(error) > TOLERANCE[key[:2]]]
+    wrong = [f"{key}: {error:+.3f}" for key, error in errors.items() if abs(error) > TOLERANCE]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_memory_of_1f1b_does_not_grow_with_the_micro_batches() -> None:
+    plan = Plan(pipeline=2, recompute="block")
+    few, many = (
+        estimate_workload(replace(_workload("gpt"), micro_batches=number), plan, 2, MACHINE)
+        for number in (8, 64)
+    )
+    assert few.pipeline is not None and many.pipeline is not None
+    assert many.pipeline.activations == few.pipeline.activations
+    assert many.pipeline.idle < few.pipeline.idle
+    assert few.mean_peak == sum(few.pipeline.peaks) / 2 <= few.peak
