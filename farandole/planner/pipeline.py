@@ -11,6 +11,7 @@ what remains between input gradients and weight gradients, and received tensors 
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,12 +46,13 @@ class StagedModel:
         self.ranks: list[Workload] = []
         self.stages: dict[int, Stage] = {}
         schedule = schedule_of(plan)
+        layouts = copy.copy(workload.layouts)  # another schedule may place the stages on other ranks
         for rank in range(plan.pipeline):
             own = shallow_copy(model)  # type: ignore[arg-type]
-            stages, self.balance = split(own, schedule, rank, workload.layouts)
+            stages, self.balance = split(own, schedule, rank, layouts)
             self.stages |= stages
             cell = next(each for each in workload.mesh.cells if each.pipeline == rank and not each.mirror)
-            self.ranks.append(replace(workload, model=own, rank=cell.rank))
+            self.ranks.append(replace(workload, model=own, rank=cell.rank, layouts=layouts))
 
     balance: Balance
     """The division of the blocks."""

@@ -15,6 +15,7 @@ from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.plan import Plan
 from farandole.planner import Machine, Workload, estimate_workload
+from farandole.planner.search import estimates_of
 
 WORDS, LENGTH, SAMPLES, MICRO_BATCHES = 512, 64, 4, 8
 MODELS: dict[str, Any] = {
@@ -92,3 +93,14 @@ def test_the_memory_of_1f1b_does_not_grow_with_the_micro_batches() -> None:
     assert many.pipeline.activations == few.pipeline.activations
     assert many.pipeline.idle < few.pipeline.idle
     assert few.mean_peak == sum(few.pipeline.peaks) / 2 <= few.peak
+
+
+def test_schedules_that_place_stages_differently_keep_their_states() -> None:
+    plans = [
+        Plan(pipeline=2, schedule=schedule, recompute=recompute)
+        for recompute in ("none", "selective")
+        for schedule in ("1f1b", "interleaved")
+    ]
+    for one in estimates_of(_workload("gpt"), 2, MACHINE, plans):
+        alone = estimate_workload(_workload("gpt"), one.plan, 2, MACHINE)
+        assert one.parts == alone.parts and one.pipeline == alone.pipeline
