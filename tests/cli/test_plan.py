@@ -204,8 +204,9 @@ def test_folders_of_encoders(family: str, tmp_path: Path) -> None:
     reference(family, 5).config.save_pretrained(tmp_path / "base")
     file = tmp_path / "plans.json"
     words = ("model.context=16", "--zero", "1", "--recompute", "none", "--json", str(file))
-    words += ("--tensor", "1", "--pipeline", "1")
-    result = _plan(f"hf:{tmp_path / 'base'}", "-n", "2", *ACCELERATORS, *words)
+    result = _plan(
+        f"hf:{tmp_path / 'base'}", "-n", "2", *ACCELERATORS, *words, "--tensor", "1", "--pipeline", "1"
+    )
     assert result.exit_code == 0, result.output
     (found,) = json.loads(file.read_text())["plans"]
     model = reference(family, 5)
@@ -247,7 +248,8 @@ def test_pipelines_are_compared_with_other_plans(tmp_path: Path) -> None:
     """All meshes with 1F1B, and the best of them with several schedules."""
     file, picture = tmp_path / "plans.json", tmp_path / "plans.png"
     words = ("batch=16", "micro_batch=1", "model.layers=8", "--tensor", "1", "--precision", "bf16")
-    result = _plan("tiny", "-n", "4", *ACCELERATORS, *words, "--json", str(file), "--picture", str(picture))
+    files = ("--memory", "1GiB", "--json", str(file), "--picture", str(picture))
+    result = _plan("tiny", "-n", "4", *ACCELERATORS, *words, *files)
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())["plans"]
     assert {one["plan"]["pipeline"] for one in found} == {1, 2, 4}
