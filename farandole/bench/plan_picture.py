@@ -86,5 +86,7 @@ def _name(one: Estimate, planned: Planned) -> str:
     for name in choices(planned.estimates)[1:]:
         value = word(one.plan, name).partition(":")[0]
         if value != word(Plan(), name) or name == "precision":
-            words.append(value if name == "precision" else name if value == "yes" else f"{name} {value}")
+            words.append(
+                value if name in ("precision", "schedule") else name if value == "yes" else f"{name} {value}"
+            )
     return ", ".join(words)

@@ -49,7 +49,7 @@ def seconds(number: float) -> str:
 def choices(estimates: Sequence[Estimate]) -> list[str]:
     """Return the plan fields to show: the ZeRO stage, recomputation, and fields with values other than the default."""
     plans, default = [one.plan for one in estimates], Plan()
-    axes = ("tensor", "sequence", "context", "expert")
+    axes = ("tensor", "sequence", "context", "expert", "pipeline", "schedule")
     seldom = (*axes, "hybrid", "precision", "rounding", "offload", "offloaded", "swap")
     wanted = [name for name in seldom if {getattr(one, name) for one in plans} != {getattr(default, name)}]
     if len({one.precision for one in plans}) == 1 and "precision" in wanted:
@@ -58,7 +58,9 @@ def choices(estimates: Sequence[Estimate]) -> list[str]:
 
 
 def word(plan: Plan, name: str) -> str:
-    """Return the value of a field as text."""
+    """Return the value of a field as text; a plan without a pipeline has no schedule."""
+    if name == "schedule" and plan.pipeline == 1:
+        return "-"
     value = getattr(plan, name)
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
@@ -76,7 +78,9 @@ def plans(planned: Planned) -> Group:
     names, table = choices(shown), _table()
     for name in names:
         table.add_column(name)
-    for name in (*COLUMNS, "peak", "s/step"):
+    with_stages = any(one.plan.pipeline > 1 for one in shown)
+    of_stages = ("micro-batches", "idle") if with_stages else ()
+    for name in (*COLUMNS, "peak", *of_stages, "s/step"):
         table.add_column(name, justify="right")
     table.add_column("outcome")
     for one in shown:
@@ -86,7 +90,10 @@ def plans(planned: Planned) -> Group:
             for name in COLUMNS
         ]
         more = "" if one.complete else ">"
-        cells += [more + _number(one.peak, divisor), seconds(one.seconds) if one.complete else "?"]
+        cells.append(more + _number(one.peak, divisor))
+        if with_stages:
+            cells += [f"{one.micro_batches:,}", _idle(one)]
+        cells.append(seconds(one.seconds) if one.complete else "?")
         style = None if one.fits(memory) else "dim"
         table.add_row(*cells, one.outcome(memory), style=style)
     lines: list[Any] = [
@@ -105,8 +112,15 @@ def plans(planned: Planned) -> Group:
     return Group(*lines)
 
 
+def _idle(one: Estimate) -> str:
+    """Return the idle time of a pipeline in percent."""
+    if one.plan.pipeline == 1:
+        return "-"
+    return "?" if one.pipeline is None else f"{100 * one.pipeline.idle:.0f} %"
+
+
 def _mesh(plan: Plan) -> tuple[int, ...]:
-    return plan.tensor, plan.context, plan.expert
+    return plan.tensor, plan.context, plan.expert, plan.pipeline
 
 
 def _by_mesh(estimates: Sequence[Estimate]) -> list[Estimate]:

@@ -25,20 +25,25 @@ from farandole.memory.offload_store import measure_bandwidth
 from farandole.models.hf.fields import FolderError
 from farandole.models.hf.pretrained import read_config
 from farandole.models.moe import Experts
+from farandole.parallel.pipeline.schedule import registered
 from farandole.plan import Offloaded, Place, Plan, PlanError, Precision, Recompute, Rounding
 from farandole.planner import Estimate, Machine, Workload, estimate_workload
 from farandole.planner.search import estimates_of, in_order
-from farandole.train.config import ConfigError, TrainConfig, load_config
+from farandole.planner.stage_trace import StageTracer
+from farandole.train.config import ConfigError, TrainConfig, load_config, parse_config
 from farandole.train.hardware import bf16_unit
 from farandole.train.start import default_ranks, read_request
 from farandole.train.workload import workload_of
 
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")
 
-_AXES = ("tensor", "sequence", "context", "expert")
+_AXES = ("tensor", "sequence", "context", "expert", "pipeline")
 """The fields of a plan that split the model or the samples, and with them the micro-batches of a rank."""
 
-_FIELDS = ("zero", "hybrid", "recompute", "offload", "offloaded", "precision", "rounding", "swap", *_AXES)
+_FIELDS = (
+    *("zero", "hybrid", "recompute", "offload", "offloaded", "precision", "rounding", "swap", "schedule"),
+    *_AXES,
+)
 """The fields of a plan that the command chooses."""
 
 _KNOWN: dict[str, Sequence[str]] = {
@@ -47,6 +52,7 @@ _KNOWN: dict[str, Sequence[str]] = {
     "precision": _PRECISIONS,
     "rounding": get_args(Rounding),
     "offloaded": get_args(Offloaded),
+    "schedule": [schedule.name for schedule in registered()],
 }
 
 _RESORTS: Sequence[dict[str, Sequence[Any]]] = (
@@ -60,7 +66,13 @@ _ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
 """Additional choices to consider if no plan fits."""
 
 _REFINED = 2
-"""The number of meshes for which all choices are considered; all meshes are compared with recomputed blocks."""
+"""The number of meshes for which all choices are considered; all meshes are compared with recomputed blocks and 1F1B."""
+
+_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
+"""The schedules to consider by default; other schedules hold more activations or idle longer."""
+
+_MOST_STAGES = 16
+"""The largest pipeline to consider by default, as in the papers of Llama 3 and DeepSeek-V3."""
 
 _LEAST_POSITIONS = 8192
 """The fewest positions per rank for which context parallelism is considered by default."""
@@ -141,6 +153,8 @@ def plan(setup: PlanSetup) -> Planned:
     model = workload_of(config, ranks).model
     if not machine.host:
         axes |= _meshes(config, model, ranks, setup.nodes)
+    if max(choices.get("pipeline", axes.get("pipeline", [1]))) > 1:
+        axes["schedule"] = _SCHEDULES
     search = partial(_estimates, config, model, ranks)
     machine, estimates = search(machine, axes | choices)
     for further in _RESORTS if machine.host else _ACCELERATORS_RESORTS:
@@ -217,6 +231,11 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
         raise BenchError(
             f"--check trains on random text with task='text' only, got task={planned.config.task!r}; omit --check"
         )
+    if first.pipeline > 1:
+        raise BenchError(
+            f"--check compares ranks with equal parts of the model, but the first plan has pipeline={first.pipeline}; use "
+            "--pipeline 1, or omit --check"
+        )
     config = _with(planned.config, first)
     count, samples = config.micro_batches(planned.ranks)
     passes = min(count, _CHECKED_PASSES)
@@ -236,20 +255,26 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
 
 
 def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return a configuration with the chosen fields of `plan`."""
+    """Return a configuration with the chosen fields of `plan`.  Raises `ConfigError` if they conflict with other fields."""
     chosen = {name: getattr(plan, name) for name in _FIELDS}
-    return config.model_copy(update={"plan": config.plan.model_copy(update=chosen)})
+    return parse_config({**config.model_dump(), "plan": {**config.plan.model_dump(), **chosen}})
 
 
 def _meshes(config: TrainConfig, model: nn.Module, ranks: int, nodes: int) -> dict[str, Sequence[Any]]:
-    """Return the sizes of axes to consider on accelerators; tensor-parallel ranks share a host."""
+    """Return the sizes of axes to consider on accelerators; tensor-parallel ranks share a host.
+
+    Pipelines are considered if the configuration divides a rank's samples into micro-batches.
+    """
     experts = max((module.count for module in model.modules() if isinstance(module, Experts)), default=1)
     pieces = max(1, config.model.context // _LEAST_POSITIONS)
+    micro_batches = config.plan.micro_batches or (ranks if config.micro_batch else 1)
+    stages = 1 if config.plan.lora_rank else min(ranks, micro_batches, _MOST_STAGES)
     return {
         "tensor": _sizes(ranks // nodes),
         "sequence": [False, True],
         "context": _sizes(min(ranks, pieces)),
         "expert": sorted({1, min(ranks // nodes, experts), min(ranks, experts)}),
+        "pipeline": _sizes(stages),
     }
 
 
@@ -295,11 +320,13 @@ def _estimates(
 ) -> tuple[Machine, list[Estimate]]:
     """Return the estimates of the plans, by default for all meshes, and the machine with the disk that they use.
 
-    If there are many meshes, other kinds of recomputation than "block" are estimated only for the best of them, from the
-    fastest to the first that fits.
+    If there are many meshes, they are compared with recomputed blocks and 1F1B.  Other kinds of recomputation and other
+    schedules are estimated only for the best of them, from the fastest kind of recomputation to the first that fits.
     """
     plans: list[Plan] = []
     refusal: Exception | None = None
+    if meshes:
+        axes = {**axes, **{name: sorted(set(sizes)) for name, *sizes in zip(_AXES, *meshes, strict=True)}}
     for values in itertools.product(*axes.values()):
         try:
             candidate = Plan(**dict(zip(axes, values, strict=True)))
@@ -314,26 +341,40 @@ def _estimates(
     if disks := folders - {""}:
         machine = replace(machine, disk=measure_bandwidth(min(disks)))
     first, rest = plans, list[Plan]()
-    modes = {one.recompute for one in plans}
-    if len({_axes_of(one) for one in plans}) > _REFINED and "block" in modes:
-        first = [one for one in plans if one.recompute == "block"]
-        rest = [one for one in plans if one.recompute != "block"]
-    found, refused = _estimated(config, model, ranks, machine, first)
+    if len({_axes_of(one) for one in plans}) > _REFINED:
+        first, rest = _simplest(plans)
+    estimated = partial(_estimated, config, model, ranks, machine, StageTracer())
+    found, refused = estimated(first)
     if not found and (refused or refusal):
         raise refused or refusal  # type: ignore[misc]
     found = in_order(found, machine.memory)
     for mesh in _best_meshes(found):
-        for mode in ("none", "selective", "attention"):  # from the fastest to the slowest
+        for mode in ("none", "selective", "attention", "block"):  # from the fastest to the slowest
             members = [one for one in rest if _axes_of(one) == mesh and one.recompute == mode]
-            more, _ = _estimated(config, model, ranks, machine, members)
+            more, _ = estimated(members)
             found += more
             if any(one.fits(machine.memory) for one in more):
                 break
     return machine, in_order(found, machine.memory)
 
 
+def _simplest(plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
+    """Return the plans with which meshes are compared (of each mesh, recomputed blocks and 1F1B if it has both), and the others."""
+    first: list[Plan] = []
+    for _, members in itertools.groupby(sorted(plans, key=_axes_of), _axes_of):
+        of_mesh = list(members)
+        first += [one for one in of_mesh if one.recompute == "block" and one.schedule == "1f1b"] or of_mesh
+    chosen = set(first)
+    return first, [one for one in plans if one not in chosen]
+
+
 def _estimated(
-    config: TrainConfig, model: nn.Module, ranks: int, machine: Machine, plans: Sequence[Plan]
+    config: TrainConfig,
+    model: nn.Module,
+    ranks: int,
+    machine: Machine,
+    tracer: StageTracer,
+    plans: Sequence[Plan],
 ) -> tuple[list[Estimate], Exception | None]:
     """Return the estimates of all plans that suit the model and the batch, and an error for one that does not."""
     found: list[Estimate] = []
@@ -348,7 +389,7 @@ def _estimated(
             workload = workload_of(_with(config, alike[0]), ranks, model)
             # each rank reads its shards of the weights from the folder
             workload = replace(workload, block_by_block=bool(config.model.folder))
-            found += estimates_of(workload, ranks, machine, alike)
+            found += estimates_of(workload, ranks, machine, alike, tracer)
             if sequence:
                 shared.add((tensor, *others))
         except (PlanError, ConfigError) as error:  # the model or the batch cannot be split like this

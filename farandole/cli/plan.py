@@ -64,6 +64,20 @@ def plan(
             show_default="1; on accelerators, all up to the number of experts",
         ),
     ] = None,
+    pipeline: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Sizes of the pipeline axis to consider.  Repeatable.",
+            show_default="1; on accelerators, all up to 16, if micro_batch is set",
+        ),
+    ] = None,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Pipeline schedules to consider (farandole schedule lists them).  Repeatable.",
+            show_default="1f1b, interleaved, zb-h1, zb-v and v-half",
+        ),
+    ] = None,
     sequence: Annotated[
         bool | None,
         typer.Option(
@@ -215,6 +229,8 @@ def plan(
                 "sequence": [] if sequence is None else [sequence],
                 "context": context or [],
                 "expert": expert or [],
+                "pipeline": pipeline or [],
+                "schedule": schedule or [],
                 "zero": zero or [],
                 "hybrid": [] if hybrid is None else [hybrid],
                 "recompute": recompute or [],

@@ -7,7 +7,7 @@ The planner shards a model on the meta device into the same buckets as the engin
 forward and a backward pass on fake tensors.
 """
 
-from farandole.planner.estimate import Estimate, estimate, estimate_workload
+from farandole.planner.estimate import Estimate, PipelineSummary, estimate, estimate_workload
 from farandole.planner.memory import StateBytes, bytes_per_parameter, state_bytes
 from farandole.planner.search import estimated_plans, plan_candidates, what_fits
 from farandole.planner.trace import Trace, trace
@@ -16,6 +16,7 @@ from farandole.planner.workload import Machine, Workload
 __all__ = [
     "Estimate",
     "Machine",
+    "PipelineSummary",
     "StateBytes",
     "Trace",
     "Workload",

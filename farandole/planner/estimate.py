@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,8 +12,10 @@ from farandole.data.wording import size
 from farandole.memory.swap import BEHIND_BYTES
 from farandole.plan import Place, Plan, PlanError
 from farandole.planner.memory import StateBytes, shard_bytes, state_bytes
+from farandole.planner.pipeline import PipelineStep, StagedModel, simulate_step
+from farandole.planner.stage_trace import StageTracer
 from farandole.planner.step_time import step_time
-from farandole.planner.trace import Trace
+from farandole.planner.trace import NOTHING, Trace
 from farandole.planner.workload import Machine, Workload
 
 ALLOCATOR_BYTES = 45 << 20
@@ -21,6 +24,27 @@ ALLOCATOR_BYTES = 45 << 20
 The overhead in an estimate is at most the total size of the tensors in a pass.  The value is the median over 19
 training runs of GPTs with 8 and 15 M parameters on 2 ranks (docs/explanation/planner.md; torch 2.13, glibc 2.36).
 """
+
+
+@dataclass(frozen=True)
+class PipelineSummary:
+    """The simulated step of a pipeline.
+
+    Args:
+        idle: the fraction of the simulated time in which ranks do not compute, 0.1 for 10 %.
+        sent: bytes that the rank with the most messages sends to other stages in a step.
+        message_s: the seconds by which messages make the step longer.
+        imbalance: how much the number of parameters of the largest stage exceeds the mean, 0.1 for 10 %.
+        activations: the peak bytes of the activations of each pipeline rank.
+        peaks: the peak memory of each pipeline rank in bytes.
+    """
+
+    idle: float
+    sent: int
+    message_s: float
+    imbalance: float
+    activations: tuple[int, ...]
+    peaks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -33,6 +57,8 @@ class Estimate:
         start: bytes in use while the model is being sharded, before the first step.
         times: seconds per step, by activity.
         complete: whether activations are included; they are not if the other parts already do not fit.
+        micro_batches: the number of micro-batches of a rank in a step.
+        pipeline: the simulated step of a plan with pipeline stages.
     """
 
     plan: Plan
@@ -40,11 +66,19 @@ class Estimate:
     start: int
     times: dict[str, float]
     complete: bool = True
+    micro_batches: int = 1
+    pipeline: PipelineSummary | None = None
 
     @property
     def peak(self) -> int:
         """The peak memory of the rank in bytes."""
         return max(self.start, sum(self.parts.values()))
+
+    @property
+    def mean_peak(self) -> float:
+        """The mean of the peak memory of all ranks in bytes."""
+        peaks = (self.peak,) if self.pipeline is None else self.pipeline.peaks
+        return sum(peaks) / len(peaks)
 
     @property
     def seconds(self) -> float:
@@ -102,8 +136,18 @@ def estimate_workload(
     _check(plan, machine)
     if not workload.applied:
         workload = workload.split(plan, ranks, machine.hosts)
+    if plan.pipeline > 1:
+        staged = StagedModel(workload, plan)
+        step = simulate_step(staged, plan, ranks, machine, StageTracer())
+        return estimate_stages(staged, plan, ranks, machine, step)
     state = state or state_bytes(workload, plan, ranks, machine)
-    traced = traced or workload.trace(plan)
+    return _estimate_rank(workload, plan, ranks, machine, traced or workload.trace(plan), state)
+
+
+def _estimate_rank(
+    workload: Workload, plan: Plan, ranks: int, machine: Machine, traced: Trace, state: StateBytes
+) -> Estimate:
+    """Return the estimate of one rank."""
     process = machine.process + machine.libraries * machine.hosts // ranks
     swapped = _swapped(plan, traced)
     copies = workload.checkpoints and machine.host
@@ -120,7 +164,64 @@ def estimate_workload(
         "checkpoint": state.copies if copies else 0,
     }
     times = step_time(workload, plan, ranks, state, traced, machine)
-    return Estimate(plan, parts, process + _start(workload, plan, state), times)
+    start = process + _start(workload, plan, state)
+    return Estimate(plan, parts, start, times, micro_batches=workload.micro_batches)
+
+
+def estimate_stages(
+    staged: StagedModel,
+    plan: Plan,
+    ranks: int,
+    machine: Machine,
+    step: PipelineStep,
+    states: Sequence[StateBytes] | None = None,
+) -> Estimate:
+    """Like `estimate_workload`, for a model in stages.
+
+    Args:
+        step: the simulated step of this workload under this plan.
+        states: the states of each pipeline rank, if available.
+    """
+    _check(plan, machine)
+    states = states or stage_states(staged, plan, ranks, machine)
+    found = [
+        _estimate_rank(workload, plan, ranks, machine, traced, state)
+        for workload, traced, state in zip(staged.ranks, step.traces, states, strict=True)
+    ]
+    makespan, busy = step.timeline.makespan, step.timeline.busy
+    for one, busy_s in zip(found, busy, strict=True):
+        one.times["idle"] = max(0.0, makespan - busy_s - step.waiting_s)
+        one.times["messages"] = step.waiting_s
+    summary = PipelineSummary(
+        step.timeline.idle,
+        max(step.sent),
+        step.waiting_s,
+        staged.balance.imbalance,
+        tuple(traced.peak for traced in step.traces),
+        tuple(one.peak for one in found),
+    )
+    largest = max(found, key=lambda one: one.peak)
+    slowest = max(found, key=lambda one: one.seconds)
+    return replace(largest, times=slowest.times, pipeline=summary)
+
+
+def stage_states(staged: StagedModel, plan: Plan, ranks: int, machine: Machine) -> list[StateBytes]:
+    """Return the states of each pipeline rank, which builds the whole model before it is divided."""
+    return [
+        replace(state_bytes(workload, plan, ranks, machine), whole=staged.whole) for workload in staged.ranks
+    ]
+
+
+def least_of_stages(
+    staged: StagedModel, plan: Plan, ranks: int, machine: Machine, states: Sequence[StateBytes]
+) -> Estimate:
+    """Return the estimate without activations of the pipeline rank that needs the most memory."""
+    _check(plan, machine)
+    found = [
+        _estimate_rank(workload, plan, ranks, machine, NOTHING, state)
+        for workload, state in zip(staged.ranks, states, strict=True)
+    ]
+    return max(found, key=lambda one: one.peak)
 
 
 def _check(plan: Plan, machine: Machine) -> None:

@@ -58,15 +58,15 @@ def _equal_children(container: nn.Module) -> Iterator[Run]:
     names: list[str] = []
     before: Any = None
     for name, child in [*container.named_children(), ("", None)]:
-        signature = None if child is None else _signature(child)
-        if signature != before:
+        found = None if child is None else signature(child)
+        if found != before:
             if len(names) > 2 * LEAST + 1:
                 yield Run(container, tuple(names), container.get_submodule(names[0]))
-            names, before = [], signature
+            names, before = [], found
         names.append(name)
 
 
-def _signature(module: nn.Module) -> Any:
+def signature(module: nn.Module) -> Any:
     """Return a value that is equal for modules that do the same computation with different weights."""
     options = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str | tuple)}
     tensors = [
@@ -76,7 +76,7 @@ def _signature(module: nn.Module) -> Any:
         if tensor is not None
     ]
     wrappers = [type(each) for each in vars(module).get("_farandole_wrappers", ())]
-    inner = [(name, _signature(child)) for name, child in module.named_children()]
+    inner = [(name, signature(child)) for name, child in module.named_children()]
     return type(module), _plain(options), tensors, wrappers, inner
 
 

@@ -9,9 +9,18 @@ from typing import cast
 
 from farandole._troubleshooting import see
 from farandole.data.wording import counted, size
+from farandole.parallel.pipeline.apply import check, schedule_of
 from farandole.plan import MODEL_AXES, Plan, PlanError
-from farandole.planner.estimate import Estimate, estimate_workload
+from farandole.planner.estimate import (
+    Estimate,
+    estimate_stages,
+    estimate_workload,
+    least_of_stages,
+    stage_states,
+)
 from farandole.planner.memory import StateBytes, state_bytes
+from farandole.planner.pipeline import PipelineStep, StagedModel, simulate_step
+from farandole.planner.stage_trace import StageTracer
 from farandole.planner.trace import NOTHING, Trace
 from farandole.planner.workload import Machine, Workload
 
@@ -21,25 +30,35 @@ _SURE = 0.9
 
 
 def estimates_of(
-    workload: Workload, ranks: int, machine: Machine, plans: Iterable[Plan]
+    workload: Workload,
+    ranks: int,
+    machine: Machine,
+    plans: Iterable[Plan],
+    tracer: StageTracer | None = None,
 ) -> Iterator[Estimate]:
     """Yield the estimates of `plans` in order.
 
     Plans with equal passes are traced once.  The pass is not traced if the states alone do not fit.
+
+    Args:
+        tracer: one for several calls, which then trace equal pipeline stages once.
     """
     parts: dict[tuple[object, ...], Workload] = {}
     traces: dict[tuple[object, ...], Trace] = {}
     known: dict[tuple[object, ...], StateBytes] = {}
+    stages = _StageEstimates(workload, ranks, machine, tracer or StageTracer())
     found, refusal = False, cast(PlanError | None, None)
     for plan in plans:
-        axes = (
-            plan.data,
-            plan.sequence,
-            plan.ring,
-            plan.hybrid,
-            plan.lora,
-            *(getattr(plan, axis) for axis in MODEL_AXES),
-        )
+        if plan.pipeline > 1:
+            try:
+                estimated = stages.estimate(plan)
+            except PlanError as error:  # the model or the number of micro-batches does not suit the stages
+                refusal = error
+                continue
+            found = True
+            yield estimated
+            continue
+        axes = (plan.data, plan.hybrid, *_model_axes(plan))
         if axes not in parts:
             parts[axes] = workload.split(plan, ranks, machine.hosts)
         part = parts[axes]
@@ -63,6 +82,50 @@ def estimates_of(
         yield estimate(traces[key])
     if refusal is not None and not found:
         raise refusal
+
+
+def _model_axes(plan: Plan) -> tuple[object, ...]:
+    """Return the fields of a plan that divide or change the model, except the pipeline."""
+    return plan.sequence, plan.ring, plan.lora, *(getattr(plan, axis) for axis in MODEL_AXES)
+
+
+class _StageEstimates:
+    """Estimates plans with pipeline stages; plans with equal stages, states or steps share them."""
+
+    def __init__(self, workload: Workload, ranks: int, machine: Machine, tracer: StageTracer) -> None:
+        self._workload, self._ranks, self._machine, self._tracer = workload, ranks, machine, tracer
+        self._parts: dict[object, Workload] = {}
+        self._staged: dict[object, StagedModel] = {}
+        self._states: dict[object, list[StateBytes]] = {}
+        self._steps: dict[object, PipelineStep] = {}
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """Return the estimate of a plan; the stages are not traced if the states alone do not fit.
+
+        Raises:
+            PlanError: if the plan is invalid for the model or the number of micro-batches.
+        """
+        workload, ranks, machine = self._workload, self._ranks, self._machine
+        check(workload.model, plan)
+        schedule = schedule_of(plan, workload.micro_batches)
+        divided = (plan.pipeline, *_model_axes(plan))
+        axes = (plan.data, plan.hybrid, schedule.mirrored, *divided)
+        if axes not in self._parts:
+            self._parts[axes] = workload.split(plan, ranks, machine.hosts)
+        placed = (axes, schedule.placement)
+        if placed not in self._staged:
+            self._staged[placed] = StagedModel(self._parts[axes], plan)
+        staged = self._staged[placed]
+        states = (placed, plan.zero, plan.precision, plan.rounding)
+        if states not in self._states:
+            self._states[states] = stage_states(staged, plan, ranks, machine)
+        least = least_of_stages(staged, plan, ranks, machine, self._states[states])
+        if not least.fits(machine.memory):
+            return replace(least, complete=False)
+        key = (divided, plan.schedule, plan.recompute, plan.precision)
+        if key not in self._steps:
+            self._steps[key] = simulate_step(staged, plan, ranks, machine, self._tracer)
+        return estimate_stages(staged, plan, ranks, machine, self._steps[key], self._states[states])
 
 
 def plan_candidates(

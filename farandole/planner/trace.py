@@ -139,12 +139,12 @@ def _measure(
         stack.enter_context(torch.enable_grad())
         for parameter in model.parameters():
             if parameter.requires_grad:
-                stack.callback(parameter.register_post_accumulate_grad_hook(_clear_gradient).remove)
+                stack.callback(parameter.register_post_accumulate_grad_hook(clear_gradient).remove)
         living = (*model.parameters(), *model.buffers(), *tree_leaves(fake))
         tracker = stack.enter_context(MemoryTracker(living))
         ends: dict[int, int] = {}
         for number, run in enumerate(runs):
-            hook = partial(_note_gradient, partial(_note, ends, number, tracker))
+            hook = partial(note_gradient, partial(note, ends, number, tracker))
             stack.callback(run.first.register_forward_pre_hook(hook, with_kwargs=True).remove)
         args, kwargs = call_arguments(fake)
         output = model(*args, **kwargs)
@@ -174,17 +174,18 @@ def _measure(
     return numbers
 
 
-def _note(ends: dict[int, int], number: int, tracker: MemoryTracker, gradient: Tensor) -> None:
+def note(ends: dict[int, int], number: int, tracker: MemoryTracker, gradient: Tensor) -> None:
+    """Record the place in the history at which a gradient is complete."""
     ends.setdefault(number, len(tracker.history))
 
 
-def _note_gradient(
-    note: Callable[[Tensor], None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def note_gradient(
+    noted: Callable[[Tensor], None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Call `note` when the gradient of an input of a module is complete."""
+    """Call `noted` when the gradient of an input of a module is complete."""
     for tensor in _tensors((args, kwargs)):
         if tensor.requires_grad:
-            tensor.register_hook(note)
+            tensor.register_hook(noted)
 
 
 def _sum(output: Any) -> Tensor:
@@ -196,5 +197,6 @@ def _tensors(values: Any) -> list[Tensor]:
     return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
 
 
-def _clear_gradient(parameter: Tensor) -> None:
+def clear_gradient(parameter: Tensor) -> None:
+    """Release the gradient of a parameter, which `parallel.bucket` copies into a buffer."""
     parameter.grad = None

@@ -19,6 +19,7 @@ from farandole.models.meta import meta_device
 from farandole.parallel.axes import Layouts, Position, Sent
 from farandole.parallel.lora import add_lora
 from farandole.parallel.parallelize import APPLIED
+from farandole.parallel.pipeline import apply as pipeline
 from farandole.parallel.precision import TYPES
 from farandole.parallel.zero.sharding import box_mesh
 from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
@@ -129,16 +130,13 @@ class Workload:
     def split(self, plan: Plan, ranks: int, hosts: int = 1) -> Workload:
         """Return the workload of rank 0 under `plan`: with its adapters, and this rank's shards of the model.
 
+        The model is not divided into stages (`planner.pipeline`).
+
         Raises:
             PlanError: if the plan is invalid for the model or the number of ranks.
         """
         sizes = plan.sizes(ranks)
-        if plan.pipeline > 1:
-            raise PlanError(
-                f"pipeline={plan.pipeline}: the planner predicts no pipelines; nearest plan: pipeline=1 (`farandole schedule` "
-                "simulates schedules)"
-            )
-        divided = any(sizes[axis] > 1 for axis in MODEL_AXES)
+        divided = any(sizes[axis] > 1 for axis in ("pipeline", *MODEL_AXES))
         if self.mesh is not None or (plan.lora is None and not divided):
             return replace(self, applied=True)
         model = _without_values(self.model)
@@ -147,7 +145,10 @@ class Workload:
         if not divided:
             return replace(self, model=model, applied=True)
         names = [str(rank * hosts // ranks) for rank in range(ranks)]
-        mesh = box_mesh(ranks, names, hybrid=plan.hybrid, **sizes)
+        mirrored = plan.pipeline > 1 and pipeline.schedule_of(plan).mirrored
+        mesh = box_mesh(ranks, names, hybrid=plan.hybrid, **sizes, mirror=2 if mirrored else 1)
+        if plan.pipeline > 1:
+            pipeline.check(model, plan)
         layouts, sent = Layouts(model), Sent()
         position = Position(mesh, mesh.of_rank(0)[0], sent=sent)
         for apply in APPLIED:

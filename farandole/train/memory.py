@@ -16,12 +16,10 @@ from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
 from farandole.models.gpt import GPTConfig
-from farandole.parallel.axes import Layouts, Position
-from farandole.parallel.parallelize import APPLIED
-from farandole.parallel.pipeline import apply as pipeline
-from farandole.parallel.zero.sharding import box_mesh
+from farandole.parallel.pipeline.apply import schedule_of
 from farandole.plan import MODEL_AXES, Plan, PlanError
 from farandole.planner import Estimate, Machine, bytes_per_parameter, estimate_workload
+from farandole.planner.pipeline import StagedModel
 from farandole.train.config import ConfigError, TrainConfig, plan_config_error
 from farandole.train.start import Start, task_config
 from farandole.train.workload import PLANNED, workload_of
@@ -36,20 +34,11 @@ _REFUSED_FRACTION = 0.9
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` if a language model does not suit the plan or does not fit in this host's memory.
-
-    Other models are not checked.
-    """
-    if config.plan.pipeline > 1:
-        _check_stages(config, ranks)
-        return
+    """Raise `ConfigError` if a model does not suit the plan, or a language model does not fit in this host's memory."""
+    if any(getattr(config.plan, axis) > 1 for axis in ("pipeline", *MODEL_AXES)):
+        _check_division(config, ranks)
     if config.task not in ("text", "sft"):
         return
-    if any(getattr(config.plan, axis) > 1 for axis in MODEL_AXES):
-        try:
-            workload_of(config, ranks).split(_plan_of(config), ranks)
-        except PlanError as error:
-            raise plan_config_error(error) from None
     plan, accelerated = config.plan, torch.cuda.is_available()
     split = plan.ranks_per_sample * plan.expert > 1
     # with adapters or split layers, a rank has states for a part of the parameters, which only the estimate counts
@@ -77,23 +66,17 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
         check_step(config, ranks, have)
 
 
-def _check_stages(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` if the model of a planned task cannot be divided into the plan's stages.
-
-    The memory of pipelines is not predicted.
-    """
-    plan = _plan_of(config)
+def _check_division(config: TrainConfig, ranks: int) -> None:
+    """Raise `ConfigError` if the model cannot be divided along the plan's axes, or the batch does not suit the schedule."""
+    plan, (micro_batches, _) = _plan_of(config), config.micro_batches(ranks)
     try:
-        schedule = pipeline.schedule_of(plan)
-        if config.task not in PLANNED:  # `parallelize` checks the models of other tasks
+        if plan.pipeline > 1:
+            schedule_of(plan, micro_batches)
+        if config.task not in PLANNED:  # `parallelize` checks the models of custom tasks
             return
-        model = workload_of(config, ranks).model
-        pipeline.check(model, plan)
-        mesh = box_mesh(ranks, (), hybrid=False, **plan.sizes(ranks), mirror=2 if schedule.mirrored else 1)
-        position, layouts = Position(mesh, min(mesh.of_rank(0), key=lambda cell: cell.mirror)), Layouts(model)
-        for apply in APPLIED:
-            apply(model, position, plan, layouts)
-        pipeline.apply(model, position, plan, layouts)
+        workload = workload_of(config, ranks).split(plan, ranks)
+        if plan.pipeline > 1:
+            StagedModel(workload, plan)
     except PlanError as error:
         raise plan_config_error(error) from None
 
@@ -118,11 +101,16 @@ def summary(start: Start) -> dict[str, str]:
         if config.task not in ("images", "classify"):  # only the data specifies the number of classes
             model = workload_of(config, ranks).model
             lines["parameters"] = short(sum(parameter.numel() for parameter in model.parameters()))
-        if config.plan.pipeline == 1 and not torch.cuda.is_available():
+        if not torch.cuda.is_available():
+            found = _estimated(config, ranks)
             lines["memory"] = (
-                f"{size(ranks * _estimated(config, ranks).peak)} predicted on {counted(ranks, 'rank')}, "
+                f"{size(ranks * found.mean_peak)} predicted on {counted(ranks, 'rank')}, "
                 f"{size(available_memory())} available"
             )
+            if found.pipeline is not None:
+                lines["pipeline"] = (
+                    f"ranks are idle for {100 * found.pipeline.idle:.0f} % of a step (predicted)"
+                )
     if start.checkpoint is None:
         lines["run folder"] = str(Path(config.out) / f"{config.name}-DATE-TIME")
     else:
@@ -149,18 +137,20 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
     if not config.model.folder and ranks * _upper_bound(config, ranks) <= have:
         return
     found = _estimated(config, ranks)
-    if _REFUSED_FRACTION * ranks * found.peak <= have:
+    if _REFUSED_FRACTION * ranks * found.mean_peak <= have:
         return
     count, samples = config.micro_batches(ranks)
     share = count * samples
     smaller = [n for n in range(samples - 1, 0, -1) if share % n == 0]
-    near = next((n for n in smaller if ranks * _estimated(config, ranks, n).peak <= have), None)
+    near = next((n for n in smaller if ranks * _estimated(config, ranks, n).mean_peak <= have), None)
     advice = "use fewer ranks or a smaller model.context"
     if near is not None:
         advice = f"try micro_batch={near}"
+        if config.plan.micro_batches:
+            advice = f"try plan.micro_batches={share // near}"
     raise ConfigError(
-        f"a step with micro-batches of {counted(samples, 'sample')} needs {size(ranks * found.peak)} on "
-        f"{counted(ranks, 'rank')} ({size(ranks * found.parts['activations'])} of activations), but this host has "
+        f"a step with micro-batches of {counted(samples, 'sample')} needs {size(ranks * found.mean_peak)} on "
+        f"{counted(ranks, 'rank')} (up to {size(found.parts['activations'])} of activations each), but this host has "
         f"{size(have)}; {advice}, or run farandole plan for other plans that fit{see('does-not-fit')}"
     )
 
@@ -168,7 +158,8 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
 def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) -> Estimate:
     """Estimate a rank's memory, with fp32 weights if the precision is "auto"."""
     if micro_batch is not None:
-        config = config.model_copy(update={"micro_batch": micro_batch})
+        section = config.plan.model_copy(update={"micro_batches": 0})
+        config = config.model_copy(update={"micro_batch": micro_batch, "plan": section})
     plan = _plan_of(config)
     machine = Machine(
         memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any")
@@ -185,10 +176,10 @@ def _plan_of(config: TrainConfig) -> Plan:
 
 
 def _upper_bound(config: TrainConfig, ranks: int) -> float:
-    """Return an upper bound for a rank's memory in bytes."""
-    _, samples = config.micro_batches(ranks)
+    """Return an upper bound for a rank's memory in bytes; a pipeline rank may hold the activations of all micro-batches."""
+    count, samples = config.micro_batches(ranks)
     model = config.model
-    tokens = samples * model.context
+    tokens = samples * model.context * (count if config.plan.pipeline > 1 else 1)
     kept = 4.0 * tokens * model.layers * (17 * model.width + 3 * model.heads * model.context)
     logits = 4.0 * tokens * model.vocabulary
     whole = _trained(0, "none", 1) + _copied(0, "none", 1)

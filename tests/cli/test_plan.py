@@ -203,8 +203,10 @@ ACCELERATORS = ("--accelerators", "--memory", "80GiB", "--flops", "400T", "--ban
 def test_folders_of_encoders(family: str, tmp_path: Path) -> None:
     reference(family, 5).config.save_pretrained(tmp_path / "base")
     file = tmp_path / "plans.json"
-    words = ("model.context=16", "--zero", "1", "--recompute", "none", "--tensor", "1", "--json", str(file))
-    result = _plan(f"hf:{tmp_path / 'base'}", "-n", "2", *ACCELERATORS, *words)
+    words = ("model.context=16", "--zero", "1", "--recompute", "none", "--json", str(file))
+    result = _plan(
+        f"hf:{tmp_path / 'base'}", "-n", "2", *ACCELERATORS, *words, "--tensor", "1", "--pipeline", "1"
+    )
     assert result.exit_code == 0, result.output
     (found,) = json.loads(file.read_text())["plans"]
     model = reference(family, 5)
@@ -240,3 +242,55 @@ def test_adapters_have_the_only_states(tmp_path: Path) -> None:
     assert parts[8]["weights"] - parts[4]["weights"] == pytest.approx(adapters / 6, rel=0.01)
     assert parts[4]["weights"] == pytest.approx(parts[0]["weights"] + adapters / 6, rel=0.01)
     assert parts[4]["optimizer"] < 0.2 * parts[0]["optimizer"]
+
+
+def test_pipelines_are_compared_with_other_plans(tmp_path: Path) -> None:
+    """All meshes with 1F1B, and the best of them with several schedules."""
+    file, picture = tmp_path / "plans.json", tmp_path / "plans.png"
+    words = ("batch=16", "micro_batch=1", "model.layers=8", "--tensor", "1", "--precision", "bf16")
+    files = ("--memory", "1GiB", "--json", str(file), "--picture", str(picture))
+    result = _plan("tiny", "-n", "4", *ACCELERATORS, *words, *files)
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())["plans"]
+    assert {one["plan"]["pipeline"] for one in found} == {1, 2, 4}
+    for one in found:
+        size = one["plan"]["pipeline"]
+        assert one["micro_batches"] == 4 * size and (one["pipeline"] is None) == (size == 1)
+        if size > 1:
+            assert one["plan"]["zero"] < 2 and 0 < one["pipeline"]["idle"] < 1
+            assert len(one["pipeline"]["peaks"]) == size and max(one["pipeline"]["peaks"]) == one["peak"]
+    head = next(line.split() for line in result.output.splitlines() if line.startswith("zero"))
+    assert {"pipeline", "micro-batches", "idle"} <= {*head} and picture.exists()
+
+
+def test_schedules_are_compared_for_a_pipeline(tmp_path: Path) -> None:
+    file = tmp_path / "plans.json"
+    words = ("batch=16", "plan.micro_batches=8", "model.layers=8", "--pipeline", "2", "--zero", "1")
+    result = _plan("tiny", "-n", "2", "--memory", "1GiB", *words, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    found = {
+        (one["plan"]["schedule"], one["plan"]["recompute"]): one
+        for one in json.loads(file.read_text())["plans"]
+    }
+    assert {schedule for schedule, _ in found} == {"1f1b", "interleaved", "zb-h1", "zb-v", "v-half"}
+    idle = {schedule: one["pipeline"]["idle"] for (schedule, mode), one in found.items() if mode == "none"}
+    assert idle["zb-v"] < idle["1f1b"]
+    assert ("zb-v", "block") not in found and found["1f1b", "block"]["peak"] < found["1f1b", "none"]["peak"]
+    only = _plan("tiny", "-n", "2", "--memory", "1GiB", *words, "--schedule", "gpipe", "--recompute", "none")
+    assert only.exit_code == 0 and "gpipe" in only.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--pipeline", "2", "--schedule", "1f1"), "--schedule 1f1 is unknown; nearest: 1f1b"),
+        (("--schedule", "zb-v"), "schedule='zb-v' with pipeline=1"),
+        (("--pipeline", "2", "--zero", "3"), "nearest plan: zero=1"),
+        (("--pipeline", "2", "plan.lora_rank=4"), "lora_rank=4 with pipeline=2"),
+        (("--pipeline", "2", "--tensor", "1", "--check"), "use --pipeline 1, or omit --check"),
+    ],
+)
+def test_pipelines_that_do_not_exist_are_refused(words: tuple[str, ...], message: str) -> None:
+    result = _plan("tiny", "-n", "2", "--memory", "1GiB", *words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

@@ -96,3 +96,22 @@ def test_the_default_number_of_ranks_suits_the_expert_axis(monkeypatch: pytest.M
     for words, ranks in (("plan.expert=2", 4), ("plan.tensor=2 plan.expert=2", 4), ("plan.expert=8", 8)):
         assert default_ranks(load_config("tiny", ["batch=8", *words.split()])) == ranks
     assert default_ranks(load_config("tiny", ["batch=6", "plan.expert=2"])) == 6
+
+
+def test_the_memory_of_pipelines_is_predicted() -> None:
+    """A rank holds the activations of several micro-batches; a refusal suggests more and smaller micro-batches."""
+    words = ["batch=64", "plan.precision=fp32", "model.layers=4", "model.context=512", "plan.pipeline=2"]
+    config = load_config("default", [*words, "plan.micro_batches=2"])
+    lines = summary(Start(config, 2))
+    assert re.search(r"predicted on 2 ranks", lines["memory"])
+    assert re.fullmatch(r"ranks are idle for \d+ % of a step \(predicted\)", lines["pipeline"])
+    with pytest.raises(ConfigError, match=r"micro-batches of 32 samples needs .* on 2 ranks") as error:
+        check_step(config, 2, 2 << 30)
+    found = re.search(r"try plan.micro_batches=(\d+), or run farandole plan", str(error.value))
+    assert found and int(found[1]) == 4
+    check_step(load_config("default", [*words, f"plan.micro_batches={found[1]}"]), 2, 2 << 30)
+
+
+def test_schedules_that_the_number_of_stages_does_not_suit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"plan.schedule='chimera' with pipeline=3: .*even number"):
+        check_memory(load_config("tiny", ["plan.pipeline=3", "plan.schedule=chimera"]), 3)

@@ -77,14 +77,14 @@ def check(model: nn.Module, plan: Plan) -> None:
     _check_model(_sequential(model), plan)
 
 
-def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a plan for one micro-batch.
+def schedule_of(plan: Plan, micro_batches: int = 1) -> Schedule:
+    """Return the schedule of a plan.
 
     Raises:
-        PlanError: if the schedule does not exist for the number of stages.
+        PlanError: if the schedule does not exist for the number of stages or of micro-batches.
     """
     try:
-        return build(plan.schedule, plan.pipeline, 1)
+        return build(plan.schedule, plan.pipeline, micro_batches)
     except ScheduleError as error:
         raise PlanError(f"schedule={plan.schedule!r} with pipeline={plan.pipeline}: {error}") from error
 

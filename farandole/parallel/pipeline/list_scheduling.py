@@ -121,7 +121,8 @@ class _State:
                 self.offer(BackwardWeight(stage, m), end)
 
     def _send(self, action: Action, rank: int, time: float) -> None:
-        self.offer(action, time + (self.costs.send if self._rank(action) != rank else 0.0))
+        boundary = action.stage - isinstance(action, Forward)
+        self.offer(action, time + (self.costs.message(boundary) if self._rank(action) != rank else 0.0))
 
     def _rank(self, action: Action) -> int:
         return self.schedule.rank_of(action.stage, action.micro_batch)

@@ -155,7 +155,7 @@ def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
         heads = []
         for row in placement:
             first = row.index(rank)
-            heads.append(sum(costs.at("forward", schedule, s) for s in range(first)) + costs.send * first)
+            heads.append(sum(costs.at("forward", schedule, s) + costs.message(s) for s in range(first)))
         # micro-batches may be divided between the replicas in any way
         works = [sum(total[s] for s, holder in enumerate(row) if holder == rank) for row in placement]
         bounds.append(min(heads) + micro_batches * min(works))

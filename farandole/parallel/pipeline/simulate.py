@@ -40,7 +40,8 @@ class Costs:
         forward: the time of a forward pass, F.
         input: the time of an input gradient, I.
         weight: the time of a weight gradient, W.
-        send: the time until an output arrives on another rank; ranks compute in the meantime.
+        send: the time until an output arrives on another rank, or one time for each boundary between two stages; ranks compute
+            in the meantime.
         activation: what a forward pass stores for the backward pass.
         waiting: what is stored between an input gradient and its weight gradient; None for `activation`.
         recompute: whether backward passes repeat the forward pass.  In between, only the stage's input is stored.
@@ -50,7 +51,7 @@ class Costs:
     forward: PerStage = 1.0
     input: PerStage = 1.0
     weight: PerStage = 1.0
-    send: float = 0.0
+    send: float | Sequence[float] = 0.0
     activation: PerStage = 1.0
     waiting: PerStage | None = None
     recompute: bool = False
@@ -73,6 +74,10 @@ class Costs:
                 )
             return float(value[stage])
         return float(value) / schedule.chunks
+
+    def message(self, stage: int) -> float:
+        """Return the time of a message between a stage and the next one."""
+        return self.send[stage] if isinstance(self.send, Sequence) else self.send
 
     def time(self, action: Action, schedule: Schedule) -> float:
         """Return the time of an action."""
@@ -250,7 +255,7 @@ def ready_at(action: Action, schedule: Schedule, costs: Costs, ends: Ends) -> fl
         if end is None:
             return None
         remote = schedule.rank_of(stage, action.micro_batch) != rank
-        ready = max(ready, end + (costs.send if remote else 0.0))
+        ready = max(ready, end + (costs.message(min(stage, action.stage)) if remote else 0.0))
     return ready
 
 

@@ -28,19 +28,23 @@ from farandole.plan import PlanError
 
 
 class Stage:
-    """One stage of `model`: the blocks with the numbers in `blocks`."""
+    """One stage of `model`: the blocks with the numbers in `blocks`.
+
+    `view` is the model that `run` calls, in which other blocks are replaced.
+    """
 
     def __init__(self, model: nn.Sequential, number: int, blocks: range) -> None:
         self.number, self._model = number, model
         self._before = _Before()
         after = _After()
         children = blocks_of(model)
-        self._view = shallow_copy(model)
-        self._view._modules = {
+        self.view = shallow_copy(model)
+        self.view._modules = {
             name: child if place in blocks else self._before if place < blocks.start else after
             for place, (name, child) in enumerate(children)
         }
         self.blocks = [child for place, (_, child) in enumerate(children) if place in blocks]
+        self.is_first, self.is_last = blocks.start == 0, blocks.stop == len(children)
 
     def run(self, hidden: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Return the output of the stage.
@@ -50,9 +54,9 @@ class Stage:
             arguments, named: the arguments of the complete model for the micro-batch.
         """
         self._before.received = hidden
-        self._view.training = self._model.training
+        self.view.training = self._model.training
         try:
-            return self._view(*arguments, **named)
+            return self.view(*arguments, **named)
         except _StageEnd as end:
             return end.hidden
         finally:

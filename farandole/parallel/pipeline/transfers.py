@@ -19,6 +19,7 @@ Because receives are posted as soon as the header has arrived, data arrives whil
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -53,6 +54,11 @@ class TensorShape:
     def of(cls, tensor: Tensor | None) -> TensorShape | None:
         """Return the type and shape of a tensor."""
         return None if tensor is None else cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
         """Return an uninitialized tensor."""
@@ -102,7 +108,7 @@ class Transfers:
         self._queues = {
             peer: deque(messages)
             for peer in range(schedule.ranks)
-            if peer != rank and (messages := _messages(schedule, peer, rank))
+            if peer != rank and (messages := messages_between(schedule, peer, rank))
         }
 
     def send_output(self, stage: int, m: int, output: Any) -> None:
@@ -199,7 +205,7 @@ class Transfers:
         return 4 * (stage * self._schedule.micro_batches + m) + 2 * (code == "I") + header
 
 
-def _messages(schedule: Schedule, peer: int, rank: int) -> list[Message]:
+def messages_between(schedule: Schedule, peer: int, rank: int) -> list[Message]:
     """Return the messages from a peer to a rank, in the order in which the peer sends them."""
 
     def of(action: Action) -> Message | None:

@@ -1,0 +1,217 @@
+"""Predict the memory and the time of the ranks of a pipeline.
+
+    staged = StagedModel(workload, plan)                          # divides the blocks into stages
+    step = simulate_step(staged, plan, ranks, machine, StageTracer())
+    step.timeline.idle, step.traces[0].saved                      # idle fraction; bytes of activations on pipeline rank 0
+
+The stages are traced on fake tensors (`planner.stage_trace`).  The simulated step gives the order of actions, the times at which
+messages arrive, and the idle time.  The memory of a rank follows from its actions: the activations of micro-batches in flight,
+what remains between input gradients and weight gradients, and received tensors that wait.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from farandole.parallel.axes import Layouts
+from farandole.parallel.pipeline.apply import schedule_of
+from farandole.parallel.pipeline.balance import Balance
+from farandole.parallel.pipeline.schedule import Action, Backward, BackwardInput, Forward
+from farandole.parallel.pipeline.simulate import Costs, Timeline, simulate
+from farandole.parallel.pipeline.stage import Stage, shallow_copy, split
+from farandole.parallel.pipeline.transfers import Message, Shapes, messages_between
+from farandole.plan import Plan
+from farandole.planner.stage_trace import ActionTrace, Memory, StageTrace, StageTracer
+from farandole.planner.trace import Trace
+from farandole.planner.workload import Machine, Workload
+
+
+class StagedModel:
+    """A model that is divided into stages, with the workload of each pipeline rank.
+
+    Args:
+        workload: the result of `Workload.split`, whose model is complete.
+    """
+
+    def __init__(self, workload: Workload, plan: Plan) -> None:
+        assert workload.mesh is not None and isinstance(workload.layouts, Layouts)
+        model = workload.model
+        tensors = (*model.parameters(), *model.buffers())
+        self.workload = workload
+        self.whole = sum(tensor.nbytes for tensor in tensors)
+        """The bytes of the model before it is divided."""
+        self.ranks: list[Workload] = []
+        self.stages: dict[int, Stage] = {}
+        schedule = schedule_of(plan)
+        layouts = copy.copy(workload.layouts)  # another schedule may place the stages on other ranks
+        for rank in range(plan.pipeline):
+            own = shallow_copy(model)  # type: ignore[arg-type]
+            stages, self.balance = split(own, schedule, rank, layouts)
+            self.stages |= stages
+            cell = next(each for each in workload.mesh.cells if each.pipeline == rank and not each.mirror)
+            self.ranks.append(replace(workload, model=own, rank=cell.rank, layouts=layouts))
+
+    balance: Balance
+    """The division of the blocks."""
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """A simulated step.
+
+    Args:
+        timeline: the actions in seconds.
+        waiting_s: the seconds by which messages make the step longer.
+        traces: the memory of each pipeline rank in the step, and its work for one micro-batch.
+        sent: bytes that each pipeline rank sends to other stages.
+    """
+
+    timeline: Timeline
+    waiting_s: float
+    traces: tuple[Trace, ...]
+    sent: tuple[int, ...]
+
+
+def simulate_step(
+    staged: StagedModel, plan: Plan, ranks: int, machine: Machine, tracer: StageTracer
+) -> PipelineStep:
+    """Trace the stages, and simulate a step.
+
+    Raises:
+        PlanError: if the schedule does not support the number of micro-batches.
+    """
+    workload = staged.workload
+    schedule = schedule_of(plan, workload.micro_batches)
+    stages: list[StageTrace] = []
+    outputs: list[Shapes] = []
+    shapes, single = Shapes(), True
+    for number in range(schedule.stages):
+        found, shapes, single = tracer.trace(
+            workload, plan, staged.stages[number], shapes, single, splits=schedule.splits_backward
+        )
+        stages.append(found)
+        outputs.append(shapes)
+
+    def seconds(action: ActionTrace) -> float:
+        between = sum(nbytes / machine.bandwidth_among(group, ranks) for group, nbytes in action.sent.items())
+        return action.flops / machine.flops[plan.precision] + action.moved / machine.stream + between
+
+    holders = [staged.ranks[rank].rank for rank in schedule.placement[0]]
+    send = [
+        Memory.of(outputs[s]).total / machine.bandwidth_among(holders[s : s + 2], ranks)
+        for s in range(schedule.stages - 1)
+    ]
+    costs = Costs(
+        forward=[seconds(each.forward) for each in stages],
+        input=[seconds(each.input if schedule.splits_backward else each.backward) for each in stages],
+        weight=[seconds(each.weight) for each in stages],
+    )
+    timeline = simulate(schedule, replace(costs, send=send))
+    waiting_s = timeline.makespan - simulate(schedule, costs).makespan
+    traces = [_trace_of(rank, timeline, stages, outputs) for rank in range(schedule.ranks)]
+    return PipelineStep(timeline, max(0.0, waiting_s), tuple(traces), _sent(timeline, outputs))
+
+
+def _sent(timeline: Timeline, outputs: Sequence[Shapes]) -> tuple[int, ...]:
+    schedule, found = timeline.schedule, [0.0] * timeline.schedule.ranks
+    for rank in range(schedule.ranks):
+        for peer in set(range(schedule.ranks)) - {rank}:
+            found[peer] += sum(
+                _message(each, outputs).total for each in messages_between(schedule, peer, rank)
+            )
+    return tuple(map(int, found))
+
+
+def _message(message: Message, outputs: Sequence[Shapes]) -> Memory:
+    """Return the size of an output, or of the gradients of an output."""
+    code, stage, _ = message
+    if code == "F":
+        return Memory.of(outputs[stage - 1])
+    return Memory.of([shape for shape in outputs[stage] if shape is not None and shape.requires_grad])
+
+
+def _trace_of(
+    rank: int, timeline: Timeline, stages: Sequence[StageTrace], outputs: Sequence[Shapes]
+) -> Trace:
+    """Return the memory of a rank in the step, and its work for one micro-batch of each replica."""
+    held, saved, peak, resident = Memory(), 0.0, 0.0, Memory()
+    flops = moved = 0.0
+    sent: dict[tuple[int, ...], float] = defaultdict(float)
+    schedule = timeline.schedule
+    waiting = _Received(timeline, rank, outputs)
+    polled = 0.0
+    for span in timeline.spans[rank]:
+        action = span.action
+        trace = _traced(action, stages)
+        # an output that stays on this rank is also the input of the next stage
+        passed = Memory()
+        if action.stage and schedule.rank_of(action.stage - 1, action.micro_batch) == rank:
+            passed = Memory.of(outputs[action.stage - 1]) if isinstance(action, Forward) else Memory()
+        base = held + waiting.at(polled, action) - passed
+        saved = max(saved, base.total)
+        peak = max(peak, base.total + trace.peak)
+        resident = resident.largest(base + trace.resident)
+        held += trace.kept - passed
+        follows = isinstance(action, Backward | BackwardInput) and action.stage + 1 < schedule.stages
+        if follows and schedule.rank_of(action.stage + 1, action.micro_batch) == rank:
+            held += Memory.of(outputs[action.stage])
+        saved = max(saved, held.total)
+        polled = span.end
+        flops, moved = flops + trace.flops, moved + trace.moved
+        for group, nbytes in trace.sent.items():
+            sent[group] += nbytes
+    count = schedule.micro_batches
+    return Trace(
+        saved=int(saved),
+        peak=int(peak),
+        flops=int(flops / count),
+        moved=int(moved / count),
+        resident_peak=int(max(peak, resident.total)),
+        swappable=0,
+        sent={group: nbytes / count for group, nbytes in sent.items()},
+    )
+
+
+def _traced(action: Action, stages: Sequence[StageTrace]) -> ActionTrace:
+    stage = stages[action.stage]
+    if isinstance(action, Forward):
+        return stage.forward
+    if isinstance(action, Backward):
+        return stage.backward
+    return stage.input if isinstance(action, BackwardInput) else stage.weight
+
+
+class _Received:
+    """The tensors that a rank has allocated for messages from other ranks (`pipeline.transfers`), before it uses them."""
+
+    def __init__(self, timeline: Timeline, rank: int, outputs: Sequence[Shapes]) -> None:
+        schedule = timeline.schedule
+        ends = {
+            (type(s.action), s.action.stage, s.action.micro_batch): s.end for r in timeline.spans for s in r
+        }
+        found: list[tuple[float, Message]] = []
+        for peer in set(range(schedule.ranks)) - {rank}:
+            posted = 0.0  # receives are posted in the order in which the peer sends
+            for code, stage, m in messages_between(schedule, peer, rank):
+                known = ends[Forward, stage - (code == "F"), m]
+                posted = max(posted, known)
+                found.append((posted, (code, stage, m)))
+        self._coming = sorted(found, key=lambda each: each[0], reverse=True)
+        self._present: dict[Message, Memory] = {}
+        self._used: set[Message] = set()
+        self._outputs = outputs
+
+    def at(self, polled: float, action: Action) -> Memory:
+        """Return the size of the tensors that exist after a poll, without those that `action` uses."""
+        code = "F" if isinstance(action, Forward) else "I"
+        if isinstance(action, Forward | Backward | BackwardInput):
+            self._used.add((code, action.stage, action.micro_batch))
+        while self._coming and self._coming[-1][0] <= polled:
+            _, message = self._coming.pop()
+            self._present[message] = _message(message, self._outputs)
+        for message in self._used & self._present.keys():
+            del self._present[message]
+        return sum(self._present.values(), Memory())

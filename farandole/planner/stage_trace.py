@@ -1,0 +1,324 @@
+"""Trace the actions of a pipeline stage on fake tensors: the memory that each action needs and keeps, and its work.
+
+    tracer = StageTracer()
+    found, shapes, single = tracer.trace(workload, plan, stage, shapes, single, splits=True)   # shapes of input and output
+    found.forward.kept, found.input.peak, found.weight.flops
+
+The trace runs the same code as `pipeline.runtime`: a forward pass, and a backward pass at once or in two halves.  The input
+of a stage and the gradient of its output count from the start of the action that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from farandole.memory.dry_run import call_arguments, device_of, fake_model
+from farandole.memory.recompute import apply_recompute
+from farandole.memory.tracker import MAPPED_FROM_BYTES, MemoryTracker
+from farandole.parallel.pipeline.backward import SplitBackward
+from farandole.parallel.pipeline.balance import tensors_of
+from farandole.parallel.pipeline.stage import Stage
+from farandole.parallel.pipeline.transfers import Shapes, TensorShape
+from farandole.plan import MODEL_AXES, Plan, PlanError
+from farandole.planner.repeats import Run, extrapolated, find_runs, signature
+from farandole.planner.trace import clear_gradient, note, note_gradient
+from farandole.planner.workload import Workload, weight_type
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in blocks that the C library keeps when they are freed (`heap`), and in blocks that it returns (`mapped`)."""
+
+    heap: float = 0
+    mapped: float = 0
+
+    @classmethod
+    def of(cls, shapes: Shapes) -> Memory:
+        """Return the memory of tensors."""
+        sizes = [shape.nbytes for shape in shapes if shape is not None]
+        heap = sum(size for size in sizes if size < MAPPED_FROM_BYTES)
+        return cls(heap, sum(sizes) - heap)
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(self.heap + other.heap, self.mapped + other.mapped)
+
+    def __sub__(self, other: Memory) -> Memory:
+        return Memory(self.heap - other.heap, self.mapped - other.mapped)
+
+    def largest(self, other: Memory) -> Memory:
+        """Return the larger heap and the larger mapped memory."""
+        return Memory(max(self.heap, other.heap), max(self.mapped, other.mapped))
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.heap + self.mapped
+
+
+@dataclass(frozen=True)
+class ActionTrace:
+    """One action of a stage on one micro-batch.
+
+    Args:
+        kept: the memory that the action allocates and keeps; negative if the action releases memory.
+        peak: the peak above the memory at the start of the action.
+        resident: the peaks of the heap and of mapped memory, which may be at different times.
+        flops: floating-point operations of matrix products and attention.
+        moved: bytes that all other operations read and write.
+        sent: bytes that this rank sends in collectives of the model, by the ranks of the group.
+    """
+
+    kept: Memory = field(default_factory=Memory)
+    peak: float = 0
+    resident: Memory = field(default_factory=Memory)
+    flops: float = 0
+    moved: float = 0
+    sent: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """The actions of a stage; `input` and `weight` are the halves of `backward`, if they have been traced."""
+
+    forward: ActionTrace
+    backward: ActionTrace
+    input: ActionTrace
+    weight: ActionTrace
+
+
+class StageTracer:
+    """Traces the stages of models with the same loss, and remembers stages with equal blocks, also for other numbers of stages."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[dict[Any, float], Shapes, bool]] = {}
+
+    def trace(
+        self, workload: Workload, plan: Plan, stage: Stage, shapes: Shapes, single: bool, *, splits: bool
+    ) -> tuple[StageTrace, Shapes, bool]:
+        """Return the trace of a stage, and the shapes of its output and whether the output is a single tensor.
+
+        Args:
+            workload: one whose model is complete, with the shards of the plan's other axes.
+            shapes, single: the input of the stage, which the first stage ignores.
+            splits: whether to trace the halves of the backward pass.
+        """
+        runs = find_runs(stage.view)
+        after: list[tuple[Shapes, bool]] = []
+        blocks, own = nn.Sequential(*stage.blocks), set(stage.blocks)
+        around = (*_conditions(workload, plan), stage.is_first, stage.is_last, shapes, single, splits)
+
+        def measure() -> dict[Any, float]:
+            present = [signature(block) for block in stage.view._modules.values() if block in own]
+            key = repr((present, around))
+            if key not in self._known:
+                self._known[key] = _measure(workload, plan, stage, shapes, single, splits, runs)
+            numbers, output, alone = self._known[key]
+            after.append((output, alone))
+            return numbers
+
+        with _recomputing(blocks, plan):
+            found = extrapolated(runs, measure)
+        actions = {name: _action(found, name, len(runs)) for name in (FORWARD, BACKWARD, INPUT, WEIGHT)}
+        return StageTrace(**actions), *after[0]
+
+
+def _conditions(workload: Workload, plan: Plan) -> tuple[object, ...]:
+    """Return the values that, with its blocks and its input, determine the numbers of a stage."""
+    axes = (*(getattr(plan, axis) for axis in MODEL_AXES), plan.sequence, plan.ring)
+    example = [tuple(each.shape) for each in tree_leaves(workload.example) if isinstance(each, Tensor)]
+    return axes, plan.recompute, plan.precision, example, _is_scaled(workload, plan)
+
+
+def _is_scaled(workload: Workload, plan: Plan) -> bool:
+    """Return whether the loss is multiplied by a factor before the backward pass."""
+    return workload.micro_batches > 1 or plan.precision == "fp16"
+
+
+def _measure(
+    workload: Workload,
+    plan: Plan,
+    stage: Stage,
+    shapes: Shapes,
+    single: bool,
+    splits: bool,
+    runs: Sequence[Run],
+) -> tuple[dict[Any, float], Shapes, bool]:
+    model, numbers = stage.view, dict[Any, float]()
+    with ExitStack() as stack:
+        where = device_of(model)
+        dtype = weight_type(plan)
+        fake = stack.enter_context(fake_model(model, workload.example, where, dtype))
+        stack.enter_context(torch.enable_grad())
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(clear_gradient).remove)
+        living = (*model.parameters(), *model.buffers(), *tree_leaves(fake))
+        arguments = call_arguments(fake)
+        for halves in (False, True) if splits else (False,):
+            passed = _Pass(workload, plan, stage, shapes, single, runs, living, where)
+            output, alone = passed.run(arguments, numbers, halves)
+    return numbers, output, alone
+
+
+class _Pass:
+    """A forward and a backward pass of one micro-batch through a stage."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        stage: Stage,
+        shapes: Shapes,
+        single: bool,
+        runs: Sequence[Run],
+        living: Sequence[Any],
+        device: torch.device,
+    ) -> None:
+        self._workload, self._stage, self._scaled = workload, stage, _is_scaled(workload, plan)
+        self._shapes, self._single, self._runs, self._living = shapes, single, runs, living
+        self._device = device
+
+    def run(
+        self, arguments: tuple[Any, dict[str, Any]], numbers: dict[Any, float], halves: bool
+    ) -> tuple[Shapes, bool]:
+        """Run the actions, and add their numbers.
+
+        Returns:
+            The shapes of the stage's output, and whether the output is a single tensor.
+        """
+        stage, sent, scaled = self._stage, self._workload.sent, self._scaled
+        with ExitStack() as stack:
+            tracker = stack.enter_context(MemoryTracker(self._living))
+            ends: dict[int, int] = {}
+            for number, run in enumerate(self._runs):
+                hook = partial(note_gradient, partial(note, ends, number, tracker))
+                stack.callback(run.first.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            recorder = _Recorder(tracker, ends, len(self._runs), numbers, [] if sent is None else sent)
+            with recorder.action(FORWARD):
+                hidden = None if stage.is_first else self._received(self._shapes, self._single)
+                output = stage.run(hidden, *arguments)
+                if stage.is_last:
+                    output = _loss(self._workload.loss, output)
+                result = [TensorShape.of(each) for each in tensors_or_none(output)]
+                alone = isinstance(output, Tensor)
+                outputs = [each for each in tensors_of(output) if each.requires_grad]
+                inputs = [each for each in tensors_of(hidden) if each.requires_grad]
+                shapes = [TensorShape.of(each) for each in outputs]
+                del output, hidden
+
+            def gradients() -> list[Tensor]:
+                if stage.is_last:  # a constant, because a loss function may read its gradient (`models.loss`)
+                    return [
+                        torch.tensor(0.5 if scaled else 1.0, dtype=o.dtype, device=self._device)
+                        for o in outputs
+                    ]
+                return [shape.empty(self._device) for shape in shapes if shape is not None]
+
+            if not halves:
+                with recorder.action(BACKWARD):
+                    given = gradients()
+                    if outputs:
+                        torch.autograd.backward(outputs, given)
+                    del outputs, inputs, given
+            else:
+                with recorder.action(INPUT):
+                    split = None
+                    given = gradients()
+                    if outputs:
+                        split = SplitBackward(outputs, inputs)
+                        outputs = []
+                        split.input_gradients(given)
+                    del outputs, inputs, given
+                with recorder.action(WEIGHT):
+                    if split is not None:
+                        split.weight_gradients()
+                    del split
+        return result, alone
+
+    def _received(self, shapes: Shapes, single: bool) -> Any:
+        tensors = [
+            None if shape is None else shape.empty(self._device).requires_grad_(shape.requires_grad)
+            for shape in shapes
+        ]
+        return tensors[0] if single else tuple(tensors)
+
+
+class _Recorder:
+    """Records the numbers of each action of a pass; the peak of each part of an action separately (`planner.trace`)."""
+
+    def __init__(
+        self,
+        tracker: MemoryTracker,
+        ends: Mapping[int, int],
+        runs: int,
+        numbers: dict[Any, float],
+        sent: list[tuple[tuple[int, ...], float]],
+    ) -> None:
+        self._tracker, self._ends, self._runs, self._numbers, self._sent = tracker, ends, runs, numbers, sent
+
+    @contextmanager
+    def action(self, name: str) -> Iterator[None]:
+        """Record the numbers of an action."""
+        tracker, numbers = self._tracker, self._numbers
+        flops, moved, sent, start = tracker.flops, tracker.moved, len(self._sent), len(tracker.history)
+        heap, mapped = tracker.history[-1] if tracker.history else (0, 0)
+        yield
+        numbers[name, "flops"], numbers[name, "moved"] = tracker.flops - flops, tracker.moved - moved
+        for ranks, nbytes in self._sent[sent:]:
+            numbers[name, ranks] = numbers.get((name, ranks), 0.0) + nbytes
+        history = tracker.history
+        now = history[-1] if history else (0, 0)
+        numbers[name, "heap"], numbers[name, "mapped"] = now[0] - heap, now[1] - mapped
+        begun = start
+        for part in range(self._runs + 1):
+            end = self._ends.get(self._runs - 1 - part, begun) if part < self._runs else len(history)
+            changes = history[begun : max(begun, end)]
+            numbers[name, "peak", part] = max(map(sum, changes), default=0) - heap - mapped
+            numbers[name, "peak heap", part] = max((size for size, _ in changes), default=0) - heap
+            numbers[name, "peak mapped", part] = max((size for _, size in changes), default=0) - mapped
+            begun = max(begun, end)
+
+
+def _action(found: Mapping[Any, float], name: str, runs: int) -> ActionTrace:
+    if (name, "flops") not in found:
+        return ActionTrace()
+    peak, heap, mapped = (
+        max(0.0, *(found[name, kind, part] for part in range(runs + 1)))
+        for kind in ("peak", "peak heap", "peak mapped")
+    )
+    sent = {key[1]: nbytes for key, nbytes in found.items() if key[0] == name and isinstance(key[1], tuple)}
+    kept = Memory(found[name, "heap"], found[name, "mapped"])
+    return ActionTrace(kept, peak, Memory(heap, mapped), found[name, "flops"], found[name, "moved"], sent)
+
+
+def _loss(loss: Callable[[Any], Tensor] | None, output: Any) -> Tensor:
+    if loss is not None:
+        return loss(output)
+    return torch.stack([each.sum() for each in tensors_of(output) if each.is_floating_point()]).sum()
+
+
+def tensors_or_none(output: Any) -> list[Tensor | None]:
+    """Return the elements of a stage's output."""
+    return list(output) if isinstance(output, tuple) else [output]
+
+
+@contextmanager
+def _recomputing(blocks: nn.Sequential, plan: Plan) -> Iterator[None]:
+    """Apply the plan's recomputation to blocks."""
+    try:
+        apply_recompute(blocks, plan.recompute, dtype=weight_type(plan))
+        yield
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    finally:
+        apply_recompute(blocks, "none")

@@ -1,0 +1,106 @@
+"""Predicted memory of pipeline ranks, compared with the tensors of real ranks in a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import farandole
+from farandole.memory.tracker import MemoryTracker
+from farandole.models.gpt import GPTConfig, build_gpt
+from farandole.models.llama import LlamaConfig, build_llama
+from farandole.plan import Plan
+from farandole.planner import Machine, Workload, estimate_workload
+from farandole.planner.search import estimates_of
+
+WORDS, LENGTH, SAMPLES, MICRO_BATCHES = 512, 64, 4, 8
+MODELS: dict[str, Any] = {
+    "gpt": lambda: build_gpt(GPTConfig(WORDS, LENGTH, 8, 4, 64)),
+    "llama": lambda: build_llama(LlamaConfig(WORDS, 8, 4, 64, 160, kv_heads=2)),
+}
+TOLERANCE = 0.05
+"""The largest error: messages of a real step arrive at other times than those of the simulated step."""
+MACHINE = Machine(memory=1 << 34)
+
+
+def _workload(name: str) -> Workload:
+    with torch.device("meta"):
+        model = MODELS[name]()
+        tokens = torch.empty(SAMPLES, LENGTH, dtype=torch.int64)
+    return Workload(
+        model=model,
+        example=(tokens, None, tokens),
+        loss=lambda output: output[0],
+        micro_batches=MICRO_BATCHES,
+    )
+
+
+def _peak(rank: int, size: int, name: str, plan: Plan) -> tuple[int, int]:
+    """Return the bytes of this rank's parameters, and the peak of all other tensors in a step after the first one."""
+    torch.manual_seed(0)
+    model: nn.Module = MODELS[name]()
+    engine = farandole.parallelize(model, plan)
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    batches = [torch.zeros(SAMPLES, LENGTH, dtype=torch.int64) for _ in range(MICRO_BATCHES)]
+
+    def step() -> None:
+        engine.forward_backward(batches, lambda output, _: output, lambda batch: (batch, None, batch))
+
+    step()
+    optimizer.step()
+    optimizer.zero_grad()
+    kept = [each.bucket.reduced for each in engine.shards_of_buckets]
+    with MemoryTracker((*model.parameters(), *model.buffers(), *batches, *kept)) as tracker:
+        step()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    engine.close()
+    return weights, tracker.peak
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_predicted_activations_match_real_ranks(ranks: Any, name: str, size: int) -> None:
+    """On every rank, for schedules with and without separate weight gradients, and for recomputed blocks."""
+    errors = {}
+    for plan in (
+        Plan(pipeline=size, schedule="gpipe"),
+        Plan(pipeline=size, schedule="1f1b"),
+        Plan(pipeline=size, schedule="1f1b", recompute="block"),
+        Plan(pipeline=size, schedule="zb-v"),
+        Plan(pipeline=size, schedule="gems"),
+    ):
+        found = estimate_workload(_workload(name), plan, size, MACHINE)
+        assert found.pipeline is not None
+        seen = ranks(size).run(_peak, name, plan)
+        for rank, predicted in enumerate(found.pipeline.activations):
+            errors[plan.schedule, plan.recompute, rank] = predicted / seen[rank][1] - 1
+        assert max(weights for weights, _ in seen) >= found.parts["weights"]
+    wrong = [f"{key}: {error:+.3f}" for key, error in errors.items() if abs(error) > TOLERANCE]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_memory_of_1f1b_does_not_grow_with_the_micro_batches() -> None:
+    plan = Plan(pipeline=2, recompute="block")
+    few, many = (
+        estimate_workload(replace(_workload("gpt"), micro_batches=number), plan, 2, MACHINE)
+        for number in (8, 64)
+    )
+    assert few.pipeline is not None and many.pipeline is not None
+    assert many.pipeline.activations == few.pipeline.activations
+    assert many.pipeline.idle < few.pipeline.idle
+    assert few.mean_peak == sum(few.pipeline.peaks) / 2 <= few.peak
+
+
+def test_schedules_that_place_stages_differently_keep_their_states() -> None:
+    plans = [
+        Plan(pipeline=2, schedule=schedule, recompute=recompute)
+        for recompute in ("none", "selective")
+        for schedule in ("1f1b", "interleaved")
+    ]
+    for one in estimates_of(_workload("gpt"), 2, MACHINE, plans):
+        alone = estimate_workload(_workload("gpt"), one.plan, 2, MACHINE)
+        assert one.parts == alone.parts and one.pipeline == alone.pipeline
