@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from farandole.bench.serving_results import Summary
 
@@ -25,7 +25,9 @@ def draw(summaries: Sequence[Summary], speed_up: Sequence[Summary], title: str, 
         _draw_distribution(axis, summaries, name)
     axes[0].set_ylabel("requests with at most this time")
     axes[2].set_ylabel("tokens with at most this time")
-    axes[0].legend(fontsize=8, frameon=False, loc="lower right")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False
+    )
     if speed_up:
         _draw_speed_up(axes[-1], speed_up)
     for axis in axes:
@@ -49,8 +51,10 @@ def _draw_distribution(axis: Axes, summaries: Sequence[Summary], name: str) -> N
     if limits:
         axis.axvline(1e3 * min(limits), color="black", linestyle=":", linewidth=1.2, label="limit")
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_ylim(0, 1.02)
     axis.set_xlabel("ms")
     axis.set_title(_TITLES[name], fontsize=10)
