@@ -10,7 +10,6 @@ speed of a large product of torch.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import tempfile
 import time
@@ -22,13 +21,14 @@ import torch
 import transformers
 
 from benchmarks.measure import records_table, save
+from farandole.bench.serving_limit import measure_limit
+from farandole.bench.serving_load import Request, ragged_requests
 from farandole.models.hf import from_pretrained
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.request import Sampling
 from tests import torchvision_models  # noqa: F401, I001 - before transformers is imported
 
 VOCABULARY, CONTEXT, REQUESTS = 4096, 512, 16
-Request = tuple[list[int], int]
 
 
 def write_model(folder: Path) -> Any:
@@ -50,38 +50,36 @@ def write_model(folder: Path) -> Any:
     return model
 
 
-def ragged_requests() -> list[Request]:
-    """Return prompts with the number of tokens to generate."""
-    choose = random.Random(0)
-    return [
-        ([choose.randrange(1, VOCABULARY) for _ in range(choose.randint(8, 128))], choose.randint(32, 128))
-        for _ in range(REQUESTS)
-    ]
-
-
 # ---- implementations; each returns the generated tokens ----
 
 
 def one_by_one_with_transformers(model: Any, requests: list[Request]) -> list[list[int]]:
     """Generate one request after another."""
     found = []
-    for prompt, count in requests:
-        inputs = torch.tensor([prompt])
+    for request in requests:
+        inputs = torch.tensor([request.prompt])
         result = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=request.output_tokens,
+            do_sample=False,
         )
-        found.append(result[0, len(prompt) :].tolist())
+        found.append(result[0, len(request.prompt) :].tolist())
     return found
 
 
 def static_batch_with_transformers(model: Any, requests: list[Request]) -> list[list[int]]:
     """Generate all requests in one padded batch; tokens after the end of a request do not count."""
-    longest = max(len(prompt) for prompt, _ in requests)
-    inputs = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
-    most = max(count for _, count in requests)
+    longest = max(len(request.prompt) for request in requests)
+    padding = [longest - len(request.prompt) for request in requests]
+    inputs = torch.tensor([[0] * n + request.prompt for n, request in zip(padding, requests, strict=True)])
+    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
+    most = max(request.output_tokens for request in requests)
     result = model.generate(inputs, attention_mask=mask, max_new_tokens=most, do_sample=False)
-    return [row[longest : longest + count].tolist() for row, (_, count) in zip(result, requests, strict=True)]
+    return [
+        row[longest : longest + request.output_tokens].tolist()
+        for row, request in zip(result, requests, strict=True)
+    ]
 
 
 def continuous_batch_with_transformers(model: Any, requests: list[Request]) -> list[list[int]]:
@@ -92,7 +90,9 @@ def continuous_batch_with_transformers(model: Any, requests: list[Request]) -> l
     manager = model.init_continuous_batching(generation_config=config)
     manager.start()
     try:
-        names = [manager.add_request(prompt, max_new_tokens=count) for prompt, count in requests]
+        names = [
+            manager.add_request(request.prompt, max_new_tokens=request.output_tokens) for request in requests
+        ]
         found: dict[str, list[int]] = {}
         while len(found) < len(names):
             result = manager.get_result(timeout=1)
@@ -105,7 +105,10 @@ def continuous_batch_with_transformers(model: Any, requests: list[Request]) -> l
 
 def ours(engine: GenerationEngine, requests: list[Request]) -> list[list[int]]:
     """Generate all requests at once."""
-    numbers = [engine.add(prompt, Sampling(max_tokens=count, temperature=0)) for prompt, count in requests]
+    numbers = [
+        engine.add(request.prompt, Sampling(max_tokens=request.output_tokens, temperature=0))
+        for request in requests
+    ]
     found: dict[int, list[int]] = {number: [] for number in numbers}
     while engine.has_work:
         for output in engine.step():
@@ -121,24 +124,6 @@ def ours_one_by_one(engine: GenerationEngine, requests: list[Request]) -> list[l
 # ---- measurement ----
 
 
-def limit(model: Any, requests: list[Request]) -> float:
-    """Return the seconds for all products at the speed of a large product."""
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    seconds = min(_seconds(lambda: a @ b) for _ in range(5))
-    flops = 2 * 1024**3 / seconds
-    weights = sum(p.numel() for p in model.parameters()) - VOCABULARY * 512  # the embedding is a table
-    head = VOCABULARY * 512
-    tokens = sum(len(prompt) + count - 1 for prompt, count in requests)
-    generated = sum(count for _, count in requests)
-    return float(2 * ((weights - head) * tokens + head * generated) / flops)
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -148,7 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
-    requests = ragged_requests()
+    requests = ragged_requests(REQUESTS, (8, 128), (32, 128), VOCABULARY, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         theirs = write_model(Path(folder))
         engines = {
@@ -158,6 +143,8 @@ def main() -> None:
             for store in ("pages", "slots")
             for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
         }
+        limit = measure_limit(from_pretrained(folder))
+    best = limit.products_s([(len(request.prompt), request.output_tokens) for request in requests])
     implementations: dict[str, Callable[[], list[list[int]]]] = {
         "transformers, one by one": lambda: one_by_one_with_transformers(theirs, requests),
         "transformers, static batch": lambda: static_batch_with_transformers(theirs, requests),
@@ -166,7 +153,7 @@ def main() -> None:
     }
     for (store, precision), engine in engines.items():
         implementations[f"farandole, {store}, {precision}"] = lambda engine=engine: ours(engine, requests)
-    generated = sum(count for _, count in requests)
+    generated = sum(request.output_tokens for request in requests)
     samples: dict[str, list[float]] = {name: [] for name in implementations}
     tokens: dict[str, list[list[int]]] = {}
     for turn in range(options.rounds + 1):
@@ -175,7 +162,6 @@ def main() -> None:
             tokens[name] = implementation()
             if turn:
                 samples[name].append(time.perf_counter() - start)
-    best = limit(theirs, requests)
     reference = tokens["transformers, one by one"]
     rows = []
     for name, seconds in samples.items():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 
 from farandole.bench.collectives_operations import OPERATIONS, Operation
-from farandole.bench.setup import BenchError, check_choice
+from farandole.bench.setup import PICTURES, BenchError, check_choice, check_output
 from farandole.comm.dtypes import REDUCTION_NAMES
 from farandole.data.wording import counted
 from farandole.data.wording import size as in_words
@@ -26,7 +25,6 @@ DTYPES = {
 LARGE = 8 << 10
 """Above this size in bytes, fewer iterations are measured."""
 _BITS = ("and", "or", "xor")
-_PICTURES = (".png", ".pdf", ".svg")
 _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -123,16 +121,9 @@ class CollectivesSetup:
             )
 
     def _check_files(self) -> None:
-        for option, name in (("--json", self.json), ("--picture", self.picture)):
-            if name is not None and not (folder := Path(name).absolute().parent).is_dir():
-                raise BenchError(f"{option} {name}: folder {folder} does not exist; create it")
-        if self.picture is None:
-            return
-        if Path(self.picture).suffix.lower() not in _PICTURES:
-            raise BenchError(
-                f"--picture {self.picture}: expected a file name that ends in {', '.join(_PICTURES)}"
-            )
-        if not any(OPERATIONS[name].sized for name in self.operations):
+        check_output("--json", self.json)
+        check_output("--picture", self.picture, PICTURES)
+        if self.picture is not None and not any(OPERATIONS[name].sized for name in self.operations):
             raise BenchError(
                 f"--picture {self.picture} shows sizes on its axis, but a barrier has no size; omit one of them"
             )

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from farandole.models.resnet import STRIDE, resnet_config
 
+PICTURES = (".png", ".pdf", ".svg")
+"""The endings of picture files."""
+
 
 class BenchError(ValueError):
     """Raised if benchmark options are invalid; the message names the option and suggests a valid value."""
@@ -66,8 +69,7 @@ class TrainingSetup:
                 f"--micro-batch 1 with --image-size {STRIDE} leaves one value per channel, which batch normalization "
                 f"cannot normalize; use 2 images or larger images"
             )
-        if self.json is not None and (folder := Path(self.json).absolute().parent) and not folder.is_dir():
-            raise BenchError(f"--json {self.json}: folder {folder} does not exist; create it")
+        check_output("--json", self.json)
 
     def dump(self) -> str:
         """Return the setup as JSON."""
@@ -86,3 +88,13 @@ def check_choice(option: str, asked: str, known: Iterable[str]) -> None:
         nearest = difflib.get_close_matches(asked, names, 1)
         hint = f"; nearest: {nearest[0]}" if nearest else ""
         raise BenchError(f"{option} {asked} is unknown{hint} (available: {', '.join(names)})")
+
+
+def check_output(option: str, name: str | None, endings: tuple[str, ...] = ()) -> None:
+    """Raise BenchError if the file cannot be written: its folder does not exist, or its ending is not in `endings`."""
+    if name is None:
+        return
+    if not (folder := Path(name).absolute().parent).is_dir():
+        raise BenchError(f"{option} {name}: folder {folder} does not exist; create it")
+    if endings and Path(name).suffix.lower() not in endings:
+        raise BenchError(f"{option} {name}: expected a file name that ends in {', '.join(endings)}")

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import farandole
 from farandole import native
 from farandole.bench.collectives_measure import values_of_all_ranks
-from farandole.bench.setup import BenchError
+from farandole.bench.setup import BenchError, check_output
 from farandole.bench.training import machine
 from farandole.comm import Options
 from farandole.comm.algorithms.choice import ALL_REDUCE
@@ -71,8 +71,7 @@ class TuneSetup:
             )
         if self.turns < 1:
             raise BenchError(f"--turns: expected at least 1, got {self.turns}")
-        if self.output is not None and not (folder := Path(self.output).absolute().parent).is_dir():
-            raise BenchError(f"--output {self.output}: folder {folder} does not exist; create it")
+        check_output("--output", self.output)
 
     @property
     def sizes(self) -> list[int]:

@@ -1,13 +1,15 @@
-"""The command `farandole bench`: measure training and collective performance."""
+"""The command `farandole bench`: measure training, collective and serving performance."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from farandole.cli.durations import parse_duration
 from farandole.cli.mistakes import CommandGroup
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ OFFERED = "one per accelerator, else one per core, at least 2"
 
 app = typer.Typer(
     cls=CommandGroup,
-    help="Measure training and collective performance.",
+    help="Measure training, collective and serving performance.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -193,6 +195,121 @@ def collectives(
         return _communicate(setup, ranks, placement)
 
     run_or_refuse("bench collectives", measure)
+
+
+@app.command()
+def serving(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]",
+            help="The model of a server that the benchmark starts: a folder as for farandole serve.",
+            show_default=False,
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Measure the running server at this address instead.", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model's name at --url.", show_default="the server's first model")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A file with the API key for --url.", show_default=False),
+    ] = None,
+    precision: Annotated[str, typer.Option(help="Precision of FOLDER: fp32 or bf16.")] = "fp32",
+    max_running: Annotated[int, typer.Option(help="Maximum sequences in the batch, with FOLDER.")] = 16,
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="MLPerf's scenario: singlestream (one request after another), offline (all at once) or server "
+            "(arrivals at --rate).  Repeatable.",
+            show_default="offline",
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option("--requests", "-n", help="Number of requests per scenario.")] = 32,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Mean arrivals per second of a Poisson process, for server.", show_default=False),
+    ] = None,
+    burst: Annotated[int, typer.Option(help="Requests that arrive together, for server.")] = 1,
+    prompt_tokens: Annotated[str, typer.Option(metavar="MIN:MAX", help="Tokens of a prompt.")] = "8:128",
+    output_tokens: Annotated[str, typer.Option(metavar="MIN:MAX", help="Tokens of an answer.")] = "32:128",
+    seed: Annotated[int, typer.Option(help="Seed of lengths, tokens and arrivals.")] = 0,
+    ttft: Annotated[
+        float,
+        typer.Option(
+            parser=parse_duration, metavar="TIME", help="Limit of the time to first token, for server."
+        ),
+    ] = "2s",  # type: ignore[assignment]
+    tpot: Annotated[
+        float,
+        typer.Option(
+            parser=parse_duration, metavar="TIME", help="Limit of the time per output token, for server."
+        ),
+    ] = "100ms",  # type: ignore[assignment]
+    sequential: Annotated[
+        bool,
+        typer.Option(
+            "--sequential", help="Also measure the speed-up of 1, 2, 4, ... requests over one after another."
+        ),
+    ] = False,
+    json: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Also write the measurements to FILE.", show_default=False),
+    ] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also plot the measurements to FILE (.png, .pdf or .svg).",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Measure the latency and throughput of a server with OpenAI's completions interface.
+
+    Requests are streamed and have random lengths.  Next to the figures of a FOLDER stands the limit: the time for reading
+    the weights once per step, and for the matrix products.  The exit status is 1 if a request failed; status 429 is counted
+    separately.
+
+    \b
+      farandole bench serving runs                            all requests at once
+      farandole bench serving runs --scenario server --rate 4 --ttft 500ms --tpot 30ms
+      farandole bench serving runs --scenario singlestream --sequential --json a.json --picture a.png
+      farandole bench serving --url http://127.0.0.1:8000 --model NAME
+    """
+    from farandole.bench.serving_setup import ServingSetup, parse_range
+
+    def measure(placement: Placement) -> int:
+        from farandole.bench.serving import run
+
+        setup = ServingSetup(
+            folder=folder,
+            url=url,
+            model=model,
+            api_key_file=api_key_file,
+            precision=precision,
+            max_running=max_running,
+            scenarios=tuple(dict.fromkeys(scenario or ["offline"])),
+            requests=requests,
+            rate=rate,
+            burst=burst,
+            prompt_tokens=parse_range("--prompt-tokens", prompt_tokens),
+            output_tokens=parse_range("--output-tokens", output_tokens),
+            seed=seed,
+            ttft=ttft,
+            tpot=tpot,
+            sequential=sequential,
+            json=json,
+            picture=picture,
+        )
+        return run(setup)
+
+    run_or_refuse("bench serving", measure)
 
 
 def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:

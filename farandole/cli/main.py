@@ -36,6 +36,7 @@ HELP = """Parallel computing with PyTorch, on a laptop's cores or on a cluster.
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
   farandole bench training                  measure ResNet training
   farandole bench collectives               measure collectives
+  farandole bench serving runs              measure a server
   farandole tune                            find the fastest algorithms between hosts
   farandole info                            show versions and hardware
 

@@ -1,0 +1,95 @@
+"""The shortest possible times of a model on this machine, from its weights and two measured speeds.
+
+A step reads all weights from memory once and multiplies them with each of its tokens.  Keys, values and attention are
+not counted, so real times are longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from farandole.models.moe import MixtureOfExperts
+from farandole.models.sequence import Transformer
+
+MEASURED_S = 0.5
+"""The time for measuring each speed, in seconds; the fastest call counts."""
+_SIDE = 1024
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Lower limits of the times, in seconds.
+
+    Args:
+        body: the weights that each token is multiplied with, without the head; of experts, those of one token.
+        head: the weights that each token with logits is multiplied with.
+        weight_bytes: the size of both.
+        bandwidth: bytes per second of reads from a buffer of `weight_bytes`.
+        flops: floating-point operations per second of a large matrix product.
+    """
+
+    body: int
+    head: int
+    weight_bytes: int
+    bandwidth: float
+    flops: float
+
+    @property
+    def step_s(self) -> float:
+        """Return the time for reading the weights once: the limit of the time per output token."""
+        return self.weight_bytes / self.bandwidth
+
+    def first_token_s(self, prompt_tokens: int) -> float:
+        """Return the time for computing a prompt."""
+        return max(self.step_s, self.products_s([(prompt_tokens, 1)]))
+
+    def products_s(self, lengths: Sequence[tuple[int, int]]) -> float:
+        """Return the time of all matrix products for requests of (prompt tokens, output tokens)."""
+        tokens = sum(prompt + output - 1 for prompt, output in lengths)
+        return 2 * (self.body * tokens + self.head * sum(output for _, output in lengths)) / self.flops
+
+    def latency_s(self, prompt_tokens: int, output_tokens: int) -> float:
+        """Return the time of a request alone."""
+        return self.first_token_s(prompt_tokens) + (output_tokens - 1) * self.step_s
+
+    def total_s(self, lengths: Sequence[tuple[int, int]], batch: int) -> float:
+        """Return the time of all requests in batches of at most `batch` sequences."""
+        outputs = [output for _, output in lengths]
+        steps = max(*outputs, -(-sum(outputs) // batch))
+        return max(steps * self.step_s, self.products_s(lengths))
+
+
+def measure_limit(model: Transformer) -> Limit:
+    """Count the weights, and measure the speeds of this machine with the threads of this process."""
+    kind = next(model.parameters()).dtype
+    body, head = _weights(model[1:-1]), _weights(model[-1])  # the embedding is a table
+    size = (body + head) * kind.itemsize
+    buffer = torch.ones(max(1, size // 8), dtype=torch.int64)
+    a, b = torch.randn(2, _SIDE, _SIDE).to(kind)
+    return Limit(
+        body, head, size, buffer.nbytes / _seconds(buffer.sum), 2 * _SIDE**3 / _seconds(lambda: a @ b)
+    )
+
+
+def _weights(blocks: nn.Module) -> int:
+    total = sum(parameter.numel() for parameter in blocks.parameters())
+    for module in blocks.modules():
+        if isinstance(module, MixtureOfExperts):
+            experts = sum(parameter.numel() for parameter in module.experts.parameters())
+            total -= experts - experts * module.router.top // module.experts.count
+    return total
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    call()
+    found: list[float] = []
+    while not found or sum(found) < MEASURED_S:
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return min(found)
