@@ -155,6 +155,12 @@ class Job:
         return process.exitcode
 
 
+def left_behind() -> set[str]:
+    """Files in shared memory, without those of Python and MPI, which other tests use at the same time."""
+    others = ("sem.mp-", "pym-", "psm_", "mpich_")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
+
+
 def survivors_of(
     job: Job, victim: int, since: float, kind: str, *patterns: str, within_s: float = SOON_S
 ) -> None:

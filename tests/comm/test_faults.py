@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.jobs import SOON_S, Job, survivors_of
+from tests.comm.jobs import SOON_S, Job, left_behind, survivors_of
 from tests.comm.programs import run_program
 
 LARGE = 4_000_000
@@ -236,9 +236,3 @@ dist.broadcast(torch.ones(2), 1)
         r"broadcast\(2 x float32, from rank 1\), call number 2 of the default group",
         errors_0,
     ), errors_0
-
-
-def left_behind() -> set[str]:
-    """Files in shared memory, without those of Python and MPI, which other tests use at the same time."""
-    others = ("sem.mp-", "pym-", "psm_", "mpich_")
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}

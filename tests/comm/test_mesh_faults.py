@@ -6,14 +6,13 @@ import random
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from benchmarks.namespaces import two_hosts, why_not
 from farandole.native import SILENCE_S
-from tests.comm.jobs import SOON_S, Job
+from tests.comm.jobs import SOON_S, Job, left_behind
 from tests.comm.test_mesh_operations import Pair, Step, mesh_groups
 
 RANKS = 8
@@ -38,13 +37,8 @@ def run_operations(rank: int, size: int, tell: Callable, seed: int) -> None:
             work.wait()
 
 
-def segments() -> set[str]:
-    """What is in shared memory, by name; tests of MPI may run at the same time."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("mpich")}
-
-
 def kill_a_rank(seed: int) -> None:
-    chooses, before = random.Random(seed), segments()
+    chooses, before = random.Random(seed), left_behind()
     victim, pause = chooses.randrange(RANKS), chooses.uniform(0, 1.5)
     with Job(RANKS, run_operations, seed) as job:
         for rank in range(RANKS):
@@ -55,7 +49,7 @@ def kill_a_rank(seed: int) -> None:
             end = job.end(rank)
             assert f"rank {victim} (process {job.pid(victim)})" in end.text, f"rank {rank}: {end}"
             assert end.at - since < SOON_S, f"rank {rank} was told after {end.at - since:.2f} s: {end.text}"
-    assert segments() <= before
+    assert left_behind() <= before
 
 
 def test_a_killed_rank_is_named_by_every_rank_of_the_mesh():
