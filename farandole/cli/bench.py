@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 OFFERED = "one per accelerator, else one per core, at least 2"
 
+Measurements = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Also write the measurements to FILE.", show_default=False)
+]
+Picture = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help="Also plot the measurements to FILE (.png, .pdf or .svg).", show_default=False
+    ),
+]
+
 app = typer.Typer(
     cls=CommandGroup,
     help="Measure training, collective and serving performance.",
@@ -58,10 +68,7 @@ def training(
         typer.Option("--efficiency", help="Also measure ranks that do not communicate, and a single rank."),
     ] = False,
     framework: Annotated[str, typer.Option(help="Framework: pytorch or tensorflow.")] = "pytorch",
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Also write the measurements to FILE.", show_default=False),
-    ] = None,
+    json: Measurements = None,
 ) -> None:
     """Measure ResNet training throughput on synthetic images, in images per second.
 
@@ -147,18 +154,8 @@ def collectives(
         typer.Option("--overlap", help="Measure how much of a non-blocking call overlaps with computation."),
     ] = False,
     pin: Annotated[bool, typer.Option("--pin", help="Pin each rank to its own cores.")] = False,
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Also write the measurements to FILE.", show_default=False),
-    ] = None,
-    picture: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also plot the measurements to FILE (.png, .pdf or .svg).",
-            show_default=False,
-        ),
-    ] = None,
+    json: Measurements = None,
+    picture: Picture = None,
 ) -> None:
     """Measure the latency and bandwidth of collectives, with all backends interleaved in one run.
 
@@ -257,18 +254,8 @@ def serving(
             "--sequential", help="Also measure the speed-up of 1, 2, 4, ... requests over one after another."
         ),
     ] = False,
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Also write the measurements to FILE.", show_default=False),
-    ] = None,
-    picture: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also plot the measurements to FILE (.png, .pdf or .svg).",
-            show_default=False,
-        ),
-    ] = None,
+    json: Measurements = None,
+    picture: Picture = None,
 ) -> None:
     """Measure the latency and throughput of a server with OpenAI's completions interface.
 

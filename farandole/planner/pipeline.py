@@ -148,8 +148,9 @@ def _trace_of(
         trace = _traced(action, stages)
         # an output that stays on this rank is also the input of the next stage
         passed = Memory()
-        if action.stage and schedule.rank_of(action.stage - 1, action.micro_batch) == rank:
-            passed = Memory.of(outputs[action.stage - 1]) if isinstance(action, Forward) else Memory()
+        receives = isinstance(action, Forward) and action.stage > 0
+        if receives and schedule.rank_of(action.stage - 1, action.micro_batch) == rank:
+            passed = Memory.of(outputs[action.stage - 1])
         base = held + waiting.at(polled, action) - passed
         saved = max(saved, base.total)
         peak = max(peak, base.total + trace.peak)
