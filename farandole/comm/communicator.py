@@ -33,6 +33,8 @@ class Communicator:
     All ranks must call the group's collectives in the same order.  By default, methods block until the result is
     ready.  With `async_op=True` they return a `torch.distributed.Work` immediately; do not modify the tensors before
     its `wait()` has returned.  Every method also accepts NumPy arrays and writes results to them in place.
+    An operation is in place if this rank's part of the input and of the output are at the same address.  If the input
+    overlaps the output in any other way, it is copied first.
 
         comm = farandole.init().comm
         gradients = comm.empty(1_000_000)          # shared memory: reduced in place, no copies

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from farandole.comm.core import GroupCore
+from farandole.comm.dense import overlaps
 from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, TYPES, reducible
 from farandole.comm.native_core import NativeCore
 from farandole.comm.work import COMPLETED, WorkQueue, flags_here
@@ -90,7 +91,7 @@ class DirectCalls:
         plan = _REDUCING.get((getattr(input, "dtype", None), reduction))
         if plan is None or not isinstance(output, Tensor) or input.numel() != output.numel() * self._size:
             return None
-        return self._between(self._reduce_scatter, input, output, output.numel(), plan)
+        return self._between(self._reduce_scatter, input, output, output.numel(), plan, -self._rank)
 
     def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> Work | None:
         """Gather every rank's `input` into `output`, which is a tensor or a list of tensors."""
@@ -102,7 +103,7 @@ class DirectCalls:
         count = input.numel()
         if output.numel() != count * self._size:
             return None
-        return self._between(self._all_gather, input, output, count, plan)
+        return self._between(self._all_gather, input, output, count, plan, self._rank)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work | None:
         """Exchange equal parts along dimension 0."""
@@ -162,8 +163,15 @@ class DirectCalls:
         return self._execute((tensor,), None, function, c_void_p(address), count, *plan)
 
     def _between(
-        self, function: Any, source: Tensor, target: Tensor, count: int, plan: tuple[int, ...]
+        self,
+        function: Any,
+        source: Tensor,
+        target: Tensor,
+        count: int,
+        plan: tuple[int, ...],
+        place: int | None = None,
     ) -> Work | None:
+        """Run a call on separate tensors, or in place: then the source starts `place` parts after the target."""
         if (
             source.dtype is not target.dtype
             or not (source.is_cpu and target.is_cpu)
@@ -176,6 +184,7 @@ class DirectCalls:
             or not (source.is_contiguous() and target.is_contiguous())
             or source.is_neg()
             or target.is_neg()
+            or (-source.nbytes < start - end < target.nbytes and _disturbs(source, target, place))
         ):
             return None
         arguments = c_void_p(start), c_void_p(end), c_size_t(count)
@@ -198,6 +207,11 @@ class DirectCalls:
         source, count = addresses.pop(), counts.pop()
         if len(counts) != self._size or counts[self._rank] != count or not (source and all(addresses)):
             return None
+        width = input.element_size()
+        for rank, address in enumerate(addresses):
+            in_place = rank == self._rank and address == source
+            if overlaps(source, count * width, address, counts[rank] * width) and not in_place:
+                return None
         arguments = c_void_p(source), self._addresses(*addresses), self._counts(*counts)
         return self._execute(outputs, input, self._all_gather_list, *arguments, *plan)
 
@@ -262,9 +276,17 @@ class DirectMethods(DirectCalls):
         return self._run(function, [tensor], plan)
 
     def _between(
-        self, function: Any, source: Tensor, target: Tensor, count: int, plan: tuple[int, ...]
+        self,
+        function: Any,
+        source: Tensor,
+        target: Tensor,
+        count: int,
+        plan: tuple[int, ...],
+        place: int | None = None,
     ) -> Work | None:
-        return self._run(function, [source, target], plan) if source.dtype is target.dtype else None
+        if source.dtype is not target.dtype or _disturbs(source, target, place):
+            return None
+        return self._run(function, [source, target], plan)
 
     def _collect(self, outputs: Sequence[Tensor], input: Tensor, plan: tuple[int, ...]) -> Work | None:
         return None
@@ -286,6 +308,13 @@ class DirectMethods(DirectCalls):
         finally:
             self._leave()
         return COMPLETED
+
+
+def _disturbs(source: Tensor, target: Tensor, place: int | None) -> bool:
+    """Return whether the tensors overlap, except in place; see `Operation`, which then copies the source."""
+    start, end, length, other = source.data_ptr(), target.data_ptr(), source.nbytes, target.nbytes
+    in_place = place is not None and start - end == place * min(length, other)
+    return overlaps(start, length, end, other) and not in_place
 
 
 class NoDirectCalls:

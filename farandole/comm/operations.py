@@ -22,8 +22,11 @@ from farandole.comm.dense import (
     as_real,
     copy_back,
     is_dense,
+    overlaps,
+    parts_of,
     readable,
     separate_elements,
+    span_of,
     writable,
 )
 from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, reducible
@@ -55,7 +58,8 @@ class Operation:
         outputs, inputs = self._used(core, outputs, inputs, constants)
         constants = self._scaled(core, (*outputs, *inputs), constants)
         method, any_device = getattr(core, self.name), core.returns_work
-        if all(is_dense(tensor, any_device) for tensor in (*outputs, *inputs)):
+        disturbed = self._disturbs_inputs(core, outputs, inputs)
+        if not disturbed and all(is_dense(tensor, any_device) for tensor in (*outputs, *inputs)):
             return _without_grad(partial(method, *self._arranged(core, outputs, inputs), *constants))
 
         separate_elements(self.name, outputs)
@@ -64,6 +68,8 @@ class Operation:
             with torch.no_grad():
                 sources = [readable(tensor, any_device) for tensor in inputs]
                 copies = {id(tensor): source for tensor, source in zip(inputs, sources, strict=True)}
+                if disturbed:
+                    copies, sources = {}, [source.clone() for source in sources]
                 targets = [
                     copies[id(output)] if id(output) in copies else writable(output, any_device)
                     for output in outputs
@@ -81,7 +87,8 @@ class Operation:
     ) -> Call:
         """Return a callable like `call` that may be called repeatedly; addresses and counts are computed once."""
         used = self._used(core, outputs, inputs, constants)
-        if core.returns_work or not all(is_dense(tensor) for tensors in used for tensor in tensors):
+        dense = all(is_dense(tensor) for tensors in used for tensor in tensors)
+        if core.returns_work or not dense or self._disturbs_inputs(core, *used):
             return self.call(core, outputs, inputs, *constants)
         return core.prepare(self.name, *self._arranged(core, *used), *constants)
 
@@ -100,6 +107,28 @@ class Operation:
         elif outputs and inputs:
             self._check_counts(core, outputs, inputs)
         return outputs, inputs
+
+    def _disturbs_inputs(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+        """Return whether the output overlaps the input, so that a part could be overwritten before it is read.
+
+        This rank's own part may be at the same address in both: the operation is then in place.
+        """
+        addressable = (
+            tensor.layout is torch.strided and is_dense(tensor, core.returns_work)
+            for tensor in (*outputs, *inputs)
+        )
+        if not (outputs and inputs and all(addressable)):
+            return False  # other tensors are copied
+        reads = parts_of(inputs, core.size if self.reads == "parts" else 1)
+        writes = parts_of(outputs, core.size if self.writes == "parts" else 1)
+        if not overlaps(*span_of(reads), *span_of(writes)):
+            return False
+        own = core.rank if self.reads == "parts" else 0, core.rank if self.writes == "parts" else 0
+        return any(
+            overlaps(*read, *write) and not (read == write and (i, o) == own)
+            for i, read in enumerate(reads)
+            for o, write in enumerate(writes)
+        )
 
     def _check_counts(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         name, size, rank = self.name, core.size, core.rank

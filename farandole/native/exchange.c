@@ -9,8 +9,6 @@
  * Staged calls have two patterns.  `spread`: some ranks have one stream each for several receivers (broadcast, gather,
  * all-gather).  `deliver`: some ranks have a separate stream for every other rank (scatter, all-to-all).
  */
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "internal.h"
@@ -319,23 +317,8 @@ static bool needs_no_stage(const struct frd_group *g, const struct table *tables
     return true;
 }
 
-/* Whether a result overlaps a part that another rank may read later. */
-static bool overlaps(const struct frd_group *g, const void *const *in, const size_t *in_counts, void *const *out,
-                     const size_t *out_counts, size_t element)
-{
-    for (int d = 0; d < g->ranks; d++) {
-        const uintptr_t from = (uintptr_t)in[d], end = from + in_counts[d] * element;
-        for (int s = 0; s < g->ranks; s++) {
-            const uintptr_t to = (uintptr_t)out[s];
-            const bool same = s == g->rank && d == g->rank && to == from;
-            if (to < end && from < to + out_counts[s] * element && !same) return true;
-        }
-    }
-    return false;
-}
-
-static int exchange(struct frd_group *g, const void *const *in, const size_t *in_counts, void *const *out,
-                    const size_t *out_counts, int type, int flags)
+int frd_all_to_all(struct frd_group *g, const void *const *in, const size_t *in_counts, void *const *out,
+                   const size_t *out_counts, int type, int flags)
 {
     const int me = g->rank;
     const size_t element = element_bytes(type), table_bytes = 4 * sizeof(uint64_t) * (size_t)g->ranks;
@@ -376,25 +359,6 @@ static int exchange(struct frd_group *g, const void *const *in, const size_t *in
     if (!status && !all_few) status = direct ? end_phase(g) : deliver_in_windows(g, &x);
     release_stage(g, !status);
     if (!status) copy_unless_same(out[me], in[me], in_counts[me] * element);
-    return status;
-}
-
-int frd_all_to_all(struct frd_group *g, const void *const *in, const size_t *in_counts, void *const *out,
-                   const size_t *out_counts, int type, int flags)
-{
-    const size_t element = element_bytes(type);
-    if (!overlaps(g, in, in_counts, out, out_counts, element)) return exchange(g, in, in_counts, out, out_counts, type, flags);
-    size_t bytes = 0;
-    for (int d = 0; d < g->ranks; d++) bytes += in_counts[d] * element;
-    char *copy = malloc(bytes), *next = copy;
-    if (!copy) return FRD_NO_MEMORY;
-    const void *parts[FRD_MAX_RANKS];
-    for (int d = 0; d < g->ranks; d++) {
-        parts[d] = memcpy(next, in[d], in_counts[d] * element);
-        next += in_counts[d] * element;
-    }
-    const int status = exchange(g, parts, in_counts, out, out_counts, type, flags);
-    free(copy);
     return status;
 }
 

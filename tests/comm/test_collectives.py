@@ -256,29 +256,6 @@ def test_all_to_all(ranks: Borrow, size: int, data: st.DataObject, seed: int, dt
     ranks(size).run(check_all_to_all, seed, table, dtype, shared)
 
 
-def check_all_to_all_in_place(rank: int, size: int, allocates: bool) -> None:
-    """The output is the input, with even parts, and with parts of other sizes in the input than in the output."""
-    comm = Communicator(dist.group.WORLD)
-    for rows in (4, 1000, 90_000):
-        for uneven in (0, 1):
-            table = [[rows * (1 + uneven * (s + d) % 2) for d in range(size)] for s in range(size)]
-            sent, received = table[rank], [row[rank] for row in table]
-            whole = [torch.arange(float(sum(table[s]))) + 1e6 * s for s in range(size)]
-            expected = torch.cat([whole[s].split(table[s])[rank] for s in range(size)])
-            count = max(sum(sent), sum(received))
-            for _ in range(5):
-                tensor = comm.empty(count) if allocates else torch.empty(count)
-                tensor[: sum(sent)] = whole[rank]
-                comm.all_to_all(tensor[: sum(received)], tensor[: sum(sent)], received, sent)
-                assert torch.equal(tensor[: sum(received)], expected), (rows, uneven)
-
-
-@pytest.mark.parametrize("allocates", [False, True])
-def test_all_to_all_in_place(ranks: Borrow, allocates: bool) -> None:
-    for size in (2, 3, 4):
-        ranks(size).run(check_all_to_all_in_place, allocates)
-
-
 def check_special_floats(rank: int, size: int, dtype: torch.dtype, op: str) -> None:
     special = torch.tensor(
         [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-8, 6e4, 3.4e38], dtype=dtype

@@ -105,7 +105,8 @@ class MpiCore(GroupCore):
             return
         kind, op = plan
         for source, target in zip(self._pieces(input), self._pieces(output), strict=True):
-            sends = self.mpi.IN_PLACE if output is input else self._buffer(source, kind)
+            in_place = source.data_ptr() == target.data_ptr()
+            sends = self.mpi.IN_PLACE if in_place else self._buffer(source, kind)
             self._collective(flags, "Allreduce", target.nbytes, sends, self._buffer(target, kind), op)
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:

@@ -25,6 +25,7 @@ ON_TWO: list[Check] = [
     (OWN, "tags_without_order", []),
     (OWN, "transport", []),
     (OWN, "wrong_sizes", []),
+    ("tests.comm.test_overlaps", "check_on_this_host", [False]),
     (COLLECTIVES, "check_kinds", []),
     (COLLECTIVES, "check_shapes_beyond_gloo", []),
     (COLLECTIVES, "check_reduce_in_place", []),
