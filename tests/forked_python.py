@@ -87,6 +87,10 @@ class ForkedPython:
         self.wait(timeout)
         return self._out.read_text(), self._err.read_text()
 
+    def read_stderr(self) -> str:
+        """Return what the process and its ranks have written to standard error until now."""
+        return self._err.read_text() if self._err.exists() else ""
+
     def send_signal(self, number: int) -> None:
         """Send a signal if the process is still running."""
         if self.returncode is None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +20,8 @@ from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import read_model
 from farandole.serve.guard import Limits
 from farandole.serve.service import Service
+from tests.forked_python import ForkedPython
+from tests.launch.jobs import environment
 from tests.models.hf.families import folder_of, reference, rope
 from tests.models.hf.folders import add_tokenizer
 
@@ -82,25 +84,23 @@ def serving(
 
 
 @contextmanager
-def command(folder: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run `farandole serve`, and yield the address and the process."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "farandole", "serve", str(folder), "--port", "0", *words],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def command(folder: Path, *words: str) -> Iterator[tuple[str, ForkedPython]]:
+    """Run `farandole serve`, and yield the address and the process.
+
+    `process.communicate()` returns the output after the process has ended.
+    """
+    arguments = ["-m", "farandole", "serve", str(folder), "--port", "0", *words]
+    process = ForkedPython(arguments, environment(), fork_ranks=True)
     try:
-        assert process.stderr is not None
-        lines = ""
-        while (match := re.search(r"http://\S+", lines)) is None:
-            line = process.stderr.readline()
-            assert line, lines
-            lines += line
-        yield match[0], process
+        while (match := re.search(r"serving .* on (http://\S+)", process.read_stderr())) is None:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        yield match[1], process
     finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
         process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 def eventually(condition: Any, seconds: float = 10.0) -> None:
