@@ -90,6 +90,8 @@ class Pipeline:
         self.statistics = statistics
         self.complete: nn.Module | None = None
         """The model on the meta device before it was divided, until its parameters are initialized."""
+        self.experts: dict[str, int] = {}
+        """The number of experts of each router of the complete model."""
         self.spans: list[Span] = []
         """The actions of this rank in the last step, in seconds of `time.perf_counter`; waiting for messages is idle time."""
         self.waited_s = 0.0
