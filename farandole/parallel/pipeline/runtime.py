@@ -174,7 +174,7 @@ class Pipeline:
         schedule = self.schedule(1)
         found = []
         for rank in range(mesh.size):
-            place = min(mesh.of_rank(rank), key=lambda cell: cell.mirror).pipeline
+            place = mesh.pipeline_rank(rank)
             replicas = range(len(schedule.placement))
             stages = sorted({stage for replica in replicas for stage in schedule.stages_of(place, replica)})
             found.append(("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages)))
