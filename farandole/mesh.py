@@ -214,6 +214,10 @@ class Mesh:
         """Return the cells that a rank holds."""
         return self._held[rank]
 
+    def pipeline_rank(self, rank: int) -> int:
+        """Return the coordinate of a rank on the pipeline axis; in a mirrored pipeline, that of its first replica."""
+        return min(self._held[rank], key=lambda cell: cell.mirror).pipeline
+
     def width(self, axis: str, stage: int = 0) -> int:
         """Return the size of an axis, or of a sub-axis, in a stage of the pipeline."""
         if axis in self.sub_axes:

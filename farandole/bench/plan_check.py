@@ -29,6 +29,7 @@ from farandole.comm.communicator import Communicator
 from farandole.data.text import Text, Windows
 from farandole.launch.runtime import Runtime
 from farandole.memory.tracker import MemoryTracker
+from farandole.models.hf.pretrained import read_config
 from farandole.plan import Precision
 from farandole.train.config import TrainConfig, load_config, parse_config
 from farandole.train.text import TextTask
@@ -84,7 +85,10 @@ def make_trainer(
     config: TrainConfig, precision: Precision, comm: Communicator, device: torch.device
 ) -> Trainer:
     """Return a trainer on random text."""
-    text = random_text(config.model.vocabulary, config.model.context, 2 * config.batch)
+    folder, vocabulary = config.model.folder, config.model.vocabulary
+    if folder:
+        vocabulary = read_config(folder, with_weights=False).config.vocabulary
+    text = random_text(vocabulary, config.model.context, 2 * config.batch)
     return Trainer(config, TextTask(config, text=text), precision, comm, device)
 
 
@@ -152,20 +156,18 @@ def measure(order: Order, runtime: Runtime) -> Seen:
     if runtime.device.type == "cuda":
         torch.cuda.synchronize(runtime.device)
     seconds = (time.perf_counter() - began) / max(1, order.steps - 1)
-    peak, parts = memory.peak(), _parts(trainer, runtime)
+    peak, parts = memory.peak(), _parts(trainer)
     return Seen(
         memory.process, memory.libraries(), parts, _peak_of_step(trainer), started_with, peak, seconds
     )
 
 
-def _parts(trainer: Trainer, runtime: Runtime) -> dict[str, int]:
+def _parts(trainer: Trainer) -> dict[str, int]:
     """Return the bytes of tensors between two steps, including this rank's share of shared weights."""
     shards = trainer.engine.shards_of_buckets
-    common = any(each.weights is not None and each.weights.shared for each in shards)
-    weights = _storages(trainer.model.parameters())
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
-        "weights": weights // runtime.size if common else weights,
+        "weights": _weights(trainer),
         "gradients": _storages(each.bucket.reduced for each in shards if not each.bucket.is_offloaded),
         "optimizer": _storages(value for value in states if isinstance(value, Tensor))
         + _storages(
@@ -173,6 +175,18 @@ def _parts(trainer: Trainer, runtime: Runtime) -> dict[str, int]:
         )
         + sum(update.state.stream.memory_bytes for update in trainer.engine.offloaded),
     }
+
+
+def _weights(trainer: Trainer) -> int:
+    """Return the bytes of the weights with which this rank computes, and its share of those that ranks share."""
+    sharing = {
+        id(p): each.comm.size
+        for each in trainer.engine.weights
+        if each.shared and each.comm is not None
+        for p in each.parameters
+    }
+    storages = {p.untyped_storage()._cdata: p for p in trainer.model.parameters()}
+    return sum(p.untyped_storage().nbytes() // sharing.get(id(p), 1) for p in storages.values())
 
 
 def _storages(tensors: Any) -> int:

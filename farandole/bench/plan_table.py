@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -132,42 +132,67 @@ def _by_mesh(estimates: Sequence[Estimate]) -> list[Estimate]:
     return [estimates[number] for number in sorted(shown)[:_MOST_LINES]]
 
 
-def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group, bool]:
-    """Return the table of each rank's predicted and measured bytes, and whether all peaks are within the tolerance."""
-    ranks = len(seen)
-    parts = predicted.parts
-    rows: dict[str, tuple[float, list[float]]] = {
-        name: (parts[name], [one["parts"][name] for one in seen])
-        for name in ("weights", "gradients", "optimizer")
-    }
-    rows["activations, backward"] = (
-        parts["activations"] + parts["backward"],
-        [one["tensors"] for one in seen],
-    )
-    rows["process"] = (parts["process"], [one["process"] + one["libraries"] / ranks for one in seen])
-    peaks = [max(one["start"], one["peak"]) + one["libraries"] / ranks for one in seen]
-    if parts["reused"]:
-        rows["not at once"] = (
-            parts["reused"],
-            [-min(one["parts"]["gradients"], one["tensors"]) for one in seen],
-        )
-    others = sum(measured[0] for _, measured in rows.values())
-    rows["buffers, allocator"] = (
-        parts["buffers"] + parts["allocator"],
-        [peak - sum(m[rank] for _, m in rows.values()) for rank, peak in enumerate(peaks)],
-    )
-    rows["peak"] = (predicted.peak, peaks)
-    divisor, unit = _unit(max(predicted.peak, others))
+def checked(predicted: Mapping[int, Estimate], seen: Sequence[Mapping[str, Any]]) -> tuple[Group, bool]:
+    """Return the table of each rank's predicted and measured bytes, and whether all peaks are within the tolerance.
+
+    Args:
+        predicted: the estimate of each rank.  Ranks with the same estimate are next to each other in the table.
+        seen: the measurements of the ranks (`plan_check.Seen`).
+    """
+    columns: dict[str, dict[str, float]] = {}
+    errors: dict[str, float] = {}
+    for number, estimate in enumerate({id(one): one for one in predicted.values()}.values()):
+        columns[f"predicted {number}"] = _predicted(estimate)
+        for rank in (rank for rank, one in predicted.items() if one is estimate):
+            name = f"rank {rank}"
+            columns[name] = _measured(seen[rank], estimate, len(seen))
+            errors[name] = estimate.peak / columns[name]["peak"] - 1
+    divisor, unit = _unit(max(column["peak"] for column in columns.values()))
     title, table = f"predicted and measured, {unit}", _table()
     table.add_column("part")
-    for name in ("predicted", *(f"rank {rank}" for rank in range(ranks))):
-        table.add_column(name, justify="right")
-    for name, (wanted, found) in rows.items():
-        table.add_row(name, *(_number(value, divisor, least=0) for value in (wanted, *found)))
-    table.add_row("seconds", f"{predicted.seconds:.2f}", *(f"{one['seconds']:.2f}" for one in seen))
-    errors = [predicted.peak / peak - 1 for peak in peaks]
-    table.add_row("peak, difference", "", *(f"{100 * error:+.1f} %" for error in errors))
-    return Group(title, table), all(abs(error) <= TOLERANCE for error in errors)
+    for name in columns:
+        table.add_column(name if name in errors else "predicted", justify="right")
+    for part in next(iter(columns.values())):
+        values = [column[part] for column in columns.values()]
+        if part == "seconds":
+            table.add_row(part, *(f"{value:.2f}" for value in values))
+        elif part != "not at once" or any(values):
+            table.add_row(part, *(_number(value, divisor, least=0) for value in values))
+    differences = [f"{100 * errors[name]:+.1f} %" if name in errors else "" for name in columns]
+    table.add_row("peak, difference", *differences)
+    return Group(title, table), all(abs(error) <= TOLERANCE for error in errors.values())
+
+
+def _predicted(estimate: Estimate) -> dict[str, float]:
+    """Return the predicted bytes of each part, and the seconds of a step."""
+    parts = estimate.parts
+    return {
+        **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
+        "activations, backward": parts["activations"] + parts["backward"],
+        "process": parts["process"],
+        "not at once": parts["reused"],
+        "buffers, allocator": parts["buffers"] + parts["allocator"],
+        "peak": estimate.peak,
+        "seconds": estimate.seconds,
+    }
+
+
+def _measured(one: Mapping[str, Any], estimate: Estimate, ranks: int) -> dict[str, float]:
+    """Return the measured bytes of each part, and the seconds of a step; `ranks` processes share library pages."""
+    parts, libraries = one["parts"], one["libraries"] / ranks
+    found: dict[str, float] = {
+        **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
+        "activations, backward": one["tensors"],
+        "process": one["process"] + libraries,
+        "not at once": -min(parts["gradients"], one["tensors"]) if estimate.parts["reused"] else 0,
+    }
+    peak = max(one["start"], one["peak"]) + libraries
+    return {
+        **found,
+        "buffers, allocator": peak - sum(found.values()),
+        "peak": peak,
+        "seconds": one["seconds"],
+    }
 
 
 def _table() -> Table:

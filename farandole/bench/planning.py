@@ -27,7 +27,7 @@ from farandole.models.hf.pretrained import read_config
 from farandole.models.moe import Experts
 from farandole.parallel.pipeline.schedule import registered
 from farandole.plan import Offloaded, Place, Plan, PlanError, Precision, Recompute, Rounding
-from farandole.planner import Estimate, Machine, Workload, estimate_workload
+from farandole.planner import Estimate, Machine, Workload, estimate_ranks
 from farandole.planner.search import estimates_of, in_order
 from farandole.planner.stage_trace import StageTracer
 from farandole.train.config import ConfigError, TrainConfig, load_config, parse_config
@@ -78,7 +78,8 @@ _LEAST_POSITIONS = 8192
 """The fewest positions per rank for which context parallelism is considered by default."""
 
 _CHECKED_PASSES = 2
-"""The number of micro-batches per step with `--check`; more would take time without using more memory."""
+"""The number of micro-batches per pipeline stage and step with `--check`; more would take time, and with most schedules use no
+more memory."""
 
 _FLOPS_PER_BYTE = 200
 """The assumed FLOP per byte of memory traffic for accelerators of other machines.
@@ -212,8 +213,8 @@ def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> d
     return choices
 
 
-def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]]]:
-    """Train `steps` steps with the first plan; return its estimate and each rank's measurements.
+def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[str, Any]]]:
+    """Train `steps` steps with the first plan; return each rank's estimate and measurements.
 
     Raises:
         BenchError: if a rank fails, or this machine cannot run the plan.
@@ -231,18 +232,16 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
         raise BenchError(
             f"--check trains on random text with task='text' only, got task={planned.config.task!r}; omit --check"
         )
-    if first.pipeline > 1:
-        raise BenchError(
-            f"--check compares ranks with equal parts of the model, but the first plan has pipeline={first.pipeline}; use "
-            "--pipeline 1, or omit --check"
-        )
     config = _with(planned.config, first)
     count, samples = config.micro_batches(planned.ranks)
-    passes = min(count, _CHECKED_PASSES)
+    passes = min(count, _CHECKED_PASSES * first.pipeline)
     replicas = planned.ranks // first.ranks_per_sample
-    config = config.model_copy(update={"batch": passes * samples * replicas, "micro_batch": samples})
+    section = config.plan.model_copy(update={"micro_batches": 0})
+    config = config.model_copy(
+        update={"batch": passes * samples * replicas, "micro_batch": samples, "plan": section}
+    )
     workload = replace(planned.workload, micro_batches=passes, checkpoints=False)
-    predicted = estimate_workload(workload, first, planned.ranks, planned.machine)
+    predicted = estimate_ranks(workload, first, planned.ranks, planned.machine)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "seen.json")
         order = Order(config, first.precision, steps, answer)

@@ -6,7 +6,7 @@ A router selects a few experts per token.  Without a capacity limit, no token is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,11 @@ class Balance:
             raise ValueError(
                 f"capacity={self.capacity}: expected a number greater than 0, or None for no limit"
             )
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the router adds to the model's loss."""
+        return self.loss > 0 or self.z_loss > 0
 
 
 @dataclass(frozen=True)
@@ -203,9 +208,16 @@ class RouterLoad:
         return float(self.tokens.max() / self.tokens.mean().clamp(min=1e-20))
 
 
+def routers_of(model: nn.Module) -> dict[str, Router]:
+    """Return the routers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+
+
 @torch.no_grad()
 def take_loads(
-    model: nn.Module, all_reduce: Callable[[Tensor], object] | None = None
+    model: nn.Module,
+    all_reduce: Callable[[Tensor], object] | None = None,
+    experts: Mapping[str, int] | None = None,
 ) -> dict[str, RouterLoad]:
     """Return the loads of all routers by name since the last call, and balance the experts of grouped routers.
 
@@ -213,21 +225,32 @@ def take_loads(
 
     Args:
         all_reduce: sums a tensor over all processes in place.
+        experts: the number of experts of each router on any process, in the same order on all processes; by default, all
+            processes have the routers of `model`.
     """
-    routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
-    if not routers:
+    routers = routers_of(model)
+    if experts is None:
+        experts = {name: len(router.weight) for name, router in routers.items()}
+    if not experts:
         return {}
-    every = torch.cat([router.load for router in routers.values()])
+    device = next(model.parameters()).device
+    every = torch.cat(
+        [
+            routers[name].load if name in routers else torch.zeros(count + 1, device=device)
+            for name, count in experts.items()
+        ]
+    )
     if all_reduce is not None:
         all_reduce(every)
     loads = {}
-    sizes = [len(router.load) for router in routers.values()]
-    for (name, router), load in zip(routers.items(), every.split(sizes), strict=True):
+    for name, load in zip(experts, every.split([count + 1 for count in experts.values()]), strict=True):
         tokens = load[:-1]
+        loads[name] = RouterLoad(tokens, float(load[-1] / tokens.sum().clamp(min=1)))
+        router = routers.get(name)
         if isinstance(router, GroupedRouter):
             router.balance(tokens)
-        loads[name] = RouterLoad(tokens, float(load[-1] / tokens.sum().clamp(min=1)))
-        router.load.zero_()
+        if router is not None:
+            router.load.zero_()
     return loads
 
 
@@ -389,7 +412,7 @@ class MixtureOfExperts(nn.Module):
             flat, routing.experts, routing.weights, kept, None if shared is None else lambda: shared(flat)
         )
         result = mixed.view_as(x)
-        if info is not None and info.router_losses is not None and (self.balance.loss or self.balance.z_loss):
+        if info is not None and info.router_losses is not None and self.balance.has_losses:
             loss = self._loss(routing, len(x), info)
             result = info.router_losses.attach(result, loss, self.copies)
         return result

@@ -3,7 +3,8 @@
 A router's loss keeps the load of experts balanced, or the logits small.  The loss is attached to the output of its mixture
 of experts: the output does not change, and in the backward pass the router's loss gets its gradient.  This gradient is the
 gradient of the model's summed loss, which is known when the backward pass begins at the head.  Therefore, recomputed blocks
-and pipeline stages need no additional outputs.
+need no additional outputs.  If the blocks are divided into stages, each stage passes the sum so far to the next stage
+(`continue_from`, `pass_on`), and receives its gradient first.
 
 Every sequence has the same weight per target.  The losses are therefore equal for any distribution of sequences over
 micro-batches and processes.
@@ -29,6 +30,7 @@ class RouterLosses:
     def __init__(self, targets: Tensor, documents: Tensor | None = None) -> None:
         self._targets, self._documents = targets, documents
         self._values: list[Tensor] = []
+        self._before: Tensor | None = None
         self._gradient: Tensor | None = None
         self._complete = False
 
@@ -56,10 +58,23 @@ class RouterLosses:
     def add(self, total: Tensor) -> Tensor:
         """Return the model's summed loss plus the routers' losses."""
         self._complete = True
+        if self._before is not None:
+            total = total + self._before
         if not self._values:
             return total
         added: Tensor = _Add.apply(total, self)
         return added
+
+    def continue_from(self, before: Tensor) -> None:
+        """Add to `before`, the fp32 sum of the losses of earlier blocks, which belong to another stage."""
+        self._before = before
+
+    def pass_on(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `hidden` and the fp32 sum of the losses so far, with which later blocks continue."""
+        self._complete = True
+        before = hidden.new_zeros((), dtype=torch.float32) if self._before is None else self._before
+        passed: tuple[Tensor, Tensor] = _PassOn.apply(hidden, before, self)
+        return passed
 
 
 class _Attach(torch.autograd.Function):
@@ -86,3 +101,17 @@ class _Add(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (ctx.losses._gradient,) = grad_outputs
         return grad_outputs[0], None
+
+
+class _PassOn(torch.autograd.Function):
+    """Returns the hidden states too, so that the backward pass knows the gradient of the losses before any router needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, before: Tensor, losses: RouterLosses) -> tuple[Tensor, Tensor]:
+        ctx.losses = losses
+        return hidden.view_as(hidden), torch.stack([before, *losses._values]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, ctx.losses._gradient = grad_outputs
+        return hidden, ctx.losses._gradient, None

@@ -55,6 +55,7 @@ class SequenceInfo:
         source: the encoder's sequences, for an encoder-decoder model.
         shard: the positions of this process, if several processes share each sequence.
         router_losses: the sum of the routers' losses during training.
+        shape: the numbers of sequences and of positions that this process embeds; set by `Transformer.prepare`.
     """
 
     positions: Tensor | None = None
@@ -63,6 +64,7 @@ class SequenceInfo:
     source: SequenceInfo | None = None
     shard: SequenceShard | None = None
     router_losses: RouterLosses | None = None
+    shape: tuple[int, int] | None = None
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -187,4 +189,5 @@ class Transformer(nn.Sequential):
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
         """Return a fresh copy of `info`, with information from the inputs such as padding."""
-        return replace(info, _shared={})
+        shape = inputs.shape if isinstance(inputs, Tensor) and inputs.dim() == 2 else None
+        return replace(info, _shared={}, shape=None if shape is None else (shape[0], shape[1]))

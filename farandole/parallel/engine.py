@@ -44,6 +44,7 @@ from farandole.comm.compression import Compression
 from farandole.layout import Layout
 from farandole.memory.swap import Swap
 from farandole.mesh import Mesh
+from farandole.models.moe import RouterLoad, take_loads
 from farandole.parallel.axes import hosts_of
 from farandole.parallel.buffers import ReplicatedBuffers, with_buffers
 from farandole.parallel.checkpoint import folder as checkpoint
@@ -794,6 +795,17 @@ class Engine:
             plan = shards.bucket.plan
             for index, norm in shards.norms(order):
                 yield plan.names[index], norm, plan.ranks.holders
+
+    # ---- mixtures of experts ----
+
+    def take_router_loads(self) -> dict[str, RouterLoad]:
+        """Return the loads of all routers since the last call, and balance the experts of grouped routers.
+
+        Call this method once per step, on all ranks.  The result is equal on all ranks, and includes the routers of other
+        pipeline stages.  See `models.moe.take_loads`.
+        """
+        experts = None if self.pipeline is None else self.pipeline.experts
+        return take_loads(self.model, self.comm.all_reduce if self.comm.size > 1 else None, experts)
 
     # ---- compression ----
 

@@ -429,24 +429,20 @@ def _leading(
 class _Tokens:
     """The tokens that ranks share: those of (batch, positions), numbered along both dimensions.
 
-    The shape belongs to a forward pass, so the `SequenceInfo` of the pass stores it.  Passes may overlap: a recomputation runs
-    a block of an earlier pass.
+    The shape belongs to a forward pass, so it is that of the pass's `SequenceInfo`.  Passes may overlap: a recomputation runs a
+    block of an earlier pass.  A pipeline stage without the embedding has the shape, too.
     """
 
     def __init__(self, comm: AxisCommunicator | None) -> None:
         self.comm = comm
         self._shape = (0, 0)  # in the running block
 
-    def begin(self, shape: tuple[int, int], info: SequenceInfo) -> None:
-        """Begin a forward pass of sequences (batch, positions)."""
-        info.shared(_Tokens, lambda: shape)
-
     @contextmanager
     def of_pass(self, args: Iterable[Any]) -> Iterator[None]:
         """Return a context for the call of a block; its arguments `args` contain the `SequenceInfo` of the pass."""
-        before, info = self._shape, _info_of(args)
-        if info is not None:
-            self._shape = info.shared(_Tokens, lambda: before)
+        before = self._shape
+        shapes = [each.shape for each in args if isinstance(each, SequenceInfo)]
+        self._shape = next((shape for shape in shapes if shape is not None), before)
         try:
             yield
         finally:
@@ -475,10 +471,6 @@ class _Tokens:
         return ShardedDropout(0, first, self.count)(x, probability, training)
 
 
-def _info_of(args: Iterable[Any]) -> SequenceInfo | None:
-    return next((each for each in args if isinstance(each, SequenceInfo)), None)
-
-
 class _ShareTokens:
     """Wraps the embedding: each rank continues with its shard of the tokens."""
 
@@ -488,10 +480,7 @@ class _ShareTokens:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        hidden, info = call(*args, **kwargs), _info_of((*args, *kwargs.values()))
-        assert info is not None  # of a `Transformer`
-        self._tokens.begin((hidden.shape[0], hidden.shape[1]), info)
-        return self._tokens.take(hidden)
+        return self._tokens.take(call(*args, **kwargs))
 
 
 class _TokenBlock:

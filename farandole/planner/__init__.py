@@ -7,7 +7,13 @@ The planner shards a model on the meta device into the same buckets as the engin
 forward and a backward pass on fake tensors.
 """
 
-from farandole.planner.estimate import Estimate, PipelineSummary, estimate, estimate_workload
+from farandole.planner.estimate import (
+    Estimate,
+    PipelineSummary,
+    estimate,
+    estimate_ranks,
+    estimate_workload,
+)
 from farandole.planner.memory import StateBytes, bytes_per_parameter, state_bytes
 from farandole.planner.search import estimated_plans, plan_candidates, what_fits
 from farandole.planner.trace import Trace, trace
@@ -22,6 +28,7 @@ __all__ = [
     "Workload",
     "bytes_per_parameter",
     "estimate",
+    "estimate_ranks",
     "estimate_workload",
     "estimated_plans",
     "plan_candidates",

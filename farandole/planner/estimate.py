@@ -168,6 +168,20 @@ def _estimate_rank(
     return Estimate(plan, parts, start, times, micro_batches=workload.micro_batches)
 
 
+def estimate_ranks(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> dict[int, Estimate]:
+    """Return the estimate of each rank; only those of ranks with different pipeline stages differ."""
+    workload = workload if workload.applied else workload.split(plan, ranks, machine.hosts)
+    if plan.pipeline == 1:
+        return dict.fromkeys(range(ranks), estimate_workload(workload, plan, ranks, machine))
+    _check(plan, machine)
+    staged = StagedModel(workload, plan)
+    step = simulate_step(staged, plan, ranks, machine, StageTracer())
+    states = stage_states(staged, plan, ranks, machine)
+    found = _estimate_pipeline_ranks(staged, plan, ranks, machine, step, states)
+    assert workload.mesh is not None
+    return {rank: found[workload.mesh.pipeline_rank(rank)] for rank in range(ranks)}
+
+
 def estimate_stages(
     staged: StagedModel,
     plan: Plan,
@@ -184,14 +198,7 @@ def estimate_stages(
     """
     _check(plan, machine)
     states = states or stage_states(staged, plan, ranks, machine)
-    found = [
-        _estimate_rank(workload, plan, ranks, machine, traced, state)
-        for workload, traced, state in zip(staged.ranks, step.traces, states, strict=True)
-    ]
-    makespan, busy = step.timeline.makespan, step.timeline.busy
-    for one, busy_s in zip(found, busy, strict=True):
-        one.times["idle"] = max(0.0, makespan - busy_s - step.waiting_s)
-        one.times["messages"] = step.waiting_s
+    found = _estimate_pipeline_ranks(staged, plan, ranks, machine, step, states)
     summary = PipelineSummary(
         step.timeline.idle,
         max(step.sent),
@@ -203,6 +210,25 @@ def estimate_stages(
     largest = max(found, key=lambda one: one.peak)
     slowest = max(found, key=lambda one: one.seconds)
     return replace(largest, times=slowest.times, pipeline=summary)
+
+
+def _estimate_pipeline_ranks(
+    staged: StagedModel,
+    plan: Plan,
+    ranks: int,
+    machine: Machine,
+    step: PipelineStep,
+    states: Sequence[StateBytes],
+) -> list[Estimate]:
+    found = [
+        _estimate_rank(workload, plan, ranks, machine, traced, state)
+        for workload, traced, state in zip(staged.ranks, step.traces, states, strict=True)
+    ]
+    makespan, busy = step.timeline.makespan, step.timeline.busy
+    for one, busy_s in zip(found, busy, strict=True):
+        one.times["idle"] = max(0.0, makespan - busy_s - step.waiting_s)
+        one.times["messages"] = step.waiting_s
+    return found
 
 
 def stage_states(staged: StagedModel, plan: Plan, ranks: int, machine: Machine) -> list[StateBytes]:

@@ -29,7 +29,7 @@ from farandole.comm.errors import CommunicationError
 from farandole.comm.notices import warn_once
 from farandole.data.sampler import Sampler
 from farandole.memory.disk import OffloadError
-from farandole.models.moe import RouterLoad, take_loads
+from farandole.models.moe import RouterLoad
 from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
 from farandole.parallel.zero.initial_values import is_deferred
@@ -186,7 +186,7 @@ class Trainer:
                 self.engine.scale_gradients(factor)
         with self.profile.phase("optimizer"):
             self.optimizer.step()  # does nothing if fp16 gradients overflowed
-        loads = take_loads(self.model, self._comm.all_reduce)
+        loads = self.engine.take_router_loads()
         self.step_number += 1
         return StepResult(
             mean, count, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow, loads

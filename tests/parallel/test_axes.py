@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import farandole
 from farandole.comm.communicator import Communicator
 from farandole.models.deepseek import build_deepseek
+from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.mixtral import MixtralConfig, build_mixtral
 from farandole.models.moe import Balance
@@ -49,7 +50,8 @@ RATE, MOMENTUM, CLIP = 0.3, 0.9, 0.3
 def plans_of(sizes: dict[str, int]) -> list[Plan]:
     """Return all ZeRO stages, with and without sequence parallelism, and with a ring of 1 rank or of 2 ranks."""
     sequence = [False, True] if "tensor" in sizes else [False]
-    plans = [Plan(zero=zero, sequence=each, **sizes) for zero, each in itertools.product(range(4), sequence)]
+    stages = range(2 if "pipeline" in sizes else 4)
+    plans = [Plan(zero=zero, sequence=each, **sizes) for zero, each in itertools.product(stages, sequence)]
     if sizes == {"data": 2, "context": 2}:
         plans += [Plan(zero=zero, ring=2, **sizes) for zero in (0, 3)]
     return plans
@@ -65,6 +67,14 @@ MODELS = {
         MixtralConfig(WORDS, 1, 4, 16, 15, kv_heads=2, experts=4, top=2, balance=Balance(0.5, 0.1)),
     ),
     "deepseek": partial(build_deepseek, DEEPSEEK),
+    # for pipelines: each stage has layers, and routers with losses
+    "gpt, 3 layers": partial(build_gpt, GPTConfig(WORDS, 16, 3, 4, 16, positions="learned")),
+    "llama, 3 layers": partial(build_llama, LlamaConfig(WORDS, 3, 4, 16, 15, kv_heads=2, tied=True)),
+    "mixtral, 4 layers": partial(
+        build_mixtral,
+        MixtralConfig(WORDS, 4, 4, 16, 15, kv_heads=2, experts=4, top=2, balance=Balance(0.5, 0.1)),
+    ),
+    "deepseek, 4 layers": partial(build_deepseek, replace(DEEPSEEK, layers=4)),
 }
 
 PAIRS_AND_TRIPLES: list[tuple[str, dict[str, int]]] = [
@@ -85,6 +95,40 @@ AXES: list[tuple[str, list[Plan]]] = [
     ("llama", [Plan(tensor=4, context=2, zero=1)]),
     ("mixtral", [Plan(tensor=4, expert=2, sequence=True, zero=3)]),
     ("deepseek", [Plan(tensor=2, context=2, expert=2, sequence=True, zero=2)]),
+    *((name, plans_of({"pipeline": 2, "tensor": 2})) for name in ("gpt, 3 layers", "llama, 3 layers")),
+    (
+        "llama, 3 layers",
+        [
+            Plan(pipeline=2, tensor=2, context=2, sequence=True, zero=1),
+            Plan(pipeline=2, tensor=2, data=2, sequence=True, schedule="zb-h1"),
+            Plan(pipeline=4, tensor=2, sequence=True, recompute="block"),
+        ],
+    ),
+    ("gpt, 3 layers", [Plan(pipeline=2, tensor=2, data=2, sequence=True, zero=1, schedule="gems")]),
+    (
+        "mixtral, 4 layers",
+        [Plan(pipeline=2), *(Plan(pipeline=2, schedule=each, zero=1) for each in ("zb-v", "gems"))],
+    ),
+    (
+        "mixtral, 4 layers",
+        [
+            Plan(pipeline=2, expert=2),
+            Plan(pipeline=2, expert=2, zero=1, schedule="zb-h1"),
+            Plan(pipeline=2, expert=2, zero=1, schedule="chimera", recompute="block"),
+            Plan(pipeline=2, context=2, zero=1),
+        ],
+    ),
+    ("mixtral, 4 layers", [Plan(pipeline=2, tensor=2, expert=2, sequence=True, zero=1)]),
+    (
+        "deepseek, 4 layers",
+        [
+            Plan(pipeline=2, expert=2, zero=1),
+            Plan(pipeline=2, expert=2, schedule="zb-v"),
+            Plan(pipeline=2, tensor=2, sequence=True),
+            Plan(pipeline=4, zero=1),
+        ],
+    ),
+    ("deepseek, 4 layers", [Plan(pipeline=2, data=2, expert=2, zero=1, schedule="interleaved")]),
 ]
 
 TARGETS = [
@@ -105,6 +149,8 @@ def ranks_of(plan: Plan) -> int:
 def describe(plan: Plan) -> str:
     fields = (
         "data",
+        "pipeline",
+        "schedule",
         "context",
         "ring",
         "expert",
@@ -300,7 +346,7 @@ def test_axes_train_as_one_process(ranks: Any, tmp_path: Path, name: str, plans:
         with named(plan):
             torch.save(check(expected, found, folder), folder.with_suffix(".pt"))
     axes = _axes_of(plans[0])
-    experts = name in ("mixtral", "deepseek")
+    experts = name.startswith(("mixtral", "deepseek"))
     targets = [plan for plan in TARGETS if experts or plan.expert == 1]
     # one process, and plans with an axis that the checkpoint's plan does not have
     for target in sorted(targets[1:], key=lambda plan: bool(axes & _axes_of(plan)))[:2] + targets[:1]:

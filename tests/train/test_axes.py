@@ -80,6 +80,7 @@ def _compare(run: Path, alone: Path) -> None:
         ("gpt", 2, "plan.data=2", "plan.data=1 plan.pipeline=2 plan.schedule=gems"),
         ("experts", 2, "plan.expert=2", "plan.expert=1"),
         ("experts", 4, "plan.expert=2 plan.tensor=2 plan.zero=3", "plan.tensor=1 plan.zero=1"),
+        ("experts", 4, "plan.expert=2 plan.pipeline=2 plan.zero=1", "plan.expert=1 plan.zero=0"),
     ],
 )
 def test_a_mesh_trains_evaluates_samples_and_resumes_as_one_process(

@@ -12,6 +12,7 @@ from farandole.models.generate import generate
 from farandole.train.config import ConfigError, load_config
 from farandole.train.memory import check_memory
 from farandole.train.start import CHANGEABLE, default_ranks
+from tests.models.hf.families import rope, transformers
 from tests.models.hf.folders import conversations, model_with_tokenizer, write_jsonl
 from tests.train.small import make_trainer, overrides
 
@@ -60,27 +61,61 @@ def test_plans_without_stages_are_refused_before_training(words: list[str], mess
         _check(["plan.pipeline=2", *words])
 
 
-def _steps(
-    rank: int, size: int, preset: str, words: list[str]
-) -> tuple[list[float], dict[str, float], float]:
+Steps = tuple[list[float], dict[str, float], float, list[dict[str, float]]]
+"""The losses of 3 steps, the metrics of an evaluation, the time for which a rank has waited, and the imbalance of routers."""
+
+
+def _steps(rank: int, size: int, preset: str, words: list[str], out: Path) -> Steps:
     trainer = make_trainer(words, preset=preset)
     results = [trainer.step() for _ in range(3)]
-    found = [r.loss for r in results], trainer.evaluate(), results[-1].waited_s
+    imbalances = [{name: load.imbalance for name, load in r.loads.items()} for r in results]
+    found = [r.loss for r in results], trainer.evaluate(), results[-1].waited_s, imbalances
+    trainer.engine.save_pretrained(out)
     trainer.engine.close()
     return found
 
 
-def test_conversations_train_in_stages_as_in_one_process(ranks: Any, tmp_path: Path) -> None:
-    model_with_tokenizer(tmp_path / "llama")
+@pytest.mark.parametrize(
+    ("family", "changes", "plan", "routers"),
+    [
+        ("llama", {}, ["plan.pipeline=2"], 0),
+        ("mixtral", {"num_hidden_layers": 4}, ["plan.pipeline=2", "plan.expert=2", "plan.zero=1"], 4),
+        (
+            "deepseek_v3",
+            {"num_hidden_layers": 4, "first_k_dense_replace": 1, "rope_parameters": rope("default", 8)},
+            ["plan.pipeline=2", "plan.expert=2", "plan.schedule=zb-h1"],
+            3,
+        ),
+    ],
+)
+def test_conversations_train_in_stages_as_in_one_process(
+    ranks: Any, tmp_path: Path, family: str, changes: dict[str, Any], plan: list[str], routers: int
+) -> None:
+    model_with_tokenizer(tmp_path / "base", family, **changes)
     write_jsonl(tmp_path / "chat.jsonl", conversations(40, 2))
-    words = [f"model={tmp_path / 'llama'}", f"data.path={tmp_path / 'chat.jsonl'}", f"data.cache={tmp_path}"]
-    words += ["model.context=64", "batch=4", "evaluate.samples=3"]
-    ((losses, metrics, _),) = ranks(1).run(_steps, "sft", words)
-    pipeline = [*words, "plan.pipeline=2", "plan.micro_batches=2"]
-    for found, own_metrics, waited_s in ranks(2).run(_steps, "sft", pipeline):
+    words = [f"model={tmp_path / 'base'}", f"data.path={tmp_path / 'chat.jsonl'}", f"data.cache={tmp_path}"]
+    words += [
+        "model.context=64",
+        "batch=4",
+        "evaluate.samples=3",
+        *["model.balance_loss=0.1"] * bool(routers),
+    ]
+    ((losses, metrics, _, imbalances),) = ranks(1).run(_steps, "sft", words, tmp_path / "alone")
+    assert len(imbalances[0]) == routers
+    size = 2 ** len([word for word in plan if word.endswith("=2")])
+    results = ranks(size).run(_steps, "sft", [*words, *plan, "plan.micro_batches=2"], tmp_path / "stages")
+    for found, own_metrics, waited_s, own_imbalances in results:
         assert found == pytest.approx(losses, rel=1e-4)
         assert own_metrics == pytest.approx(metrics, rel=1e-4)
         assert waited_s > 0
+        assert own_imbalances[0] == pytest.approx(imbalances[0])
+        assert all(own.keys() == imbalances[0].keys() for own in own_imbalances)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    expected, written = (load(tmp_path / folder).state_dict() for folder in ("alone", "stages"))
+    assert written.keys() == expected.keys()
+    for name, value in written.items():
+        # AdamW divides small gradients by their own size, which enlarges rounding errors
+        assert (value - expected[name]).abs().mean() < 1e-5, name
 
 
 def _generated(rank: int, size: int, words: list[str]) -> tuple[list[int], str]:

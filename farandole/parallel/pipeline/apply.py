@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from farandole.models.moe import MixtureOfExperts
+from farandole.models.moe import routers_of
 from farandole.parallel.axes import Layouts, Position
 from farandole.parallel.pipeline.balance import measure_blocks
 from farandole.parallel.pipeline.batch_norm import BatchNormStatistics, tracking_layers
@@ -49,6 +49,7 @@ def apply(
         seconds = [cost.seconds for cost in measure_blocks(sequential, example)]
         costs = position.groups.comm.broadcast_object(seconds)  # ranks measure different times
     complete = shallow_copy(sequential) if is_deferred(model) else None
+    experts = {name: len(router.weight) for name, router in routers_of(sequential).items()}
     stages, balance = split(sequential, schedule, rank, layouts, costs)
     _log.info("pipeline=%d, schedule=%s: %s", plan.pipeline, plan.schedule, balance)
     comm, places = position.comm("pipeline"), list(range(plan.pipeline))
@@ -63,7 +64,7 @@ def apply(
     }
     statistics = BatchNormStatistics(layers, mirror, replicas, deferred=plan.deferred_batch_norm)
     found = Pipeline(sequential, stages, plan.schedule, comm, places, rank, statistics)
-    found.complete = complete
+    found.complete, found.experts = complete, experts
     return found
 
 
@@ -91,14 +92,6 @@ def schedule_of(plan: Plan, micro_batches: int = 1) -> Schedule:
 
 def _check_plan(plan: Plan, schedule: Schedule) -> None:
     asked = f"pipeline={plan.pipeline}"
-    if plan.expert > 1:
-        raise PlanError(
-            f"{asked} with expert={plan.expert}: stages do not pass on router losses; nearest plan: pipeline=1"
-        )
-    if plan.sequence:
-        raise PlanError(
-            f"{asked} with sequence=True: stages exchange complete hidden states; nearest plan: sequence=False"
-        )
     if plan.precision == "fp8":
         raise PlanError(
             f"{asked} with precision='fp8': stages support fp32, bf16 and fp16; nearest plan: precision='bf16'"
@@ -130,11 +123,6 @@ def _sequential(model: nn.Module) -> nn.Sequential:
 
 
 def _check_model(model: nn.Sequential, plan: Plan) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, MixtureOfExperts):
-            raise PlanError(
-                f"{name} is a mixture of experts, whose router losses stages do not pass on; nearest plan: pipeline=1"
-            )
     if plan.deferred_batch_norm and not any(isinstance(m, _BatchNorm) for m in tracking_layers(model)):
         raise PlanError(
             "deferred_batch_norm=True: the model has no BatchNorm with running statistics; nearest plan: "

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farandole.models.moe import MixtureOfExperts
 from farandole.parallel.pipeline.schedule import ScheduleError
 
 
@@ -104,7 +105,7 @@ def balance(
 
 
 def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list[BlockCost]:
-    """Measure each block of `model` on one micro-batch, in training mode; gradients are discarded.
+    """Measure each block of `model` on one micro-batch, in training mode; gradients and changes of buffers are discarded.
 
     Args:
         example: the arguments of the model: a tensor, or a tuple.
@@ -116,6 +117,7 @@ def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list
     def remember(block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         calls[block] = (given, named)
 
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     handles = [block.register_forward_pre_hook(remember, with_kwargs=True) for block in model]
     try:
         with torch.no_grad():
@@ -124,7 +126,10 @@ def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list
         for handle in handles:
             handle.remove()
     blocks = [(name, block) for name, block in model._modules.items() if block is not None]
-    return [_measure(name, block, *calls[block], repeats) for name, block in blocks]
+    costs = [_measure(name, block, *calls[block], repeats) for name, block in blocks]
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    return costs
 
 
 def _measure(
@@ -157,11 +162,19 @@ def _measure(
 
 
 def parameter_costs(model: nn.Sequential) -> list[float]:
-    """Return an estimate of each block's time without a measurement: its parameters, except the tables of embeddings."""
+    """Return an estimate of each block's time without a measurement: the number of parameters that a token is multiplied with.
+
+    These are all parameters except the tables of embeddings, and except the experts that a token does not use.
+    """
     costs = []
     for block in model:
-        tables = {id(m.weight) for m in block.modules() if isinstance(m, nn.Embedding)}
-        costs.append(float(sum(p.numel() for p in block.parameters() if id(p) not in tables)))
+        shares = {id(m.weight): 0.0 for m in block.modules() if isinstance(m, nn.Embedding)}
+        for module in block.modules():
+            if isinstance(
+                module, MixtureOfExperts
+            ):  # a rank may have some of the experts, and tokens of other ranks
+                shares |= {id(p): module.router.top / len(p) for p in module.experts.parameters()}
+        costs.append(float(sum(p.numel() * shares.get(id(p), 1.0) for p in block.parameters())))
     return costs
 
 

@@ -90,6 +90,8 @@ class Pipeline:
         self.statistics = statistics
         self.complete: nn.Module | None = None
         """The model on the meta device before it was divided, until its parameters are initialized."""
+        self.experts: dict[str, int] = {}
+        """The number of experts of each router of the complete model."""
         self.spans: list[Span] = []
         """The actions of this rank in the last step, in seconds of `time.perf_counter`; waiting for messages is idle time."""
         self.waited_s = 0.0
@@ -172,7 +174,7 @@ class Pipeline:
         schedule = self.schedule(1)
         found = []
         for rank in range(mesh.size):
-            place = min(mesh.of_rank(rank), key=lambda cell: cell.mirror).pipeline
+            place = mesh.pipeline_rank(rank)
             replicas = range(len(schedule.placement))
             stages = sorted({stage for replica in replicas for stage in schedule.stages_of(place, replica)})
             found.append(("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages)))

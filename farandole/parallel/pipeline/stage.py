@@ -9,17 +9,22 @@ micro-batch's usual arguments, but with other blocks replaced:
 So each stage executes the model's own `forward`, including its preparation of positions and masks, and the last stage
 returns the model's output.  Parameters keep the names that they have in the complete model.  A parameter that is tied to a
 block of another rank, such as the token embedding in the output projection, also keeps its first name.
+
+The hidden states of a training step are followed by the sum of the losses of the routers so far, if there are any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from farandole.layout import Layout
+from farandole.models.moe import MixtureOfExperts
+from farandole.models.router_losses import RouterLosses
+from farandole.models.sequence import SequenceInfo
 from farandole.parallel.axes import Layouts
 from farandole.parallel.pipeline.balance import Balance, balance, parameter_costs
 from farandole.parallel.pipeline.batch_norm import tracking_layers
@@ -31,12 +36,16 @@ class Stage:
     """One stage of `model`: the blocks with the numbers in `blocks`.
 
     `view` is the model that `run` calls, in which other blocks are replaced.
+
+    Args:
+        routers: the numbers of the blocks that contain routers with losses.
     """
 
-    def __init__(self, model: nn.Sequential, number: int, blocks: range) -> None:
+    def __init__(self, model: nn.Sequential, number: int, blocks: range, routers: Collection[int]) -> None:
         self.number, self._model = number, model
-        self._before = _Before()
-        after = _After()
+        first = min(routers, default=blocks.stop)
+        self._before = _Before(with_losses=first < blocks.start)
+        after = _After(with_losses=first < blocks.stop)
         children = blocks_of(model)
         self.view = shallow_copy(model)
         self.view._modules = {
@@ -72,21 +81,47 @@ class _StageEnd(Exception):
 
 
 class _Before(nn.Module):
-    """Replaces the blocks before a stage."""
+    """Replaces the blocks before a stage, some of which may have router losses."""
 
     received: Any = None
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def __init__(self, *, with_losses: bool) -> None:
+        super().__init__()
+        self._with_losses = with_losses
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
         """Return the hidden states of the previous stage."""
-        return self.received
+        losses = _router_losses(arguments, named) if self._with_losses else None
+        if losses is None:
+            return self.received
+        hidden, total = self.received
+        losses.continue_from(total)
+        return hidden
 
 
 class _After(nn.Module):
-    """Replaces the blocks after a stage."""
+    """Replaces the blocks after a stage; blocks up to the end of the stage may have router losses."""
 
-    def forward(self, hidden: Any, *_: Any, **__: Any) -> Any:
+    def __init__(self, *, with_losses: bool) -> None:
+        super().__init__()
+        self._with_losses = with_losses
+
+    def forward(self, hidden: Any, *arguments: Any, **named: Any) -> Any:
         """End the call."""
-        raise _StageEnd(hidden)
+        losses = _router_losses(arguments, named) if self._with_losses else None
+        if losses is None:
+            raise _StageEnd(hidden)
+        if not isinstance(hidden, Tensor):
+            raise TypeError(
+                f"router losses between stages: expected a tensor between blocks, got {type(hidden).__name__}; return "
+                "one tensor from each block, or use pipeline=1"
+            )
+        raise _StageEnd(losses.pass_on(hidden))
+
+
+def _router_losses(arguments: Iterable[Any], named: Mapping[str, Any]) -> RouterLosses | None:
+    every = (*arguments, *named.values())
+    return next((each.router_losses for each in every if isinstance(each, SequenceInfo)), None)
 
 
 class Absent(nn.Module):
@@ -161,10 +196,15 @@ def split(
     }
     kept = {place for blocks in own.values() for place in blocks}
     needed = {id(tensor) for place in kept for tensor in _tensors(children[place][1]).values()}
+    routers = [place for place, (_, child) in enumerate(children) if _has_router_losses(child)]
     for place, (name, child) in enumerate(children):
         if place not in kept:
             model._modules[name] = _absent(child, needed)
-    return {number: Stage(model, number, blocks) for number, blocks in own.items()}, found
+    return {number: Stage(model, number, blocks, routers) for number, blocks in own.items()}, found
+
+
+def _has_router_losses(block: nn.Module) -> bool:
+    return any(isinstance(m, MixtureOfExperts) and m.balance.has_losses for m in block.modules())
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from farandole.models.gpt import GPTConfig, build_gpt
+from farandole.models.mixtral import MixtralConfig, build_mixtral
+from farandole.models.moe import routers_of
 from farandole.parallel.pipeline.balance import balance, measure_blocks, parameter_costs
 from farandole.parallel.pipeline.schedule import ScheduleError
 
@@ -81,3 +83,20 @@ def test_a_transformer_is_measured_with_its_positions():
     assert len(costs) == 4
     assert costs[1].activation_bytes == costs[2].activation_bytes > costs[0].activation_bytes
     assert parameter_costs(model)[:2] == [0.0, sum(p.numel() for p in model[1].parameters())]
+
+
+def test_the_cost_of_experts_is_that_of_the_experts_of_a_token():
+    model = build_mixtral(MixtralConfig(29, 2, 4, 16, 24, experts=8, top=2))
+    experts = sum(p.numel() for name, p in model[1].named_parameters() if ".experts." in name)
+    others = sum(p.numel() for p in model[1].parameters()) - experts
+    assert parameter_costs(model)[1] == others + experts * 2 / 8
+
+
+def test_a_measurement_does_not_change_buffers():
+    experts = build_mixtral(MixtralConfig(29, 2, 4, 16, 24, experts=4, top=2))
+    norms = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    for model, example in ((experts, torch.ones(2, 9, dtype=torch.int64)), (norms, torch.randn(4, 8))):
+        before = [buffer.clone() for buffer in model.buffers()]
+        measure_blocks(model, example)
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before, strict=True))
+    assert len(routers_of(experts)) == 2
