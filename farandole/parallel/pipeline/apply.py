@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from farandole.models.moe import MixtureOfExperts
 from farandole.parallel.axes import Layouts, Position
+from farandole.parallel.lora.description import describe_adapter
 from farandole.parallel.pipeline.balance import measure_blocks
 from farandole.parallel.pipeline.batch_norm import BatchNormStatistics, tracking_layers
 from farandole.parallel.pipeline.runtime import Pipeline
@@ -49,6 +50,7 @@ def apply(
         seconds = [cost.seconds for cost in measure_blocks(sequential, example)]
         costs = position.groups.comm.broadcast_object(seconds)  # ranks measure different times
     complete = shallow_copy(sequential) if is_deferred(model) else None
+    adapter = describe_adapter(model)
     stages, balance = split(sequential, schedule, rank, layouts, costs)
     _log.info("pipeline=%d, schedule=%s: %s", plan.pipeline, plan.schedule, balance)
     comm, places = position.comm("pipeline"), list(range(plan.pipeline))
@@ -63,7 +65,7 @@ def apply(
     }
     statistics = BatchNormStatistics(layers, mirror, replicas, deferred=plan.deferred_batch_norm)
     found = Pipeline(sequential, stages, plan.schedule, comm, places, rank, statistics)
-    found.complete = complete
+    found.complete, found.adapter = complete, adapter
     return found
 
 
