@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,25 @@ def test_adapters_train_as_without_stages(ranks: Any) -> None:
     references = _results(ranks, 1, single)
     for results, (reference,) in zip(_results(ranks, 2, cases), references, strict=True):
         compare(results, reference)
+
+
+def _save_adapter(rank: int, size: int, plan: Plan, folder: Path) -> None:
+    engine = farandole.parallelize(build("gpt"), plan)
+    engine.save_adapter(folder)
+    engine.close()
+
+
+def test_the_adapter_of_all_stages_is_that_of_one_process(ranks: Any, tmp_path: Path) -> None:
+    """The embedding and the tied output projection, which are trained too, are in different stages."""
+    lora = LoRA(2, targets=["1.attention.qkv", "*.attention.out"], also_train=["0", "7"], bias="all")
+    plans = [Plan(lora=lora), Plan(lora=lora, pipeline=2), Plan(lora=lora, pipeline=2, schedule="gems")]
+    files = []
+    for number, plan in enumerate(plans):
+        folder = tmp_path / str(number)
+        ranks(plan.pipeline).run(_save_adapter, plan, folder)
+        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert files[0].keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert files[1] == files[2] == files[0]
 
 
 def test_lower_precisions_train_almost_as_in_fp32(ranks: Any) -> None:
