@@ -96,7 +96,7 @@ def apply_recompute(
     _check(mode, example, loss, budget_bytes)
     saved = partial(saved_bytes, model, example, loss=loss, dtype=dtype)
     repeated = partial(recomputed_flops, model, example, dtype)
-    _wrap(model, {})
+    recompute_modules(model, {})
     kept = kept or (lambda saved: saved.total)
     names = {name for name, _ in blocks_of(model)} if blocks is None else set(blocks)
     if budget_bytes is not None:
@@ -112,10 +112,10 @@ def apply_recompute(
     elif mode != "none":
         modes = {name: mode for name, _ in blocks_of(model) if name in names}
     if example is None:
-        _wrap(model, modes)
+        recompute_modules(model, modes)
         return Recomputed(mode, modes)
     before = kept(saved())
-    _wrap(model, modes)
+    recompute_modules(model, modes)
     flops = sum(repeated().values())
     return Recomputed(mode, modes, before, kept(saved()), flops)
 
@@ -148,7 +148,8 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
         raise ValueError(f"expected budget_bytes of at least 0, got {budget_bytes}")
 
 
-def _wrap(model: nn.Module, modes: dict[str, str]) -> None:
+def recompute_modules(model: nn.Module, modes: Mapping[str, str]) -> None:
+    """Recompute the modules with the given names in the given modes, as in `Recomputed.modules`, and no others."""
     for module in model.modules():
         unwrap_calls(module, RecomputeWrapper)
     for name, mode in modes.items():
@@ -202,7 +203,7 @@ def _within_budget(
     before = saved()
     options: dict[str, dict[str, Option]] = {name: {} for name in before.blocks if name in names}
     for mode in ("selective", "block"):
-        _wrap(model, dict.fromkeys(options, mode))
+        recompute_modules(model, dict.fromkeys(options, mode))
         flops, now = repeated(), saved().blocks
         for name, of_block in options.items():
             of_block[mode] = Option(before.blocks[name] - now[name], flops[name])
@@ -218,13 +219,13 @@ def _within_budget(
     promising = [modes for modes in choices if estimate(modes) <= budget_bytes]
     total = least = kept(before)
     for modes in promising or [choices[-1]]:
-        _wrap(model, modes)
+        recompute_modules(model, modes)
         again = sum(repeated().values())  # before `saved`, so that recomputations record where they can stop
         after = kept(saved())
         if after <= budget_bytes:
             return Recomputed("auto", modes, total, after, again)
         least = min(least, after)
-    _wrap(model, {})
+    recompute_modules(model, {})
     raise ValueError(
         f"budget_bytes={budget_bytes} ({size(budget_bytes)}): this model keeps {size(total)} for its backward "
         f"pass, or {size(least)} with all blocks recomputed; use at least budget_bytes={least}, or a smaller example"

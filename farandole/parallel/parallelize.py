@@ -71,7 +71,7 @@ def parallelize(
         plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
         example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations, and
-            `pipeline` measures the time of blocks, to divide them into stages.
+            `pipeline` measures the time of blocks in memory, to divide them into stages.
         loss: a function of the output for this measurement.
         initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.

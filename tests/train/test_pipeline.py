@@ -48,8 +48,8 @@ def _check(words: list[str]) -> None:
         (["plan.schedule=1f1"], "plan.schedule='1f1' .*did you mean 1f1b"),
         (["plan.zero=2"], "plan.zero=2 with pipeline=2: .*nearest plan: zero=1"),
         (
-            ["plan.recompute=auto", "plan.activation_bytes=9"],
-            "plan: pipeline=2 with recompute|plan.pipeline=2 with",
+            ["plan.recompute=auto", "plan.activation_bytes=9", "plan.schedule=gpipe"],
+            "activations of all micro-batches.*nearest plan: schedule='1f1b'",
         ),
         (
             ["model.layers=1", "plan.schedule=zb-v"],
@@ -78,7 +78,7 @@ def test_conversations_train_in_stages_as_in_one_process(ranks: Any, tmp_path: P
     words = [f"model={tmp_path / 'llama'}", f"data.path={tmp_path / 'chat.jsonl'}", f"data.cache={tmp_path}"]
     words += ["model.context=64", "batch=4", "evaluate.samples=3"]
     ((losses, metrics, _),) = ranks(1).run(_steps, "sft", words)
-    pipeline = [*words, "plan.pipeline=2", "plan.micro_batches=2"]
+    pipeline = [*words, "plan.pipeline=2", "plan.micro_batches=2", "plan.recompute=attention"]
     for found, own_metrics, waited_s in ranks(2).run(_steps, "sft", pipeline):
         assert found == pytest.approx(losses, rel=1e-4)
         assert own_metrics == pytest.approx(metrics, rel=1e-4)
