@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -68,6 +68,8 @@ def apply_recompute(
     loss: Callable[[Any], Tensor] | None = None,
     budget_bytes: int | None = None,
     dtype: torch.dtype | None = None,
+    blocks: Collection[str] | None = None,
+    kept: Callable[[SavedBytes], int] | None = None,
 ) -> Recomputed:
     """Recompute parts of `model` in its backward passes, replacing the choice made by earlier calls.
 
@@ -83,6 +85,8 @@ def apply_recompute(
             example, from the second step on.
         loss: a function of the output, whose saved bytes are included in the counts.
         dtype: the model's dtype in training, if it differs from the current dtype.
+        blocks: the names of the blocks in which to recompute; by default all blocks.
+        kept: a function that returns the bytes to count, given the bytes saved by one forward pass; by default their sum.
 
     Raises:
         ValueError: if the mode is unknown, an argument is missing or not applicable, the model has no attention, or no
@@ -92,25 +96,32 @@ def apply_recompute(
     _check(mode, example, loss, budget_bytes)
     saved = partial(saved_bytes, model, example, loss=loss, dtype=dtype)
     repeated = partial(recomputed_flops, model, example, dtype)
-    _wrap(model, {})
+    recompute_modules(model, {})
+    kept = kept or (lambda saved: saved.total)
+    names = {name for name, _ in blocks_of(model)} if blocks is None else set(blocks)
     if budget_bytes is not None:
-        return _within_budget(model, saved, repeated, budget_bytes)
+        return _within_budget(model, saved, repeated, budget_bytes, names, kept)
     modes: dict[str, str] = {}
     if mode == "attention":
-        modes = {name: mode for name, _ in attention_modules(model, example, dtype)}
-        if not modes:
+        modules = [name for name, _ in attention_modules(model, example, dtype)]
+        if not modules:
             raise ValueError(
                 "recompute='attention': no module of this model computes attention; use 'selective' or 'block'"
             )
+        modes = {name: mode for name in modules if blocks is None or _is_inside(name, names)}
     elif mode != "none":
-        modes = {name: mode for name, _ in blocks_of(model)}
+        modes = {name: mode for name, _ in blocks_of(model) if name in names}
     if example is None:
-        _wrap(model, modes)
+        recompute_modules(model, modes)
         return Recomputed(mode, modes)
-    before = saved().total
-    _wrap(model, modes)
+    before = kept(saved())
+    recompute_modules(model, modes)
     flops = sum(repeated().values())
-    return Recomputed(mode, modes, before, saved().total, flops)
+    return Recomputed(mode, modes, before, kept(saved()), flops)
+
+
+def _is_inside(name: str, blocks: Collection[str]) -> bool:
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
 
 def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None:
@@ -137,7 +148,8 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
         raise ValueError(f"expected budget_bytes of at least 0, got {budget_bytes}")
 
 
-def _wrap(model: nn.Module, modes: dict[str, str]) -> None:
+def recompute_modules(model: nn.Module, modes: Mapping[str, str]) -> None:
+    """Recompute the modules with the given names in the given modes, as in `Recomputed.modules`, and no others."""
     for module in model.modules():
         unwrap_calls(module, RecomputeWrapper)
     for name, mode in modes.items():
@@ -181,30 +193,40 @@ def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple
 
 
 def _within_budget(
-    model: nn.Module, saved: Callable[[], SavedBytes], repeated: Callable[[], Counter[str]], budget_bytes: int
+    model: nn.Module,
+    saved: Callable[[], SavedBytes],
+    repeated: Callable[[], Counter[str]],
+    budget_bytes: int,
+    names: Collection[str],
+    kept: Callable[[SavedBytes], int],
 ) -> Recomputed:
     before = saved()
-    options: dict[str, dict[str, Option]] = {name: {} for name in before.blocks}
+    options: dict[str, dict[str, Option]] = {name: {} for name in before.blocks if name in names}
     for mode in ("selective", "block"):
-        _wrap(model, dict.fromkeys(before.blocks, mode))
-        flops = repeated()
-        for name, kept in saved().blocks.items():
-            options[name][mode] = Option(before.blocks[name] - kept, flops[name])
+        recompute_modules(model, dict.fromkeys(options, mode))
+        flops, now = repeated(), saved().blocks
+        for name, of_block in options.items():
+            of_block[mode] = Option(before.blocks[name] - now[name], flops[name])
 
-    choices = [(0, {}), *cheapest_first(options)]
+    def estimate(modes: Mapping[str, str]) -> int:
+        spared = {name: options[name][mode].saved for name, mode in modes.items()}
+        blocks = {name: nbytes - spared.get(name, 0) for name, nbytes in before.blocks.items()}
+        return kept(replace(before, blocks=blocks))
+
+    choices: list[dict[str, str]] = [{}, *(modes for _, modes in cheapest_first(options))]
     # Memory shared by two blocks counts for one of them only, so the sum of the savings is an estimate.  The first
     # choice that could meet the budget and the following choices are therefore measured until one meets it.
-    promising = [modes for spared, modes in choices if before.total - spared <= budget_bytes]
-    least = before.total
-    for modes in promising or [choices[-1][1]]:
-        _wrap(model, modes)
+    promising = [modes for modes in choices if estimate(modes) <= budget_bytes]
+    total = least = kept(before)
+    for modes in promising or [choices[-1]]:
+        recompute_modules(model, modes)
         again = sum(repeated().values())  # before `saved`, so that recomputations record where they can stop
-        after = saved().total
+        after = kept(saved())
         if after <= budget_bytes:
-            return Recomputed("auto", modes, before.total, after, again)
+            return Recomputed("auto", modes, total, after, again)
         least = min(least, after)
-    _wrap(model, {})
+    recompute_modules(model, {})
     raise ValueError(
-        f"budget_bytes={budget_bytes} ({size(budget_bytes)}): this model keeps {size(before.total)} for its backward "
+        f"budget_bytes={budget_bytes} ({size(budget_bytes)}): this model keeps {size(total)} for its backward "
         f"pass, or {size(least)} with all blocks recomputed; use at least budget_bytes={least}, or a smaller example"
     )

@@ -52,6 +52,8 @@ from farandole.parallel.checkpoint import safetensors_files
 from farandole.parallel.checkpoint.folder import PendingSave, fail_on_all
 from farandole.parallel.data import GradientReducer
 from farandole.parallel.global_mean import GlobalMean, Loss, Step, first_of
+from farandole.parallel.lora.description import Adapter, describe_adapter, trained_tensors
+from farandole.parallel.lora.gather import gather_adapter
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
 from farandole.parallel.optimizers.offloading import OffloadedUpdate, stores_at
 from farandole.parallel.optimizers.rounding import StochasticRounding
@@ -660,26 +662,32 @@ class Engine:
 
         Raises:
             CheckpointError: on all ranks, if the adapter cannot be written.
-            RuntimeError: if the model is divided into stages.
+            ValueError: if the model has no LoRA.
         """
-        if self.pipeline is not None:
-            raise RuntimeError(
-                "save_adapter with pipeline stages: each rank has the adapters of its own stages; use "
-                "engine.save_pretrained(folder), which merges adapters, or load a checkpoint of engine.save(folder) with "
-                "pipeline=1, and save the adapter then"
-            )
-        from farandole.parallel.lora.peft_adapter import save_adapter  # requires the extra `train`
+        from farandole.parallel.lora.peft_adapter import write_adapter  # requires the extra `train`
 
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        values = {
-            names[id(p)]: self._whole.complete(p, value).cpu()
-            for p, value in self._gathered_parameters()
-            if p.requires_grad
-        }
+        adapter = self.adapter
+        values = trained_tensors(self.model, adapter)
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for parameter, value in self._gathered_parameters():
+            if parameter.requires_grad:
+                complete = self._whole.complete(parameter, value).clone()
+                values |= {name: complete for name in names[id(parameter)] if name in values}
         path = Path(folder).expanduser()
         with fail_on_all(self.comm, path):
+            values = gather_adapter(adapter, values, self.comm, self.device)
             if self.comm.rank == 0:
-                save_adapter(self.model, path, base_model, values)
+                write_adapter(adapter, values, path, base_model)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The description of the model's LoRA adapter; raises `ValueError` if the model has no LoRA."""
+        found = describe_adapter(self.model) if self.pipeline is None else self.pipeline.adapter
+        if found is None:
+            raise ValueError("the model has no LoRA adapters: use a plan with lora=LoRA(...)")
+        return found
 
     def load_weights(self, path: str | Path) -> None:
         """Load parameters and buffers from a safetensors file, or from the files in a folder.  This is a collective call.

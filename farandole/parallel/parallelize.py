@@ -9,8 +9,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The parts of a plan are applied in this order: LoRA, 8-bit floats, experts, tensor parallelism, context parallelism, pipeline
-stages, recomputation, then data parallelism and ZeRO in the engine.
+The parts of a plan are applied in this order: LoRA, 8-bit floats, experts, tensor parallelism, context parallelism,
+recomputation, pipeline stages, then data parallelism and ZeRO in the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.pipeline import apply as pipeline
-from farandole.parallel.pipeline.runtime import Pipeline
+from farandole.parallel.pipeline.recompute import RankActivations
 from farandole.parallel.precision import TYPES, check_float8, use_float8
 from farandole.parallel.whole_parameters import check_model
 from farandole.parallel.zero.initial_values import Initialise, broadcast_from_first, is_deferred
@@ -71,7 +71,7 @@ def parallelize(
         plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
         example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations, and
-            `pipeline` measures the time of blocks, to divide them into stages.
+            `pipeline` measures the time of blocks in memory, to divide them into stages.
         loss: a function of the output for this measurement.
         initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
@@ -98,10 +98,16 @@ def parallelize(
         if plan.precision == "fp8":
             check_float8(_device_of(model))
             use_float8(model)
-    position, layouts, stages = _split(model, plan, comm, sizes, example)
+    position, layouts = _split(model, plan, comm, sizes)
+    stages = None
     with agreed_errors(comm):
-        # no rank can run a model in stages alone
-        _recompute(model, plan, example if stages is None else None, loss)
+        if plan.pipeline == 1:
+            _recompute(model, plan, example, loss)
+        else:
+            division = pipeline.measured_division(model, position, plan, example)
+            # while the model is complete, because no rank can run a model in stages alone
+            _recompute(model, plan, example, loss, pipeline.activations_of(model, position, plan, division))
+            stages = pipeline.apply(model, position, plan, layouts, division)
     options: dict[str, Any] = {
         "zero": plan.zero,
         "hybrid": plan.hybrid,
@@ -161,9 +167,9 @@ def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
 
 
 def _split(
-    model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int], example: Any
-) -> tuple[Position, Layouts, Pipeline | None]:
-    """Apply the plan's axes to `model`.  This is a collective call."""
+    model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int]
+) -> tuple[Position, Layouts]:
+    """Apply the plan's axes within layers to `model`.  This is a collective call."""
     axes = ("pipeline", *MODEL_AXES)
     inner = any(sizes[axis] > 1 for axis in axes)
     hosts = hosts_of(comm) if inner or plan.hybrid else ()
@@ -177,16 +183,13 @@ def _split(
     # a rank of a mirrored pipeline is numbered by its stage of the first replica
     cell = min(mesh.of_rank(comm.rank), key=lambda cell: cell.mirror)
     position = Position(mesh, cell, groups)
-    stages = None
     if inner:
         broadcast_from_first(model, comm)
         with agreed_errors(comm):
             for axis in APPLIED:
                 axis(model, position, plan, layouts)
         position.connect()
-        if plan.pipeline > 1:  # last, so that all ranks declare the layouts of the complete model
-            stages = pipeline.apply(model, position, plan, layouts, example)
-    return position, layouts, stages
+    return position, layouts
 
 
 def _share_generators(position: Position) -> None:
@@ -228,8 +231,14 @@ def _device_of(model: nn.Module) -> torch.device:
     return devices[0] if devices else torch.get_default_device()
 
 
-def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any], Tensor] | None) -> None:
-    """Apply the plan's recomputation, measured in the plan's precision."""
+def _recompute(
+    model: nn.Module,
+    plan: Plan,
+    example: Any,
+    loss: Callable[[Any], Tensor] | None,
+    activations: RankActivations | None = None,
+) -> None:
+    """Apply the plan's recomputation, measured in the plan's precision, to all blocks or to those of a pipeline rank."""
     try:
         done = apply_recompute(
             model,
@@ -238,13 +247,17 @@ def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any],
             loss=loss,
             budget_bytes=plan.activation_bytes,
             dtype=_compute_type(plan),
+            blocks=None if activations is None else activations.blocks,
+            kept=activations.bytes if activations is not None and plan.recompute == "auto" else None,
         )
     except ValueError as error:
         raise PlanError(str(error).replace("budget_bytes", "activation_bytes")) from error
     if done.modules:
         kept = ""
-        if done.before is not None and done.after is not None:
-            kept = f": each rank keeps {size(done.after)} of activations instead of {size(done.before)}"
+        in_step = activations is None or plan.recompute == "auto"
+        if in_step and done.before is not None and done.after is not None:
+            who = "each rank" if activations is None else "this rank"
+            kept = f": {who} keeps {size(done.after)} of activations instead of {size(done.before)}"
         _log.info("recomputing %s in %s%s", plan.recompute, counted(len(done.modules), "module"), kept)
 
 

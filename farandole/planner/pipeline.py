@@ -16,17 +16,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
+from farandole.memory.recompute import apply_recompute
 from farandole.parallel.axes import Layouts
-from farandole.parallel.pipeline.apply import schedule_of
+from farandole.parallel.pipeline.apply import MEASURED, schedule_of
 from farandole.parallel.pipeline.balance import Balance
+from farandole.parallel.pipeline.recompute import RankActivations
 from farandole.parallel.pipeline.schedule import Action, Backward, BackwardInput, Forward
 from farandole.parallel.pipeline.simulate import Costs, Timeline, simulate
 from farandole.parallel.pipeline.stage import Stage, shallow_copy, split
 from farandole.parallel.pipeline.transfers import Message, Shapes, messages_between
-from farandole.plan import Plan
+from farandole.plan import Plan, PlanError
 from farandole.planner.stage_trace import ActionTrace, Memory, StageTrace, StageTracer
 from farandole.planner.trace import Trace
-from farandole.planner.workload import Machine, Workload
+from farandole.planner.workload import Machine, Workload, weight_type
 
 
 class StagedModel:
@@ -85,12 +89,19 @@ def simulate_step(
     """
     workload = staged.workload
     schedule = schedule_of(plan, workload.micro_batches)
+    recomputed = _recomputed(staged, plan)
     stages: list[StageTrace] = []
     outputs: list[Shapes] = []
     shapes, single = Shapes(), True
     for number in range(schedule.stages):
         found, shapes, single = tracer.trace(
-            workload, plan, staged.stages[number], shapes, single, splits=schedule.splits_backward
+            workload,
+            plan,
+            staged.stages[number],
+            shapes,
+            single,
+            splits=schedule.splits_backward,
+            recomputed=recomputed,
         )
         stages.append(found)
         outputs.append(shapes)
@@ -113,6 +124,34 @@ def simulate_step(
     waiting_s = timeline.makespan - simulate(schedule, costs).makespan
     traces = [_trace_of(rank, timeline, stages, outputs) for rank in range(schedule.ranks)]
     return PipelineStep(timeline, max(0.0, waiting_s), tuple(traces), _sent(timeline, outputs))
+
+
+def _recomputed(staged: StagedModel, plan: Plan) -> dict[str, str]:
+    """Return the modules that ranks recompute, if they are chosen with a dry run; a stage of two replicas counts once."""
+    if plan.recompute not in MEASURED:
+        return {}
+    workload, found = staged.workload, dict[str, str]()
+    model = workload.model
+    assert isinstance(model, nn.Sequential)
+    try:
+        for rank in range(plan.pipeline):
+            own = RankActivations(model, staged.balance, schedule_of(plan), rank)
+            done = apply_recompute(
+                model,
+                plan.recompute,
+                example=workload.example,
+                loss=workload.loss,
+                budget_bytes=plan.activation_bytes,
+                dtype=weight_type(plan),
+                blocks=own.blocks,
+                kept=own.bytes if plan.recompute == "auto" else None,
+            )
+            found = done.modules | found
+    except ValueError as error:
+        raise PlanError(str(error).replace("budget_bytes", "activation_bytes")) from error
+    finally:
+        apply_recompute(model, "none")
+    return found
 
 
 def _sent(timeline: Timeline, outputs: Sequence[Shapes]) -> tuple[int, ...]:

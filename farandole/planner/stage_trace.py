@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from farandole.memory.dry_run import call_arguments, device_of, fake_model
-from farandole.memory.recompute import apply_recompute
+from farandole.memory.recompute import apply_recompute, recompute_modules
 from farandole.memory.tracker import MAPPED_FROM_BYTES, MemoryTracker
+from farandole.parallel.pipeline.apply import MEASURED
 from farandole.parallel.pipeline.backward import SplitBackward
 from farandole.parallel.pipeline.balance import tensors_of
 from farandole.parallel.pipeline.stage import Stage
@@ -103,7 +104,15 @@ class StageTracer:
         self._known: dict[str, tuple[dict[Any, float], Shapes, bool]] = {}
 
     def trace(
-        self, workload: Workload, plan: Plan, stage: Stage, shapes: Shapes, single: bool, *, splits: bool
+        self,
+        workload: Workload,
+        plan: Plan,
+        stage: Stage,
+        shapes: Shapes,
+        single: bool,
+        *,
+        splits: bool,
+        recomputed: Mapping[str, str] | None = None,
     ) -> tuple[StageTrace, Shapes, bool]:
         """Return the trace of a stage, and the shapes of its output and whether the output is a single tensor.
 
@@ -111,14 +120,21 @@ class StageTracer:
             workload: one whose model is complete, with the shards of the plan's other axes.
             shapes, single: the input of the stage, which the first stage ignores.
             splits: whether to trace the halves of the backward pass.
+            recomputed: the modules that the plan recomputes, if they were chosen for the complete model.
         """
-        runs = find_runs(stage.view)
+        runs = [] if plan.recompute == "auto" else find_runs(stage.view)
         after: list[tuple[Shapes, bool]] = []
-        blocks, own = nn.Sequential(*stage.blocks), set(stage.blocks)
-        around = (*_conditions(workload, plan), stage.is_first, stage.is_last, shapes, single, splits)
+        own = set(stage.blocks)
+        names = {name: block for name, block in stage.view._modules.items() if block in own}
+        places = {name: place for place, name in enumerate(names)}
+        modes = {name: mode for name, mode in (recomputed or {}).items() if name.partition(".")[0] in names}
+        chosen = sorted(
+            (places[name.partition(".")[0]], name.partition(".")[2], m) for name, m in modes.items()
+        )
+        around = (*_conditions(workload, plan), stage.is_first, stage.is_last, shapes, single, splits, chosen)
 
         def measure() -> dict[Any, float]:
-            present = [signature(block) for block in stage.view._modules.values() if block in own]
+            present = [signature(block) for block in names.values()]
             key = repr((present, around))
             if key not in self._known:
                 self._known[key] = _measure(workload, plan, stage, shapes, single, splits, runs)
@@ -126,7 +142,7 @@ class StageTracer:
             after.append((output, alone))
             return numbers
 
-        with _recomputing(blocks, plan):
+        with _recomputing(stage, plan, modes):
             found = extrapolated(runs, measure)
         actions = {name: _action(found, name, len(runs)) for name in (FORWARD, BACKWARD, INPUT, WEIGHT)}
         return StageTrace(**actions), *after[0]
@@ -313,10 +329,14 @@ def tensors_or_none(output: Any) -> list[Tensor | None]:
 
 
 @contextmanager
-def _recomputing(blocks: nn.Sequential, plan: Plan) -> Iterator[None]:
-    """Apply the plan's recomputation to blocks."""
+def _recomputing(stage: Stage, plan: Plan, modes: Mapping[str, str]) -> Iterator[None]:
+    """Recompute the modules in `modes` or, by default, the stage's blocks as the plan says."""
+    blocks = nn.Sequential(*stage.blocks)
     try:
-        apply_recompute(blocks, plan.recompute, dtype=weight_type(plan))
+        if modes:
+            recompute_modules(stage.view, modes)
+        elif plan.recompute not in MEASURED:
+            apply_recompute(blocks, plan.recompute, dtype=weight_type(plan))
         yield
     except ValueError as error:
         raise PlanError(str(error)) from error

@@ -24,7 +24,7 @@ from farandole.parallel.checkpoint import folder as engine_folder
 from farandole.parallel.checkpoint.errors import UnreadableError
 from farandole.parallel.checkpoint.folder import PendingSave
 from farandole.parallel.checkpoint.safetensors_files import write_weights
-from farandole.parallel.lora.peft_adapter import save_adapter, trained_names
+from farandole.parallel.lora.peft_adapter import write_adapter
 from farandole.plan import MODEL_AXES
 from farandole.train.run_folder import (
     ADAPTER,
@@ -145,10 +145,11 @@ class CheckpointWriter:
         if (
             trainer.config.plan.lora_rank
         ):  # use the file, because the model may be sharded and changes during training
+            adapter = trainer.engine.adapter
             with safe_open(folder / WEIGHTS, "pt") as file:
-                values = {name: file.get_tensor(name) for name in trained_names(trainer.model)}
+                values = {name: file.get_tensor(name) for name in adapter.tensors}
             base = trainer.config.weights or trainer.config.model.folder or None
-            save_adapter(trainer.model, folder / ADAPTER, base, values)
+            write_adapter(adapter, values, folder / ADAPTER, base)
         for name, path in self._files.items():
             shutil.copyfile(path, folder / name)
         (folder / METADATA).write_text(metadata)

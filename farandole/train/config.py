@@ -214,11 +214,6 @@ class PlanSection(_Section):
     @model_validator(mode="after")
     def _is_valid_plan(self) -> PlanSection:
         self.plan("fp32" if self.precision == "auto" else self.precision)
-        if self.pipeline > 1 and self.lora_rank:
-            raise PlanError(
-                f"lora_rank={self.lora_rank} with pipeline={self.pipeline}: a rank has the adapters of its stages only, and "
-                "checkpoints contain the adapters of the whole model; nearest plan: pipeline=1"
-            )
         return self
 
 

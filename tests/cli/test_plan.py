@@ -305,7 +305,6 @@ def test_schedules_are_compared_for_a_pipeline(tmp_path: Path) -> None:
         (("--pipeline", "2", "--schedule", "1f1"), "--schedule 1f1 is unknown; nearest: 1f1b"),
         (("--schedule", "zb-v"), "schedule='zb-v' with pipeline=1"),
         (("--pipeline", "2", "--zero", "3"), "nearest plan: zero=1"),
-        (("--pipeline", "2", "plan.lora_rank=4"), "lora_rank=4 with pipeline=2"),
     ],
 )
 def test_pipelines_that_do_not_exist_are_refused(words: tuple[str, ...], message: str) -> None:

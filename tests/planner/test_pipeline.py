@@ -36,6 +36,11 @@ EXPERTS: dict[str, Any] = {
 }
 TOLERANCE = 0.05
 """The largest error: messages of a real step arrive at other times than those of the simulated step."""
+CHOSEN = [
+    Plan(pipeline=2, recompute="attention"),
+    Plan(pipeline=2, recompute="auto", activation_bytes=12 << 20),
+]
+"""Plans that choose the modules to recompute with a dry run."""
 MACHINE = Machine(memory=1 << 34)
 
 
@@ -51,11 +56,20 @@ def _workload(name: str) -> Workload:
     )
 
 
+def _fill(name: str, block: nn.Module) -> None:
+    for tensor in (*block.parameters(), *block.buffers()):
+        tensor.zero_()
+
+
 def _peak(rank: int, size: int, name: str, plan: Plan) -> tuple[int, int]:
     """Return the bytes of this rank's parameters, and the peak of all other tensors in a step after the first one."""
+    chosen = plan.recompute in ("attention", "auto")
     torch.manual_seed(0)
-    model: nn.Module = (MODELS | EXPERTS)[name]()
-    engine = farandole.parallelize(model, plan)
+    with torch.device("meta" if chosen else "cpu"):  # a model on the meta device is divided by parameters
+        model: nn.Module = (MODELS | EXPERTS)[name]()
+    tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64)
+    options = {"example": (tokens, None, tokens), "loss": lambda output: output[0], "initialise": _fill}
+    engine = farandole.parallelize(model, plan, **(options if chosen else {}))
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     batches = [torch.randint(0, WORDS, (SAMPLES, LENGTH)) for _ in range(MICRO_BATCHES)]
 
@@ -84,6 +98,7 @@ def test_predicted_activations_match_real_ranks(ranks: Any, name: str, size: int
         Plan(pipeline=size, schedule="1f1b", recompute="block"),
         Plan(pipeline=size, schedule="zb-v"),
         Plan(pipeline=size, schedule="gems"),
+        *(CHOSEN if (name, size) == ("gpt", 2) else ()),
     ):
         found = estimate_workload(_workload(name), plan, size, MACHINE)
         assert found.pipeline is not None

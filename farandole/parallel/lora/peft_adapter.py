@@ -33,9 +33,9 @@ from farandole._extras import optional_import
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
 from farandole.parallel.lora.adapters import Summary, add_lora, lora_layers, other_trained, summarize
+from farandole.parallel.lora.description import Adapter, describe_adapter, trained_tensors
 from farandole.parallel.lora.hugging_face import config_for_peft, for_peft, from_peft, origin_of
 from farandole.parallel.lora.layer import LoRALinear
-from farandole.parallel.lora.targets import find_trained
 from farandole.parallel.zero.hidden_parameters import is_hidden
 from farandole.plan import LoRA
 
@@ -47,12 +47,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 
 
-def save_adapter(
-    model: nn.Module,
-    folder: str | Path,
-    base_model: str | None = None,
-    values: Mapping[str, Tensor] | None = None,
-) -> None:
+def save_adapter(model: nn.Module, folder: str | Path, base_model: str | None = None) -> None:
     """Write the adapters of `model` and other trained tensors to `folder`, which is created if it is missing.
 
     Call this on one rank only.  For a sharded model, call `Engine.save_adapter` on all ranks.  Adapters may be merged or
@@ -60,7 +55,6 @@ def save_adapter(
 
     Args:
         base_model: the name of the base model to write into the configuration.
-        values: tensors by name, to write instead of the model's tensors if these are sharded or may change.
 
     Raises:
         ValueError: if the model has no LoRA.
@@ -68,37 +62,38 @@ def save_adapter(
         AdapterError: if the files cannot be written.  An existing adapter in the folder is then unchanged.
     """
     model = _unwrapped(model)
-    layers = lora_layers(model)
-    if not layers:
+    adapter = describe_adapter(model)
+    if adapter is None:
         raise ValueError("the model has no LoRA adapters to save: call add_lora(model, LoRA(...)) first")
-    lora = next(iter(layers.values())).lora
-    tensors: dict[str, Tensor] = {}
-    values = values or {}
-    for path, layer in layers.items():
-        tensors[f"{path}.lora_A.weight"] = values.get(f"{path}.lora_A", layer.lora_A)
-        tensors[f"{path}.lora_B.weight"] = values.get(f"{path}.lora_B", layer.lora_B)
-    for name, own in other_trained(model, lora).items():
-        path, _, last = name.rpartition(".")
-        tensor = values.get(name, own)
-        tensors[f"{path}.base_layer.{last}" if path in layers else name] = tensor
-    if hidden := [name for name, tensor in tensors.items() if is_hidden(tensor)]:
+    values = trained_tensors(model, adapter)
+    if hidden := [name for name, tensor in values.items() if is_hidden(tensor)]:
         raise RuntimeError(
             f"this rank has only its shard of {hidden[0]}: call engine.save_adapter(folder), or "
             "engine.save_pretrained(folder) for merged weights, on all ranks"
         )
-    config = _config(model, lora, list(layers), base_model)
-    if (origin := origin_of(model)) is not None:
-        tensors = for_peft(origin, tensors)
-        config = config_for_peft(origin, config, tensors)
+    write_adapter(adapter, values, folder, base_model)
+
+
+def write_adapter(
+    adapter: Adapter, values: Mapping[str, Tensor], folder: str | Path, base_model: str | None = None
+) -> None:
+    """Write an adapter to `folder`, given the values of `adapter.tensors`; see `save_adapter`.
+
+    Raises:
+        AdapterError: if the files cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in adapter.layers:
+        for kind in ("lora_A", "lora_B"):
+            tensors[f"{path}.{kind}.weight"] = values[f"{path}.{kind}"]
+    for name in adapter.others:
+        path, _, last = name.rpartition(".")
+        tensors[f"{path}.base_layer.{last}" if path in adapter.layers else name] = values[name]
+    config = _config(adapter, base_model)
+    if adapter.origin is not None:
+        tensors = for_peft(adapter.origin, tensors)
+        config = config_for_peft(adapter.origin, config, tensors)
     _write(Path(folder).expanduser(), {PREFIX + name: _copy(t) for name, t in tensors.items()}, config)
-
-
-def trained_names(model: nn.Module) -> list[str]:
-    """Return the names of the tensors that `save_adapter` writes, in the model."""
-    layers = lora_layers(model)
-    lora = next(iter(layers.values())).lora
-    own = [f"{path}.lora_{kind}" for path in layers for kind in "AB"]
-    return [*own, *other_trained(model, lora)]
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
@@ -136,7 +131,8 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _config(model: nn.Module, lora: LoRA, paths: list[str], base_model: str | None) -> dict[str, Any]:
+def _config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
+    lora = adapter.lora
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     return {
         "peft_type": "LORA",
@@ -150,8 +146,8 @@ def _config(model: nn.Module, lora: LoRA, paths: list[str], base_model: str | No
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
         "bias": lora.bias,
-        "target_modules": _exactly(paths, (path for path, _ in model.named_modules())),
-        "modules_to_save": list(find_trained(model, lora)) or None,
+        "target_modules": _exactly(adapter.layers, adapter.modules),
+        "modules_to_save": list(adapter.also_trained) or None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "layers_to_transform": None,
@@ -162,13 +158,13 @@ def _config(model: nn.Module, lora: LoRA, paths: list[str], base_model: str | No
     }
 
 
-def _exactly(paths: list[str], modules: Iterable[str]) -> list[str] | str:
+def _exactly(paths: Sequence[str], modules: Sequence[str]) -> list[str] | str:
     """Return `paths` as a list, or as a regular expression if PEFT would match the ending of another path."""
     wanted = set(paths)
     endings = tuple(f".{path}" for path in paths)
     if any(module.endswith(endings) for module in modules if module not in wanted):
         return "|".join(re.escape(path) for path in paths)
-    return paths
+    return list(paths)
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

@@ -10,47 +10,66 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from farandole.models.moe import routers_of
 from farandole.parallel.axes import Layouts, Position
-from farandole.parallel.pipeline.balance import measure_blocks
+from farandole.parallel.lora.description import describe_adapter
+from farandole.parallel.pipeline.balance import Balance, measure_blocks
 from farandole.parallel.pipeline.batch_norm import BatchNormStatistics, tracking_layers
+from farandole.parallel.pipeline.recompute import RankActivations, steady
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
-from farandole.parallel.pipeline.stage import shallow_copy, split
+from farandole.parallel.pipeline.stage import divide, shallow_copy, split
 from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import Plan, PlanError
 
 _log = logging.getLogger(__name__)
 
+MEASURED = ("attention", "auto")
+"""The modes of recomputation that are chosen with a dry run of an example."""
+
 REPLICA_AXES = ("data", "mirror")
 """The axes along which ranks run the same stages on different samples."""
 
 
-def apply(
-    model: nn.Module, position: Position, plan: Plan, layouts: Layouts, example: Any = None
-) -> Pipeline:
-    """Remove the blocks of other stages from `model`, and return the pipeline that runs the stages.
+def measured_division(model: nn.Module, position: Position, plan: Plan, example: Any = None) -> Balance:
+    """Divide the blocks of a model into stages, before stages are removed.  This is a collective call.
 
     Args:
         model: a model that `check` accepts.
         example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
-            default, stages have similar numbers of parameters.
+            default, and if the model is on the meta device, stages have similar numbers of parameters.
 
     Raises:
         PlanError: if the model has too few blocks.
     """
-    schedule, sequential = schedule_of(plan), _sequential(model)
-    rank = position.coordinate("pipeline")
-    costs = None
-    if example is not None and is_deferred(model):
+    sequential, costs = _sequential(model), None
+    if example is not None and is_deferred(model) and plan.recompute not in MEASURED:
         raise PlanError(
             "example= with a model on the meta device: blocks without values cannot be measured; omit example, or create the "
             "model in memory"
         )
-    if example is not None and position.groups is not None:
+    if example is not None and not is_deferred(model) and position.groups is not None:
         seconds = [cost.seconds for cost in measure_blocks(sequential, example)]
         costs = position.groups.comm.broadcast_object(seconds)  # ranks measure different times
+    return divide(sequential, schedule_of(plan), costs)
+
+
+def activations_of(model: nn.Module, position: Position, plan: Plan, division: Balance) -> RankActivations:
+    """Return the blocks and the activations of this rank; `model` is complete."""
+    return RankActivations(_sequential(model), division, schedule_of(plan), position.coordinate("pipeline"))
+
+
+def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts, division: Balance) -> Pipeline:
+    """Remove the blocks of other stages from `model`, and return the pipeline that runs the stages.
+
+    Args:
+        model: a model that `check` accepts.
+        division: the blocks of each stage.
+    """
+    schedule, sequential = schedule_of(plan), _sequential(model)
+    rank = position.coordinate("pipeline")
     complete = shallow_copy(sequential) if is_deferred(model) else None
     experts = {name: len(router.weight) for name, router in routers_of(sequential).items()}
-    stages, balance = split(sequential, schedule, rank, layouts, costs)
+    adapter = describe_adapter(model)
+    stages, balance = split(sequential, schedule, rank, layouts, division)
     _log.info("pipeline=%d, schedule=%s: %s", plan.pipeline, plan.schedule, balance)
     comm, places = position.comm("pipeline"), list(range(plan.pipeline))
     mirror = replicas = None
@@ -64,7 +83,7 @@ def apply(
     }
     statistics = BatchNormStatistics(layers, mirror, replicas, deferred=plan.deferred_batch_norm)
     found = Pipeline(sequential, stages, plan.schedule, comm, places, rank, statistics)
-    found.complete, found.experts = complete, experts
+    found.complete, found.experts, found.adapter = complete, experts, adapter
     return found
 
 
@@ -106,11 +125,8 @@ def _check_plan(plan: Plan, schedule: Schedule) -> None:
             f"schedule={plan.schedule!r} with recompute={plan.recompute!r}: the schedule separates weight gradients, and would "
             "recompute activations twice; nearest plan: schedule='1f1b'"
         )
-    if plan.recompute in ("attention", "auto"):
-        raise PlanError(
-            f"{asked} with recompute={plan.recompute!r}: a rank cannot measure the blocks of other stages; nearest plan: "
-            "recompute='selective'"
-        )
+    if plan.recompute == "auto":
+        steady(schedule)
 
 
 def _sequential(model: nn.Module) -> nn.Sequential:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from farandole.mesh import Mesh
 from farandole.parallel.axes import AxisCommunicator
+from farandole.parallel.lora.description import Adapter
 from farandole.parallel.pipeline.backward import SplitBackward
 from farandole.parallel.pipeline.balance import tensors_of
 from farandole.parallel.pipeline.batch_norm import BatchNormStatistics
@@ -92,6 +93,8 @@ class Pipeline:
         """The model on the meta device before it was divided, until its parameters are initialized."""
         self.experts: dict[str, int] = {}
         """The number of experts of each router of the complete model."""
+        self.adapter: Adapter | None = None
+        """The LoRA adapter of the complete model."""
         self.spans: list[Span] = []
         """The actions of this rank in the last step, in seconds of `time.perf_counter`; waiting for messages is idle time."""
         self.waited_s = 0.0

@@ -184,7 +184,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         schedule,
         costs,
         tuple(map(tuple, spans)),
-        tuple(_peak(schedule, costs, rank_spans) for rank_spans in spans),
+        tuple(peak_of(schedule, costs, actions) for actions in schedule.actions),
         repeated,
         _messages(schedule),
     )
@@ -273,22 +273,22 @@ def _deadlock(schedule: Schedule, spans: Sequence[Sequence[Span]], ends: Ends) -
     return f"{schedule.name} deadlocks: {'; '.join(waits)}"
 
 
-def _peak(schedule: Schedule, costs: Costs, spans: Sequence[Span]) -> float:
-    """Return the maximum size of activations on a rank."""
+def peak_of(schedule: Schedule, costs: Costs, actions: Sequence[Action]) -> float:
+    """Return the maximum size of activations on a rank that runs `actions`."""
     held = peak = 0.0
-    for span in spans:
-        stage = span.action.stage
+    for action in actions:
+        stage = action.stage
         full = costs.at("activation", schedule, stage)
         kept = costs.stage_input if costs.recompute else full
         waiting = costs.at("waiting", schedule, stage)
-        if isinstance(span.action, Forward):
+        if isinstance(action, Forward):
             peak = max(peak, held + full)
             held += kept
-        elif isinstance(span.action, BackwardWeight):
+        elif isinstance(action, BackwardWeight):
             held -= waiting
         else:
             peak = max(peak, held - kept + full)
-            held += (waiting if isinstance(span.action, BackwardInput) else 0.0) - kept
+            held += (waiting if isinstance(action, BackwardInput) else 0.0) - kept
         peak = max(peak, held)
     return peak
 

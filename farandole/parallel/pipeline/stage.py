@@ -150,18 +150,33 @@ def blocks_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
     return [(name, block) for name, block in model._modules.items() if block is not None]
 
 
+def divide(model: nn.Sequential, schedule: Schedule, costs: Sequence[float] | None = None) -> Balance:
+    """Divide the blocks of a model into the stages of a schedule.
+
+    Args:
+        costs: the cost of each block; by default, the number of its parameters.
+
+    Raises:
+        PlanError: if the model has too few blocks.
+    """
+    try:
+        return balance(costs or parameter_costs(model), schedule.stages)
+    except ScheduleError as error:
+        raise PlanError(f"pipeline={schedule.ranks}, schedule={schedule.name!r}: {error}") from error
+
+
 def split(
     model: nn.Sequential,
     schedule: Schedule,
     rank: int,
     layouts: Layouts,
-    costs: Sequence[float] | None = None,
+    found: Balance | None = None,
 ) -> tuple[dict[int, Stage], Balance]:
     """Remove the blocks of other ranks from `model`, and declare in `layouts` which stages store each parameter and buffer.
 
     Args:
         rank: the pipeline rank.
-        costs: the cost of each block; by default, the number of its parameters.
+        found: the division of the blocks; by default, stages have similar numbers of parameters.
 
     Returns:
         The stages of this rank by number, and the division of the blocks.
@@ -169,10 +184,7 @@ def split(
     Raises:
         PlanError: if the model has too few blocks, or a rank would get no parameter.
     """
-    try:
-        found = balance(costs or parameter_costs(model), schedule.stages)
-    except ScheduleError as error:
-        raise PlanError(f"pipeline={schedule.ranks}, schedule={schedule.name!r}: {error}") from error
+    found = found or divide(model, schedule)
     placement = schedule.placement[0]
     children = blocks_of(model)
     for name, buffer in model.named_buffers():

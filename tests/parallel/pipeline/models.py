@@ -183,6 +183,7 @@ def train(
     *,
     chunked: bool = False,
     folder: Path | None = None,
+    example: Any = None,
 ) -> Result:
     """Train under a plan; with a folder, load the state if it exists, and otherwise save the state at the end."""
     model = build(name)
@@ -190,7 +191,7 @@ def train(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()  # the values of rank 0 count
-    engine = farandole.parallelize(model, plan)
+    engine = farandole.parallelize(model, plan, example=example)
     if plan.precision == "fp16":
         engine.scaler.scale = 2.0**7  # the first steps do not overflow
     momentum = 0.9 if folder else 0.0

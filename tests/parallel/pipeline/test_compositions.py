@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import farandole
+from farandole.memory.call_wrappers import wrapper_of
+from farandole.memory.recompute_wrapper import RecomputeWrapper
+from farandole.memory.tracker import MemoryTracker
+from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.pipeline.runtime import Pipeline
-from farandole.plan import LoRA, Plan
+from farandole.plan import LoRA, Plan, PlanError
 from tests.parallel.pipeline.models import (
     MODELS,
     Result,
@@ -64,8 +71,70 @@ def test_stages_recompute_their_blocks(ranks: Any) -> None:
         ("gpt", Plan(pipeline=2, recompute="selective"), {}),
         ("resnet", Plan(pipeline=2, recompute="block", schedule="gems"), {}),
     ]
+    example = {"example": batches("gpt", 0, 0, 2)[1][0]}
+    small, large = 20_000, 40_000
+    cases += [
+        ("gpt", Plan(pipeline=2, recompute="selective"), example),
+        ("gpt", Plan(pipeline=2, recompute="attention"), example),
+        ("gpt", Plan(pipeline=2, recompute="attention", schedule="gpipe"), example),
+        ("gpt", Plan(pipeline=2, recompute="auto", activation_bytes=large), example),
+        ("gpt", Plan(pipeline=2, recompute="auto", activation_bytes=small, schedule="gems"), example),
+    ]
     for (name, *_), results in zip(cases, _results(ranks, 2, cases), strict=True):
         compare(results, alone(name, 3))
+
+
+def _peak(rank: int, size: int, plan: Plan) -> tuple[int, int]:
+    """Return the peak of all tensors in a step without the model and the gradients, and the number of recomputed blocks."""
+    model = build_gpt(GPTConfig(29, 128, 8, 4, 64))
+    tokens = torch.randint(0, 29, (4, 128))
+    example = tokens if plan.recompute == "auto" else None
+    engine = farandole.parallelize(model, plan, example=example)
+    samples = [(tokens.clone(), tokens) for _ in range(6)]
+    engine.forward_backward(samples, loss)
+    engine.zero_grad()
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    with MemoryTracker((*model.parameters(), *(inputs for inputs, _ in samples))) as tracker:
+        engine.forward_backward(samples, loss)
+    engine.close()
+    recomputed = sum(wrapper_of(block, RecomputeWrapper) is not None for block in model)
+    return tracker.peak - gradients, recomputed
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_each_rank_recomputes_within_its_budget(ranks: Any, schedule: str) -> None:
+    """With 1F1B, rank 0 has activations of two micro-batches, and therefore recomputes more blocks than rank 1."""
+    plan, budget = Plan(pipeline=2, schedule=schedule), 12 << 20
+    before = [peak for peak, _ in ranks(2).run(_peak, plan)]
+    plan = replace(plan, recompute="auto", activation_bytes=budget)
+    after = ranks(2).run(_peak, plan)
+    assert max(before) > 1.5 * budget
+    assert all(0.6 * budget < peak < 1.25 * budget for peak, _ in after), (before, after)
+    if schedule == "1f1b":
+        assert after[0][1] > after[1][1]
+
+
+def _refusal(rank: int, size: int, plan: Plan) -> str:
+    model = build("gpt")
+    with pytest.raises(PlanError) as error:
+        farandole.parallelize(model, plan, example=torch.ones(1, 5, dtype=torch.int64))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            Plan(pipeline=2, recompute="auto", activation_bytes=9, schedule="gpipe"),
+            "activations of all micro-batches.*nearest plan: schedule='1f1b'",
+        ),
+        (Plan(pipeline=2, recompute="auto", activation_bytes=9), "use at least activation_bytes="),
+        (Plan(pipeline=2, recompute="block", schedule="zb-v"), "nearest plan: schedule='1f1b'"),
+    ],
+)
+def test_recomputation_that_does_not_suit_a_pipeline_is_refused(ranks: Any, plan: Plan, message: str) -> None:
+    for found in ranks(2).run(_refusal, plan):
+        assert re.search(message, found), found
 
 
 def test_adapters_train_as_without_stages(ranks: Any) -> None:
@@ -79,6 +148,25 @@ def test_adapters_train_as_without_stages(ranks: Any) -> None:
     references = _results(ranks, 1, single)
     for results, (reference,) in zip(_results(ranks, 2, cases), references, strict=True):
         compare(results, reference)
+
+
+def _save_adapter(rank: int, size: int, plan: Plan, folder: Path) -> None:
+    engine = farandole.parallelize(build("gpt"), plan)
+    engine.save_adapter(folder)
+    engine.close()
+
+
+def test_the_adapter_of_all_stages_is_that_of_one_process(ranks: Any, tmp_path: Path) -> None:
+    """The embedding and the tied output projection, which are trained too, are in different stages."""
+    lora = LoRA(2, targets=["1.attention.qkv", "*.attention.out"], also_train=["0", "7"], bias="all")
+    plans = [Plan(lora=lora), Plan(lora=lora, pipeline=2), Plan(lora=lora, pipeline=2, schedule="gems")]
+    files = []
+    for number, plan in enumerate(plans):
+        folder = tmp_path / str(number)
+        ranks(plan.pipeline).run(_save_adapter, plan, folder)
+        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert files[0].keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert files[1] == files[2] == files[0]
 
 
 def test_lower_precisions_train_almost_as_in_fp32(ranks: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -48,11 +49,10 @@ def _train(
     engine.export(out.with_name("first"), file_bytes=20_000)
     losses = [step(number) for number in range(STEPS)]
     engine.save_pretrained(out, file_bytes=20_000)
+    if plan.lora is not None:
+        engine.save_adapter(out.with_name("adapter"))
     engine.load_weights(out.with_name("first"))
     again = [step(0)]
-    if plan.lora is not None:
-        with pytest.raises(RuntimeError, match="save_adapter with pipeline stages"):
-            engine.save_adapter(out / "adapter")
     engine.close()
     return losses, again
 
@@ -88,18 +88,27 @@ def test_llama_trains_as_transformers(ranks: Any, tmp_path: Path, tied: bool) ->
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_adapters_of_all_stages_are_merged_into_the_written_weights(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "axes", [{"schedule": "zb-h1"}, {"schedule": "gems", "zero": 1}, {"tensor": 2, "zero": 1}]
+)
+def test_adapters_of_all_stages_are_merged_and_written_for_peft(
+    ranks: Any, tmp_path: Path, axes: dict[str, Any]
+) -> None:
     folder = folder_of(reference("llama", 5), tmp_path / "base")
     ours = from_pretrained(folder)
     torch.manual_seed(3)
     lora = LoRA(rank=3, alpha=5)
     add_lora(ours, lora)
     expected = _alone(ours, ours.config.vocabulary, 1)
-    plan = Plan(pipeline=2, lora=lora, schedule="zb-h1")
-    for losses, again in ranks(2).run(_train, folder, plan, tmp_path / "out", True):
+    plan = Plan(pipeline=2, lora=lora, **axes)
+    for losses, again in ranks(2 * plan.tensor).run(_train, folder, plan, tmp_path / "out", True):
         assert losses == pytest.approx(expected, rel=2e-4)
         assert again == pytest.approx(expected[:1], rel=2e-4)
     tokens = _tokens(ours.config.vocabulary, 5, 0)
-    written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        torch.testing.assert_close(written(tokens).logits, ours.eval()(tokens), atol=1e-3, rtol=1e-3)
+        logits = ours.eval()(tokens)
+        written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        torch.testing.assert_close(written(tokens).logits, logits, atol=1e-3, rtol=1e-3)
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        torch.testing.assert_close(adapted(tokens).logits, logits, atol=1e-3, rtol=1e-3)
