@@ -56,7 +56,7 @@ types:
 # Three tests run at a time, because most tests wait for processes to start or for timeouts.
 PYTEST := $(BIN)/pytest --numprocesses 3 --dist worksteal
 
-tests: test-tensorflow
+tests: test-tensorflow $(VENV)/chromium.stamp
 	$(PYTEST) $(TENSORFLOW_TESTS:%=--ignore=%)
 
 # TensorFlow is visible to its own tests only: with TensorFlow installed, tensorboard imports it in every training run.
@@ -133,6 +133,16 @@ $(VENV)/tensorflow.stamp: $(VENV)/test.stamp
 	@rm -rf $(VENV)/tensorflow
 	@$(subst --editable,,$(INSTALL)) --target $(VENV)/tensorflow keras \
 		"tensorflow-cpu; platform_machine == 'x86_64'" "tensorflow; platform_machine != 'x86_64'"
+	@touch $@
+
+# Tests in a browser are skipped if there is none. Chromium is no Python package, and only root can install it.
+$(VENV)/chromium.stamp: $(VENV)/test.stamp
+	@if { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null; then :; \
+	elif test "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
+		echo "Installing Chromium, for the tests in a browser"; \
+		apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium > /dev/null \
+			|| echo "Chromium was not installed: tests in a browser are skipped"; \
+	else echo "Chromium is not installed: tests in a browser are skipped"; fi
 	@touch $@
 
 $(VENV)/docs.stamp: $(VENV)/test.stamp

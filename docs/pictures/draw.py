@@ -87,7 +87,7 @@ def code_of(path: Path) -> str:
 def pictures() -> list[Picture]:
     """Return all pictures in the documentation."""
     from benchmarks import compression, parameter_server, picture
-    from docs.pictures import axes, pipeline
+    from docs.pictures import axes, pipeline, serving
 
     found = []
     for data in sorted(DATA.glob("*.json")):
@@ -114,6 +114,7 @@ def pictures() -> list[Picture]:
         ),
         Picture(here / "plans.png", (ROOT / "farandole/bench/plan_picture.py", *planner, Path(__file__)), draw_plans),
         Picture(here / "packages.png", (Path(__file__),), draw_packages, shown_imports),
+        Picture(here / "serving.png", (here / "serving.py", ROOT / "farandole/serve/page.html"), serving.draw_page),
         *(
             Picture(here / f"{name}.png", (here / "axes.py", ROOT / f"farandole/parallel/{name}.py"), draw)
             for name, draw in (

@@ -114,8 +114,9 @@ def serve(
 ) -> None:
     """Serve a language model through OpenAI's interface.
 
-    The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics.  It listens
-    on this machine only, unless --host is given.  SIGTERM ends it after the running requests.
+    The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics, and has a page
+    with the current load and a chat at /.  It listens on this machine only, unless --host is given.  SIGTERM ends it
+    after the running requests.
 
     \b
       farandole serve runs --port 8000

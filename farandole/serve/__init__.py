@@ -11,5 +11,6 @@ folder.py    reads a model, its tokenizer and its chat template from a folder
 llm.py       generates text offline
 service.py   runs the engine in a thread for the server
 protocol.py  the fields of the HTTP requests
+page.py      the page at `/`
 app.py       the HTTP server
 """

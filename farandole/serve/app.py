@@ -17,7 +17,7 @@ from farandole._extras import optional_import
 with optional_import():
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
 
 from farandole.data.errors import DataError
@@ -25,6 +25,7 @@ from farandole.serve.answers import Choice, TokenTexts, chat_logprobs, completio
 from farandole.serve.engine import QueueFullError
 from farandole.serve.folder import ModelFolder
 from farandole.serve.guard import Guard, Limits
+from farandole.serve.page import read_page
 from farandole.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from farandole.serve.request import RequestError, Sampling
 from farandole.serve.service import Service, ServiceEndedError, Ticket
@@ -128,6 +129,22 @@ class Server:
         @app.get("/metrics")
         async def metrics() -> Response:
             return PlainTextResponse(self._service.metrics(), media_type="text/plain; version=0.0.4")
+
+        @app.get("/stats")
+        async def stats() -> Response:
+            own = {
+                "model": self._name,
+                "context": self._found.context,
+                "chat": self._found.template is not None,
+                "started": self._created,
+            }
+            return JSONResponse(own | self._service.stats(), headers={"cache-control": "no-store"})
+
+        document, headers = read_page()
+
+        @app.get("/", include_in_schema=False)
+        async def page() -> Response:
+            return HTMLResponse(document, headers=headers)
 
         return app
 

@@ -31,7 +31,7 @@ from farandole.models.sequence import Transformer
 from farandole.serve.admission import Admission, Target
 from farandole.serve.constraint import Grammars
 from farandole.serve.metrics import Metrics
-from farandole.serve.request import CONSTRAINTS, Logprob, Output, RequestError, Sampling
+from farandole.serve.request import CONSTRAINTS, Logprob, Output, Progress, RequestError, Sampling
 from farandole.serve.runner import Runner, Span
 from farandole.serve.sampling import Draw, Sampler, logprobs_of
 from farandole.serve.store import STORES, Blocks, Store
@@ -154,6 +154,22 @@ class GenerationEngine:
     def waiting(self) -> int:
         """Return the number of sequences that wait to join the batch."""
         return len(self._waiting)
+
+    def progress(self) -> list[Progress]:
+        """Return the state of the running sequences, in order of arrival.  Any thread may call this method."""
+        return [
+            Progress(
+                each.request,
+                each.choice,
+                each.prompt,
+                each.generated,
+                each.most,
+                each.blocks.stored,
+                tuple(each.blocks.numbers),
+            )
+            for each in list(self._running)  # a copy, for calls from other threads
+            if each.blocks is not None
+        ]
 
     def queue_delay(self, sequences: int = 0, prompt_tokens: int = 0) -> float:
         """Return the predicted seconds until the engine starts the prompt of a new sequence.

@@ -17,7 +17,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-PUBLIC = ("/health",)
+PUBLIC = ("/", "/health")
 """The paths that need no key."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 STEPS = (1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
@@ -25,6 +26,10 @@ class Histogram:
         """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def plain(self) -> dict[str, Any]:
+        """Return the upper bounds, the counts (one more than bounds) and the sum of all observations."""
+        return {"bounds": self.bounds, "counts": list(self.counts), "sum": self.sum}
 
 
 class Metrics:

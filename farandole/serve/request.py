@@ -183,3 +183,26 @@ class Output:
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()
     finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a running sequence.
+
+    Args:
+        request: the request's number.
+        choice: the sequence's number, from 0 to n - 1.
+        prompt: the number of tokens in the prompt.
+        generated: the number of generated tokens.
+        most: the maximum number of generated tokens.
+        stored: the number of positions with keys and values.
+        blocks: the numbers of the sequence's blocks in the store.
+    """
+
+    request: int
+    choice: int
+    prompt: int
+    generated: int
+    most: int
+    stored: int
+    blocks: tuple[int, ...]

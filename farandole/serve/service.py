@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from farandole.serve.engine import GenerationEngine, QueueFullError
 from farandole.serve.ranks import RanksFailed
 from farandole.serve.request import Output, RequestError, Sampling
+from farandole.serve.store import CHUNK, SlotStore
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +140,41 @@ class Service:
             limit=engine.admission.max_running,
             step=engine.admission.times.coefficients,
         )
+
+    def stats(self) -> dict[str, Any]:
+        """Return the current state for the page at `/`.  Times are in seconds."""
+        engine, metrics = self.engine, self.engine.metrics
+        store = engine.store
+        return {
+            "time": time.monotonic(),
+            "running": engine.running,
+            "running_limit": engine.admission.max_running,
+            "waiting": engine.waiting + self._queued,
+            "max_waiting": engine.max_waiting,
+            "refused": metrics.refused,
+            "finished": dict(metrics.requests),
+            "steps": metrics.steps,
+            "prompt_tokens": metrics.prompt_tokens,
+            "shared_tokens": metrics.shared_tokens,
+            "generated_tokens": metrics.generated_tokens,
+            "latencies": {
+                "queue": metrics.queue_time.plain(),
+                "first_token": metrics.first_token.plain(),
+                "inter_token": metrics.between_tokens.plain(),
+                "per_output_token": metrics.per_output_token.plain(),
+            },
+            "store": "slots" if isinstance(store, SlotStore) else "pages",
+            "kv": {
+                "used": store.used,
+                "capacity": store.capacity,
+                "moves": store.moves,
+                "blocks": store.blocks,
+                "block_length": store.block_length,
+                "chunk": CHUNK,
+                "cached": store.cached,
+            },
+            "sequences": [asdict(each) for each in engine.progress()],
+        }
 
     # ---- in the thread ----
 

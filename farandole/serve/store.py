@@ -117,6 +117,16 @@ class Store(Protocol):
         """Return the number of positions that running sequences occupy."""
         ...
 
+    @property
+    def blocks(self) -> int:
+        """Return the number of allocated blocks."""
+        ...
+
+    @property
+    def cached(self) -> list[int]:
+        """Return the unused blocks whose content can be shared."""
+        ...
+
     def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
         """Add a sequence of at most `most` positions, or return None if the memory is in use.
 
@@ -167,6 +177,16 @@ class SlotStore:
     def used(self) -> int:
         """Return the number of positions that running sequences occupy."""
         return sum(each.stored for each in self._sequences if each is not None)
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of allocated slots."""
+        return self._slots
+
+    @property
+    def cached(self) -> list[int]:
+        """Return no slots: slots are not shared."""
+        return []
 
     def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
         """Add a sequence in the next slot; see `Store.add`."""
@@ -266,6 +286,16 @@ class PageStore:
     def used(self) -> int:
         """Return the number of positions in pages that running sequences use."""
         return (self._pages - len(self._free) - len(self._cached)) * TILE
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of pages."""
+        return self._pages
+
+    @property
+    def cached(self) -> list[int]:
+        """Return the unused pages whose content can be shared, least recently used first."""
+        return list(self._cached)
 
     def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
         """Add a sequence; see `Store.add`."""
