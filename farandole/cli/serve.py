@@ -91,6 +91,19 @@ def serve(
     store: Annotated[
         str, typer.Option("--store", help="How keys and values are stored: pages (shared prefixes) or slots.")
     ] = "pages",
+    speculate: Annotated[
+        str,
+        typer.Option(
+            "--speculate",
+            help="Speculative decoding: lookup (proposes tokens from the request's own text), draft (with --draft) or off.",
+        ),
+    ] = "off",
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft", help="The folder of a smaller model with the same tokenizer, for --speculate draft."
+        ),
+    ] = None,
     chat_template: Annotated[
         str,
         typer.Option(
@@ -124,6 +137,7 @@ def serve(
       farandole serve FOLDER --tensor 2        2 ranks divide the model
       mpirun -n 2 farandole serve FOLDER       the same, under another launcher
       farandole serve FOLDER --ttft 2s --tpot 100ms
+      farandole serve FOLDER --speculate draft --draft SMALLER_FOLDER
       farandole serve FOLDER --host 0.0.0.0 --api-keys keys.txt
     """
     # import here, so that `--help` does not wait for torch
@@ -168,6 +182,8 @@ def serve(
             tpot=tpot,
             kv_memory=kv_memory,
             store=store,
+            speculate=speculate,
+            draft=draft,
             chat_template=chat_template,
             api_keys=api_keys,
             max_body=max_body,

@@ -136,7 +136,7 @@ def _nonnegative(information: np.ndarray, solution: np.ndarray) -> np.ndarray:
     return best
 
 
-class _Rate:
+class Rate:
     """A ratio of two sums in which old terms fade out.
 
     Args:
@@ -147,11 +147,13 @@ class _Rate:
         self._numerator, self._denominator, self._forgetting = numerator, denominator, forgetting
 
     def add(self, numerator: float, denominator: float) -> None:
+        """Add a term to both sums."""
         self._numerator = self._forgetting * self._numerator + numerator
         self._denominator = self._forgetting * self._denominator + denominator
 
     @property
     def value(self) -> float:
+        """Return the ratio."""
         return self._numerator / self._denominator
 
 
@@ -170,8 +172,8 @@ class Admission:
         self.target, self._max_running, self._token_budget = target, max_running, token_budget
         self.times = StepTimes()
         self._most_decodes, self._most_prompt_tokens = FIRST_RUNNING / 2, MIN_PROMPT_TOKENS / 2
-        self._seconds_per_end = _Rate(1.0, 1.0, 0.999)
-        self._prompt_per_token = _Rate(1.0, 1.0, 0.999)
+        self._seconds_per_end = Rate(1.0, 1.0, 0.999)
+        self._prompt_per_token = Rate(1.0, 1.0, 0.999)
 
     def observe(
         self, decodes: int, prompt_tokens: int, seconds: float, *, selected: int = 0, ended: int = 0
@@ -179,7 +181,7 @@ class Admission:
         """Add a measured step.
 
         Args:
-            decodes: the sequences that decoded one token.
+            decodes: the tokens of sequences that decode: the last token of each, and the verified tokens.
             prompt_tokens: the tokens of prompts.
             seconds: the time of the step.
             selected: the sequences for which a token was selected.
@@ -215,6 +217,19 @@ class Admission:
         base, per_decode, per_prompt_token = self.times.coefficients
         fits = (step - base - per_decode * decodes) / max(per_prompt_token, _SHORTEST_S)
         return min(most, max(MIN_PROMPT_TOKENS, int(min(2 * self._most_prompt_tokens, fits))))
+
+    def proposal_budget(self, decodes: int) -> int:
+        """Return the number of tokens that a step with `decodes` decoding sequences may verify in addition.
+
+        At least half of the remaining tokens of the step are left to prompts.
+        """
+        most = max(self._token_budget - decodes, 0) // 2
+        step = MARGIN * self.target.step
+        if step == math.inf:
+            return most
+        base, per_decode, _ = self.times.coefficients
+        fits = (step - base - per_decode * decodes) / max(per_decode, _SHORTEST_S)
+        return max(0, int(min(most, 2 * self._most_decodes, fits)))
 
     def until_ended(self, sequences: int) -> float:
         """Return the predicted seconds until this number of sequences has ended."""

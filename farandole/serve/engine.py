@@ -30,14 +30,19 @@ from torch import Tensor
 from farandole.models.sequence import Transformer
 from farandole.serve.admission import Admission, Target
 from farandole.serve.constraint import Grammars
+from farandole.serve.draft import DraftModel, DraftProposer
 from farandole.serve.metrics import Metrics
+from farandole.serve.ngrams import NgramProposer
 from farandole.serve.request import CONSTRAINTS, Logprob, Output, Progress, RequestError, Sampling
 from farandole.serve.runner import Runner, Span
 from farandole.serve.sampling import Draw, Sampler, logprobs_of
+from farandole.serve.speculation import Proposer, Speculation, Speculator
 from farandole.serve.store import STORES, Blocks, Store
 from farandole.serve.text import TextStream
 
 log = logging.getLogger(__name__)
+
+SPECULATE = ("off", "lookup", "draft")
 
 
 class QueueFullError(Exception):
@@ -64,6 +69,8 @@ class _Sequence:
     arrived_step: int
     blocks: Blocks | None = None
     draw: Draw | None = None
+    speculation: Speculation | None = None
+    proposed: list[int] = field(default_factory=list)  # the next tokens, to verify in this step
     computed: int = 0
     last_token: float = 0.0
     first_token: float = 0.0
@@ -94,6 +101,8 @@ class GenerationEngine:
         max_waiting: the maximum number of sequences that wait to join the batch.
         token_budget: the maximum number of tokens per step, at least `max_running`.
         ttft, tpot: target latencies in seconds; see `admission.py`.
+        speculate: how tokens are proposed for speculative decoding, "lookup", "draft" or "off"; see `speculation.py`.
+        draft: the draft model for "draft".
 
     Raises:
         RequestError: if an argument is out of range or the model is not supported.
@@ -113,6 +122,8 @@ class GenerationEngine:
         token_budget: int = 256,
         ttft: float | None = None,
         tpot: float | None = None,
+        speculate: str = "off",
+        draft: DraftModel | None = None,
     ) -> None:
         if store not in STORES:
             raise RequestError("store", f"expected one of {', '.join(STORES)}, got {store!r}")
@@ -120,6 +131,11 @@ class GenerationEngine:
             raise RequestError(
                 "token_budget", f"expected at least max_running={max_running}, got {token_budget}"
             )
+        if speculate not in SPECULATE:
+            raise RequestError("speculate", f"expected one of {', '.join(SPECULATE)}, got {speculate!r}")
+        if (speculate == "draft") != (draft is not None):
+            expected = "a draft model" if draft is None else "no draft model"
+            raise RequestError("draft", f"expected {expected} with speculate={speculate!r}")
         self.runner = model if isinstance(model, Runner) else Runner(model)
         self.vocabulary = self.runner.vocabulary
         self.context, self.tokenizer = context, tokenizer
@@ -128,6 +144,13 @@ class GenerationEngine:
         self.admission = Admission(Target(ttft, tpot), max_running, token_budget)
         positions = kv_positions or max_running * (-(-context // 256) * 256)
         self.store: Store = STORES[store](self.runner.memory(), positions)
+        self._speculator: Speculator | None = None
+        if speculate != "off":
+            proposer: Proposer = NgramProposer()
+            if draft is not None:
+                memory = STORES[store](draft.runner.memory(), positions)
+                proposer = DraftProposer(draft, memory, self.vocabulary)
+            self._speculator = Speculator(proposer)
         grammars = None
         if tokenizer is not None and self.end_tokens:
             grammars = Grammars(tokenizer, self.vocabulary, self.end_tokens)
@@ -301,10 +324,12 @@ class GenerationEngine:
         start = time.perf_counter()
         begin = start if self._last_step is None else self._last_step
         self._last_step = None
+        self._propose()
+        proposal_time = time.perf_counter() - start
         plan = self._schedule()
         if not plan:
             return []
-        decodes = sum(sequence.remaining == 1 for sequence, _ in plan)
+        decodes = sum(count for sequence, count in plan if sequence.remaining == 1)
         prompt_tokens = sum(count for _, count in plan) - decodes
         running = len(self._running)
         spans = [self._span(sequence, count) for sequence, count in plan]
@@ -315,10 +340,11 @@ class GenerationEngine:
         end = time.perf_counter()
         self.metrics.steps += 1
         self.metrics.step_time += end - start
+        self.metrics.proposal_time += proposal_time
         self.admission.observe(
             decodes,
             prompt_tokens,
-            end - begin,
+            end - begin - proposal_time,
             selected=len(outputs),
             ended=running - len(self._running),
         )
@@ -333,10 +359,27 @@ class GenerationEngine:
 
     # ---- schedule ----
 
+    def _propose(self) -> None:
+        """Propose the next tokens of sequences that decode."""
+        if self._speculator is None:
+            return
+        decoding = [each for each in self._running if each.remaining == 1]
+        speculations = [each.speculation for each in decoding if each.speculation is not None]
+        proposals = self._speculator.propose(
+            speculations,
+            # the step selects one token more than it verifies
+            [each.most - each.generated - 1 for each in decoding],
+            self.admission.times.coefficients[:2],
+            self.admission.proposal_budget(len(decoding)),
+        )
+        for sequence, proposal in zip(decoding, proposals, strict=True):
+            sequence.proposed = proposal
+            self.metrics.proposed_tokens += len(proposal)
+
     def _schedule(self) -> list[tuple[_Sequence, int]]:
         """Return the sequences to advance, each with a number of tokens."""
-        plan = [(sequence, 1) for sequence in self._running if sequence.remaining == 1]
-        budget = self.admission.prompt_budget(len(plan))
+        plan = [(each, 1 + len(each.proposed)) for each in self._running if each.remaining == 1]
+        budget = self.admission.prompt_budget(sum(count for _, count in plan))
         for sequence in self._running:
             if sequence.remaining > 1 and (count := min(sequence.remaining, budget)):
                 plan.append((sequence, count))
@@ -356,6 +399,8 @@ class GenerationEngine:
             sequence.draw = self._sampler.add(
                 sampling, sequence.choice, sequence.tokens, sorted(sequence.ends)
             )
+            if self._speculator is not None:
+                sequence.speculation = self._speculator.add(sequence.tokens, most)
             self.metrics.shared_tokens += blocks.stored
             self.metrics.queue_time.observe(time.monotonic() - sequence.arrived)
             self.metrics.fusion_delay.observe(self.metrics.steps - sequence.arrived_step + 1)
@@ -368,10 +413,11 @@ class GenerationEngine:
         start = sequence.computed
         assert sequence.blocks is not None
         self.store.reserve(sequence.blocks, start + count)
-        is_last = start + count == len(sequence.tokens)
+        tokens = [*sequence.tokens[start : start + count], *sequence.proposed]
+        is_last = start + count >= len(sequence.tokens)
         wants_prompt = sequence.sampling.prompt_logprobs and sequence.choice == 0 and start < sequence.prompt
-        logits = count if wants_prompt else int(is_last)
-        return Span(sequence.tokens[start : start + count], start, sequence.blocks.numbers, logits)
+        logits = count if wants_prompt else is_last * (1 + len(sequence.proposed))
+        return Span(tokens, start, sequence.blocks.numbers, logits)
 
     # ---- post-process ----
 
@@ -379,36 +425,59 @@ class GenerationEngine:
         self, plan: Sequence[tuple[_Sequence, int]], spans: Sequence[Span], logits: Tensor
     ) -> list[Output]:
         """Select tokens, and end sequences."""
-        ready: list[_Sequence] = []
-        rows: list[int] = []
+        ready: list[tuple[_Sequence, int]] = []
         end = 0
         for (sequence, count), span in zip(plan, spans, strict=True):
             start, end = end, end + span.logits
-            assert sequence.blocks is not None
             if span.start < sequence.prompt:
-                self.metrics.prompt_tokens += count
+                self.metrics.prompt_tokens += count - len(sequence.proposed)
                 if sequence.sampling.prompt_logprobs and sequence.choice == 0:
                     self._add_prompt_logprobs(sequence, span, logits[start:end])
-            sequence.computed += count
-            self.store.commit(sequence.blocks, sequence.tokens, sequence.computed)
+            self._commit(sequence, count - len(sequence.proposed))
             if sequence.remaining == 0:
-                ready.append(sequence)
-                rows.append(end - 1)
-        outputs = []
-        if ready:
-            selected = logits if rows == list(range(len(logits))) else logits[rows]
-            wanted = max(-1 if each.sampling.logprobs is None else each.sampling.logprobs for each in ready)
-            raw = selected.clone() if wanted >= 0 else None
-            draws = [each.draw for each in ready if each.draw is not None]
-            tokens = self._sampler.draw(selected, draws)
-            logprobs: Sequence[Logprob | None] = (
-                [None] * len(ready) if raw is None else logprobs_of(raw, tokens, wanted)
-            )
+                ready.append((sequence, end - 1 - len(sequence.proposed)))
+        outputs: dict[_Sequence, Output] = {}
+        accepted = dict.fromkeys((sequence for sequence, _ in ready), 0)
+        while ready:
+            following = []
+            selected = self._select(logits, ready)
             now = time.monotonic()
-            for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
-                outputs.append(self._extend(sequence, token, logprob, now))
+            for (sequence, row), (token, logprob) in zip(ready, selected, strict=True):
+                verified = accepted[sequence]
+                output = self._extend(sequence, token, logprob, now)
+                outputs[sequence] = outputs[sequence].joined(output) if sequence in outputs else output
+                if sequence.proposed[verified : verified + 1] == [token]:
+                    accepted[sequence] += 1
+                    if output.finish_reason is None:
+                        self._commit(sequence, 1)
+                        following.append((sequence, row + 1))
+            ready = following
+        for sequence, count in accepted.items():
+            if self._speculator is not None and sequence.speculation is not None:
+                self._speculator.observe(sequence.speculation, len(sequence.proposed), count)
+            sequence.proposed = []
+        self.metrics.accepted_tokens += sum(accepted.values())
         self.store.compact()
-        return outputs
+        return list(outputs.values())
+
+    def _commit(self, sequence: _Sequence, count: int) -> None:
+        """Record that the next `count` tokens have keys and values."""
+        assert sequence.blocks is not None
+        sequence.computed += count
+        self.store.commit(sequence.blocks, sequence.tokens, sequence.computed)
+
+    def _select(
+        self, logits: Tensor, ready: Sequence[tuple[_Sequence, int]]
+    ) -> list[tuple[int, Logprob | None]]:
+        """Return the next token of each sequence from its row of `logits`, with the log-probability if requested."""
+        rows = [row for _, row in ready]
+        selected = logits if rows == list(range(len(logits))) else logits[rows]
+        wanted = max(-1 if each.sampling.logprobs is None else each.sampling.logprobs for each, _ in ready)
+        raw = selected.clone() if wanted >= 0 else None
+        tokens = self._sampler.draw(selected, [each.draw for each, _ in ready if each.draw is not None])
+        if raw is None:
+            return [(token, None) for token in tokens]
+        return list(zip(tokens, logprobs_of(raw, tokens, wanted), strict=True))
 
     def _extend(self, sequence: _Sequence, token: int, logprob: Logprob | None, now: float) -> Output:
         """Add a token to a sequence, and end the sequence if the token is the last."""
@@ -477,6 +546,8 @@ class GenerationEngine:
         self._running.remove(sequence)
         self.store.release(sequence.blocks)
         self._sampler.remove(sequence.draw)
+        if self._speculator is not None and sequence.speculation is not None:
+            self._speculator.remove(sequence.speculation)
         self._count_end(reason)
         if sequence.last_token:
             self.metrics.total_time.observe(sequence.last_token - sequence.arrived)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farandole.data.errors import DataError
+from farandole.serve.draft import read_draft
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import read_model
 from farandole.serve.request import Logprob, Output, RequestError, Sampling
@@ -72,6 +73,7 @@ class LLM:
         precision: "fp32" or "bf16".
         context: the maximum number of tokens of a sequence, by default the model's context.
         chat_template: a file with another chat template, or "chatml".
+        draft: the folder of a draft model, for speculate="draft".
         options: further arguments of `GenerationEngine`, such as max_running=32.
 
     Raises:
@@ -86,6 +88,7 @@ class LLM:
         precision: str = "fp32",
         context: int | None = None,
         chat_template: str = "",
+        draft: str | Path | None = None,
         **options: Any,
     ) -> None:
         found = read_model(folder, precision=precision, context=context, template=chat_template)
@@ -95,6 +98,7 @@ class LLM:
             context=found.context,
             tokenizer=found.tokenizer,
             end_tokens=found.end_tokens,
+            draft=None if draft is None else read_draft(draft, found, precision),
             **options,
         )
 

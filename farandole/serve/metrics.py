@@ -39,8 +39,9 @@ class Metrics:
         self.requests: dict[str, int] = {}
         self.refused = 0
         self.prompt_tokens = self.shared_tokens = self.generated_tokens = 0
+        self.proposed_tokens = self.accepted_tokens = 0
         self.steps = 0
-        self.step_time, self.model_time = 0.0, 0.0
+        self.step_time, self.model_time, self.proposal_time = 0.0, 0.0, 0.0
         self.queue_time, self.fusion_delay = Histogram(), Histogram(STEPS)
         self.first_token, self.between_tokens = Histogram(), Histogram()
         self.per_output_token, self.total_time = Histogram(), Histogram()
@@ -80,9 +81,22 @@ class Metrics:
         one("prompt_tokens_total", "counter", "Prompt tokens computed.", self.prompt_tokens)
         one("shared_tokens_total", "counter", "Prompt tokens found in shared pages.", self.shared_tokens)
         one("generated_tokens_total", "counter", "Tokens generated.", self.generated_tokens)
+        one(
+            "proposed_tokens_total",
+            "counter",
+            "Tokens proposed by speculative decoding.",
+            self.proposed_tokens,
+        )
+        one("accepted_tokens_total", "counter", "Proposed tokens that were accepted.", self.accepted_tokens)
         one("steps_total", "counter", "Steps of the engine.", self.steps)
         one("step_seconds_total", "counter", "Time in steps.", self.step_time)
         one("model_seconds_total", "counter", "Time in the model, as a part of steps.", self.model_time)
+        one(
+            "proposal_seconds_total",
+            "counter",
+            "Time in proposals of speculative decoding, as a part of steps.",
+            self.proposal_time,
+        )
         add(
             "step_model_seconds",
             "gauge",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_LOGPROBS = 20
@@ -183,6 +183,16 @@ class Output:
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()
     finish_reason: str | None = None
+
+    def joined(self, later: Output) -> Output:
+        """Return this output and a later output of the same sequence as one."""
+        return replace(
+            later,
+            tokens=self.tokens + later.tokens,
+            text=self.text + later.text,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+        )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from farandole.comm.communicator import Communicator
 from farandole.launch.reports import notify
 from farandole.launch.runtime import Runtime
 from farandole.serve.app import Server
+from farandole.serve.draft import read_draft
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import ModelFolder, find_model, read_model
 from farandole.serve.guard import Limits, read_keys
@@ -48,6 +49,8 @@ def start(
     tpot: float | None,
     kv_memory: float | None,
     store: str,
+    speculate: str,
+    draft: Path | None,
     chat_template: str,
     api_keys: Path | None,
     max_body: float,
@@ -76,12 +79,17 @@ def start(
         found = read_model(
             folder, precision=precision, context=context, template=chat_template, lazy=comm is not None
         )
+        draft_model = None
+        if draft is not None and (comm is None or comm.rank == 0):
+            draft_model = read_draft(draft, found, precision)
     runner = _runner(found, comm)
     if isinstance(runner, Worker):
         runner.follow()
         return
     limits = Limits(body_bytes=int(max_body * (1 << 20)), request_s=request_timeout)
     per_position = runner.bytes_per_position
+    if draft_model is not None:
+        per_position += draft_model.runner.bytes_per_position
     wanted = max_running * (-(-found.context // CHUNK) * CHUNK)
     if kv_memory is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -106,6 +114,8 @@ def start(
         token_budget=token_budget,
         ttft=ttft,
         tpot=tpot,
+        speculate=speculate,
+        draft=draft_model,
     )
     model_name = name or _name_of(found.folder)
 

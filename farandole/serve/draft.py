@@ -1,0 +1,168 @@
+"""Propose the next tokens of sequences with a small draft model.
+
+The draft model has its own keys and values.  It computes the tokens that were added to a sequence since its last
+proposal, and then generates its most likely tokens, one per pass for all sequences together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from farandole.serve.admission import StepTimes
+from farandole.serve.folder import ModelFolder, read_model
+from farandole.serve.request import RequestError
+from farandole.serve.runner import Runner, Span
+from farandole.serve.store import Blocks, Store
+
+PASS = 256
+"""The maximum number of tokens per pass, unless more sequences need one token each."""
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A draft model.
+
+    Args:
+        runner: computes the logits.
+        context: the maximum number of tokens of a sequence.
+    """
+
+    runner: Runner
+    context: int
+
+
+@dataclass(eq=False)
+class Drafted:
+    """A sequence of the draft model.
+
+    Args:
+        tokens: the sequence's tokens; the caller appends tokens.
+        most: the maximum number of positions.
+        blocks: the sequence's blocks in the draft model's store, from the first proposal.
+        computed: the number of tokens with keys and values.
+    """
+
+    tokens: Sequence[int]
+    most: int
+    blocks: Blocks | None = None
+    computed: int = 0
+
+
+class DraftProposer:
+    """Proposes the most likely tokens of a draft model.
+
+    Args:
+        model: the draft model.
+        store: the draft model's keys and values.
+        vocabulary: the number of tokens of the served model.
+    """
+
+    def __init__(self, model: DraftModel, store: Store, vocabulary: int) -> None:
+        self._runner, self._context = model.runner, model.context
+        self._store, self._vocabulary = store, vocabulary
+        self._times = StepTimes()
+        self._states: list[Drafted] = []
+
+    def add(self, tokens: Sequence[int], most: int) -> Drafted:
+        """Add a sequence; see `Proposer.add`."""
+        self._states.append(Drafted(tokens, most))
+        return self._states[-1]
+
+    def remove(self, state: Drafted) -> None:
+        """Remove a sequence, and free its memory."""
+        self._states.remove(state)
+        if state.blocks is not None:
+            self._store.release(state.blocks)
+        if not self._states:
+            self._store.compact()
+
+    def backlog(self, state: Drafted) -> int | None:
+        """Return the number of tokens to compute before the last, or None if the context is full."""
+        if len(state.tokens) > self._context:
+            return None
+        return max(len(state.tokens) - 1 - state.computed, 0)
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the measured time of a pass, and the additional time per sequence."""
+        base, each, _ = self._times.coefficients
+        return base, each
+
+    def propose(self, states: Sequence[Drafted], counts: Sequence[int]) -> list[list[int]]:
+        """Return proposals; see `Proposer.propose`."""
+        self._keep_accepted()
+        budget = max(PASS - len(states), 0)
+        proposals: list[list[int]] = [[] for _ in states]
+        active = [number for number, state in enumerate(states) if self._has_memory(state)]
+        while active:
+            spans = []
+            for number in active:
+                spans.append(self._span(states[number], proposals[number], 1 + budget))
+                budget -= len(spans[-1].tokens) - 1
+            logits = self._pass(spans)
+            best = iter(logits[:, : self._vocabulary].argmax(-1).tolist())
+            following = []
+            for number, span in zip(active, spans, strict=True):
+                state, proposal = states[number], proposals[number]
+                state.computed += len(span.tokens)
+                if span.logits:
+                    proposal.append(next(best))
+                    if len(proposal) < min(counts[number], self._context + 1 - len(state.tokens)):
+                        following.append(number)
+            active = following
+        return proposals
+
+    def _keep_accepted(self) -> None:
+        """Drop the keys and values of rejected tokens, and fill the holes that removed sequences left."""
+        for state in self._states:
+            if state.blocks is not None:
+                state.computed = min(state.computed, len(state.tokens) - 1)
+                self._store.commit(state.blocks, state.tokens, state.computed)
+        self._store.compact()
+
+    def _has_memory(self, state: Drafted) -> bool:
+        if state.blocks is None:
+            state.blocks = self._store.add(state.tokens, state.most)
+            state.computed = 0 if state.blocks is None else state.blocks.stored
+        return state.blocks is not None
+
+    def _span(self, state: Drafted, proposal: Sequence[int], most: int) -> Span:
+        """Return the next tokens to compute, at most `most`."""
+        assert state.blocks is not None
+        start, length = state.computed, len(state.tokens)
+        end = min(start + most, length + len(proposal))
+        self._store.reserve(state.blocks, end)
+        known = [*state.tokens[start:end], *proposal[max(start - length, 0) : max(end - length, 0)]]
+        last = self._runner.vocabulary - 1  # a smaller vocabulary has fewer unused tokens
+        tokens = [min(token, last) for token in known]
+        return Span(tokens, start, state.blocks.numbers, int(end == length + len(proposal)))
+
+    def _pass(self, spans: Sequence[Span]) -> Tensor:
+        before = time.perf_counter()
+        logits = self._runner.run(self._store.memory, spans)
+        prompt_tokens = sum(len(span.tokens) - 1 for span in spans)
+        self._times.add(len(spans), prompt_tokens, time.perf_counter() - before)
+        return logits
+
+
+def read_draft(folder: str | Path, served: ModelFolder, precision: str) -> DraftModel:
+    """Read a draft model from a folder; see `read_model`.
+
+    Raises:
+        FolderError, CheckpointError, DataError: if a file is missing or damaged, or the model is not supported.
+        RequestError: if the tokens are not those of the served model.
+    """
+    found = read_model(folder, precision=precision)
+    own, expected = found.tokenizer.get_vocab(), served.tokenizer.get_vocab()
+    if own != expected:
+        text = min(own.items() ^ expected.items())[0]
+        raise RequestError(
+            "draft",
+            f"expected the tokens of the served model, but token {text!r} has the number {own.get(text)} instead of "
+            f"{expected.get(text)}; choose a draft model with the same tokenizer",
+        )
+    return DraftModel(Runner(found.model), found.context)

@@ -1,0 +1,74 @@
+"""Propose the next tokens of a sequence from its own tokens.
+
+The last tokens are searched for in the sequence, and the tokens that followed them before are proposed: text that a
+model copies from its prompt, or repeats, is predicted without a second model.
+
+A. Saxena, "Prompt Lookup Decoding" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+LENGTHS = (4, 3, 2)
+"""The numbers of last tokens that are searched for, in this order."""
+
+
+@dataclass(eq=False)
+class History:
+    """The n-grams of a sequence.
+
+    Args:
+        tokens: the sequence's tokens; the caller appends tokens.
+        following: for each n-gram but the last, the position after its last occurrence.
+        indexed: the number of tokens whose n-grams are in `following`.
+    """
+
+    tokens: Sequence[int]
+    following: dict[tuple[int, ...], int] = field(default_factory=dict)
+    indexed: int = 0
+
+
+class NgramProposer:
+    """Proposes the tokens that followed the last occurrence of a sequence's last tokens."""
+
+    def add(self, tokens: Sequence[int], most: int) -> History:
+        """Add a sequence; see `Proposer.add`."""
+        return History(tokens)
+
+    def remove(self, state: History) -> None:
+        """Do nothing: a sequence has no memory outside its state."""
+
+    def backlog(self, state: History) -> int | None:
+        """Return 0 if the last tokens occurred before, else None."""
+        return None if self._find(state) is None else 0
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the time of a proposal, which is negligible."""
+        return 0.0, 0.0
+
+    def propose(self, states: Sequence[History], counts: Sequence[int]) -> list[list[int]]:
+        """Return proposals; see `Proposer.propose`."""
+        return [self._continue(state, count) for state, count in zip(states, counts, strict=True)]
+
+    def _find(self, state: History) -> int | None:
+        """Return the position after the last occurrence of the longest n-gram that ends the sequence."""
+        tokens, end = state.tokens, len(state.tokens)
+        for last in range(state.indexed, end):  # all n-grams that a token follows
+            for length in LENGTHS:
+                if last >= length:
+                    state.following[tuple(tokens[last - length : last])] = last
+        state.indexed = end
+        for length in LENGTHS:
+            found = state.following.get(tuple(tokens[-length:])) if end >= length else None
+            if found is not None:
+                return found
+        return None
+
+    def _continue(self, state: History, count: int) -> list[int]:
+        at, end = self._find(state), len(state.tokens)
+        if at is None:
+            return []
+        # where the copied tokens end, the proposal continues with its own beginning
+        return [state.tokens[at + number % (end - at)] for number in range(count)]

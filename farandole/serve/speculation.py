@@ -1,0 +1,183 @@
+"""Speculative decoding: verify several proposed tokens of a sequence in one step.
+
+A proposer predicts the next tokens of sequences that decode.  The model computes them together with the last token, and
+the sampler selects a token after each of them.  The sequence keeps the selected tokens up to the first one that differs
+from its proposal.  As the selected token never depends on the proposal, greedy and sampled tokens are those without
+speculation.
+
+A verified token costs as much as a sequence that decodes.  While few sequences decode, a step takes hardly longer with
+more tokens, because it reads all weights anyway; in a large batch, rejected tokens delay the others.  The number of
+proposed tokens therefore maximizes the expected tokens per second, from the measured step times and the measured part
+of accepted proposals.
+
+Y. Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
+X. Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from farandole.serve.admission import Rate
+
+MAX_PROPOSED = 16
+"""The maximum number of proposed tokens per sequence and step."""
+PROBE_STEPS = 64
+"""The number of steps without a proposal after which one token is proposed, to measure the acceptance again."""
+
+
+class Proposer(Protocol):
+    """Predicts the next tokens of sequences."""
+
+    def add(self, tokens: Sequence[int], most: int) -> Any:
+        """Return the state of a new sequence.
+
+        Args:
+            tokens: the sequence's tokens, which the caller changes.
+            most: the maximum number of positions with keys and values.
+        """
+        ...
+
+    def remove(self, state: Any) -> None:
+        """Remove a sequence."""
+        ...
+
+    def backlog(self, state: Any) -> int | None:
+        """Return the number of tokens to compute before the next proposal, or None if no proposal is possible."""
+        ...
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the measured time per proposed token, for all sequences together, and in addition for each."""
+        ...
+
+    def propose(self, states: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
+        """Return at most `counts` tokens for each sequence."""
+        ...
+
+
+@dataclass(eq=False)
+class Speculation:
+    """The proposals for one sequence.
+
+    Args:
+        state: the proposer's state.
+        accepted: the part of proposals that were accepted, given that all proposals before them were.
+    """
+
+    state: Any
+    accepted: Rate
+    probed: int = field(default=0)
+
+
+class Speculator:
+    """Proposes tokens where verifying them pays.
+
+    Args:
+        proposer: predicts the tokens.
+    """
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self._accepted = Rate(1.4, 2.0, 0.99)  # of all sequences
+        self._steps = self._last_proposal = 0
+
+    def add(self, tokens: Sequence[int], most: int) -> Speculation:
+        """Add a sequence; see `Proposer.add`."""
+        prior = 2.0
+        return Speculation(self._proposer.add(tokens, most), Rate(prior * self._accepted.value, prior, 0.9))
+
+    def remove(self, speculation: Speculation) -> None:
+        """Remove a sequence."""
+        self._proposer.remove(speculation.state)
+
+    def propose(
+        self,
+        decoding: Sequence[Speculation],
+        limits: Sequence[int],
+        step: tuple[float, float],
+        budget: int,
+    ) -> list[list[int]]:
+        """Return the tokens to verify for each sequence that decodes.
+
+        Args:
+            limits: the maximum number of tokens for each sequence.
+            step: the measured time of a step, and the additional time per token.
+            budget: the maximum number of tokens for all sequences together.
+        """
+        self._steps += 1
+        found: list[list[int]] = [[] for _ in decoding]
+        backlogs = [
+            self._proposer.backlog(each.state) if limit > 0 else None
+            for each, limit in zip(decoding, limits, strict=True)
+        ]
+        candidates = [number for number, backlog in enumerate(backlogs) if backlog is not None]
+        if not candidates or budget < 1:
+            return found
+        rates = [decoding[number].accepted.value for number in candidates]
+        counts = self._counts(
+            rates, [min(limits[number], MAX_PROPOSED) for number in candidates], len(decoding), step, budget
+        )
+        if not any(counts):
+            if self._steps - self._last_proposal < PROBE_STEPS:
+                return found
+            probed = min(
+                range(len(candidates)),
+                key=lambda at: (backlogs[candidates[at]], decoding[candidates[at]].probed),
+            )
+            decoding[candidates[probed]].probed = self._steps
+            counts[probed] = 1
+        self._last_proposal = self._steps
+        chosen = [(number, count) for number, count in zip(candidates, counts, strict=True) if count]
+        proposals = self._proposer.propose(
+            [decoding[number].state for number, _ in chosen], [count for _, count in chosen]
+        )
+        for (number, _), proposal in zip(chosen, proposals, strict=True):
+            found[number] = proposal
+        return found
+
+    def observe(self, speculation: Speculation, proposed: int, accepted: int) -> None:
+        """Add the result of a verification."""
+        if proposed:
+            trials = min(accepted + 1, proposed)  # tokens after the first rejected one were not tried
+            speculation.accepted.add(accepted, trials)
+            self._accepted.add(accepted, trials)
+
+    def _counts(
+        self,
+        rates: Sequence[float],
+        limits: Sequence[int],
+        decoding: int,
+        step: tuple[float, float],
+        budget: int,
+    ) -> list[int]:
+        """Return the number of tokens for each candidate that maximizes the expected tokens per second."""
+        pass_base, pass_each = self._proposer.seconds()
+        base, each = step
+        tokens, seconds = float(decoding), base + each * decoding
+        counts = [0] * len(rates)
+        if seconds <= 0:  # nothing is measured
+            return counts
+        cost = each + pass_each
+        # a token with a lower chance than this one would reduce the tokens per second
+        least = cost * tokens / seconds
+        options = []
+        for number, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
+            chance = rate
+            for depth in range(1, limit + 1):
+                if chance <= least:
+                    break
+                options.append((-chance, depth, number))
+                chance *= rate
+        options.sort()
+        best, used, passes = tokens / seconds, 0, 0
+        for at, (chance, depth, _) in enumerate(options[:budget], 1):
+            tokens -= chance
+            seconds += cost + pass_base * max(depth - passes, 0)
+            passes = max(passes, depth)
+            if tokens / seconds > best:
+                best, used = tokens / seconds, at
+        for _, depth, number in options[:used]:
+            counts[number] = max(counts[number], depth)
+        return counts
