@@ -135,8 +135,10 @@ def serve(
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError
 
+    rank = 0
     try:
         placement = find_placement(os.environ)
+        rank = placement.rank
         if tensor not in (None, placement.size) and placement is not ALONE:
             raise RequestError(
                 "tensor",
@@ -176,8 +178,10 @@ def serve(
         )
     except RequestError as refusal:
         option = "--" + refusal.field.replace("_", "-")
-        typer.echo(f"farandole serve: {option}: {str(refusal).partition(': ')[2]}", err=True)
+        if rank == 0:  # the error is raised on all ranks
+            typer.echo(f"farandole serve: {option}: {str(refusal).partition(': ')[2]}", err=True)
         raise typer.Exit(2) from None
     except (CheckpointError, ConfigError, DataError, FolderError, LaunchError) as refusal:
-        typer.echo(f"farandole serve: {refusal}", err=True)
+        if rank == 0:
+            typer.echo(f"farandole serve: {refusal}", err=True)
         raise typer.Exit(2) from None

@@ -9,6 +9,9 @@ constraint.py  constrains the tokens to a schema, a regular expression or a gram
 text.py      converts tokens to text as they arrive, and finds stop strings
 folder.py    reads a model, its tokenizer and its chat template from a folder
 llm.py       generates text offline
+llm_ranks.py the ranks that divide the model of an offline program
+ranks.py     computes each step on several ranks
+shards.py    reads each rank's shards of a model
 service.py   runs the engine in a thread for the server
 protocol.py  the fields of the HTTP requests
 app.py       the HTTP server

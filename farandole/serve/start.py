@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from farandole._extras import optional_import
 
 with optional_import():
     import uvicorn
 
-from farandole.comm.communicator import Communicator
 from farandole.launch.reports import notify
 from farandole.launch.runtime import Runtime
 from farandole.serve.app import Server
 from farandole.serve.engine import GenerationEngine
-from farandole.serve.folder import ModelFolder, find_model, read_model
+from farandole.serve.folder import find_model, read_model
 from farandole.serve.guard import Limits, read_keys
-from farandole.serve.ranks import Driver, Worker
+from farandole.serve.ranks import LocalDriver, Worker
 from farandole.serve.request import RequestError
 from farandole.serve.runner import Runner
 from farandole.serve.service import Service
-from farandole.serve.shards import check_width, shard_model
+from farandole.serve.shards import check_width, raised_together, read_sharded
 from farandole.serve.store import CHUNK
 
 GIB = 1 << 30
@@ -65,21 +65,22 @@ def start(
         RanksFailed: if a rank fails.
     """
     comm = None if runtime is None else runtime.comm
-    with _failing_together(comm):
+    with contextlib.nullcontext() if comm is None else raised_together(comm):
         folder = find_model(folder)
         if comm is None or comm.rank == 0:
             keys = read_keys(api_keys) if api_keys is not None else []
             listener = _listen(host, port)
-    if comm is not None:  # a new checkpoint may appear before the other ranks look
-        folder = comm.broadcast_object(folder)
-    with _failing_together(comm):
-        found = read_model(
-            folder, precision=precision, context=context, template=chat_template, lazy=comm is not None
-        )
-    runner = _runner(found, comm)
-    if isinstance(runner, Worker):
-        runner.follow()
-        return
+    options: dict[str, Any] = {"precision": precision, "context": context, "template": chat_template}
+    if comm is None:
+        found = read_model(folder, **options)
+        runner = Runner(found.model)
+    else:
+        folder = comm.broadcast_object(folder)  # a new checkpoint may appear before the other ranks look
+        found = read_sharded(folder, options, comm)
+        if comm.rank:
+            _follow(Worker(found.model, comm))
+            return
+        runner = LocalDriver(found.model, comm)
     limits = Limits(body_bytes=int(max_body * (1 << 20)), request_s=request_timeout)
     per_position = runner.bytes_per_position
     wanted = max_running * (-(-found.context // CHUNK) * CHUNK)
@@ -150,30 +151,11 @@ def check_start(folder: Path, *, host: str, port: int, api_keys: Path | None, te
     check_width(read_model(folder, lazy=True).model, tensor)
 
 
-def _runner(found: ModelFolder, comm: Communicator | None) -> Runner:
-    """Return this rank's runner.  This is a collective call."""
-    if comm is None:
-        return Runner(found.model)
-    with _failing_together(comm):
-        shard_model(found.model, comm)
-    kind = Worker if comm.rank else Driver
-    return kind(found.model, comm)
-
-
-@contextlib.contextmanager
-def _failing_together(comm: Communicator | None) -> Iterator[None]:
-    """Raise an error of the block on the first rank that has one, and end the other ranks silently."""
-    own: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        own = error
-    failed = [own is not None] if comm is None else comm.all_gather_object(own is not None)
-    if True not in failed:
-        return
-    if own is not None and (comm is None or failed.index(True) == comm.rank):
-        raise own
-    raise SystemExit(2)
+def _follow(worker: Worker) -> None:
+    """Compute with rank 0 until it ends.  Signals that stop the job are left to rank 0."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    worker.follow()
 
 
 def _name_of(found: Path) -> str:

@@ -19,7 +19,7 @@ import torch
 from farandole.comm.communicator import Communicator
 from farandole.models.hf import from_pretrained
 from farandole.serve.engine import GenerationEngine
-from farandole.serve.ranks import Driver, Worker
+from farandole.serve.ranks import LocalDriver, Worker
 from farandole.serve.request import Logprob, RequestError, Sampling
 from farandole.serve.shards import check_width, shard_model
 from tests.serve.models import CONTEXT, LAYERS, models, vocabulary
@@ -58,7 +58,7 @@ def on_ranks(rank: int, size: int, folder: str, store: str, prompts: list[list[i
     if rank:
         Worker(model, comm).follow()
         return None
-    driver = Driver(model, comm)
+    driver = LocalDriver(model, comm)
     engine = GenerationEngine(driver, context=CONTEXT, store=store, token_budget=16, max_running=3)
     together = traffic(engine, prompts)
     # log-probabilities of the prompt disable the reuse of keys and values
