@@ -12,7 +12,7 @@ import typer
 from farandole.cli.durations import parse_duration
 
 END_TIMEOUT_S = 30
-"""The seconds that the ranks of `--tensor` may take to end after `--drain-timeout`."""
+"""The seconds that the ranks may take to end after `--drain-timeout`."""
 
 
 def serve(
@@ -56,9 +56,13 @@ def serve(
             "--tensor",
             min=1,
             help="Number of ranks that divide the model.",
-            show_default="the ranks of the launcher, else 1",
+            show_default="the ranks of the launcher divided by --replicas, else 1",
         ),
     ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option("--replicas", min=1, help="Number of replicas of the model, each on --tensor ranks."),
+    ] = 1,
     ttft: Annotated[
         float | None,
         typer.Option(
@@ -121,6 +125,7 @@ def serve(
       farandole serve runs --port 8000
       farandole serve FOLDER --precision bf16 --max-running 64
       farandole serve FOLDER --tensor 2        2 ranks divide the model
+      farandole serve FOLDER --replicas 2      2 ranks each have the model
       mpirun -n 2 farandole serve FOLDER       the same, under another launcher
       farandole serve FOLDER --ttft 2s --tpot 100ms
       farandole serve FOLDER --host 0.0.0.0 --api-keys keys.txt
@@ -139,17 +144,25 @@ def serve(
     try:
         placement = find_placement(os.environ)
         rank = placement.rank
-        if tensor not in (None, placement.size) and placement is not ALONE:
-            raise RequestError(
-                "tensor",
-                f"expected {placement.size}, the number of ranks of {placement.launcher}, got {tensor}; omit --tensor",
-            )
-        if placement is ALONE and tensor is not None and tensor > 1:
+        if placement is not ALONE:
+            if placement.size % replicas:
+                raise RequestError(
+                    "replicas",
+                    f"expected a divisor of {placement.size}, the number of ranks of {placement.launcher}, got {replicas}",
+                )
+            width = placement.size // replicas
+            if tensor not in (None, width):
+                raise RequestError(
+                    "tensor",
+                    f"expected {width}, the number of ranks of {placement.launcher} divided by --replicas, got {tensor}; "
+                    "omit --tensor",
+                )
+        elif (ranks := replicas * (tensor or 1)) > 1:
             from farandole.launch.local import launch
 
-            check_start(folder, host=host, port=port, api_keys=api_keys, tensor=tensor)
+            check_start(folder, host=host, port=port, api_keys=api_keys, tensor=tensor or 1)
             end = drain_timeout + END_TIMEOUT_S
-            raise typer.Exit(launch("farandole", sys.argv[1:], ranks=tensor, module=True, stop_timeout_s=end))
+            raise typer.Exit(launch("farandole", sys.argv[1:], ranks=ranks, module=True, stop_timeout_s=end))
         runtime = None
         if placement.size > 1:
             import farandole
@@ -174,6 +187,7 @@ def serve(
             max_body=max_body,
             request_timeout=request_timeout,
             drain_timeout=drain_timeout,
+            replicas=replicas,
             runtime=runtime,
         )
     except RequestError as refusal:

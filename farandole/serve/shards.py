@@ -46,18 +46,22 @@ def _can_be_sent(error: Exception) -> bool:
         return False
 
 
-def read_sharded(folder: Path, options: Mapping[str, Any], comm: Communicator) -> ModelFolder:
+def read_sharded(
+    folder: Path, options: Mapping[str, Any], comm: Communicator, job: Communicator | None = None
+) -> ModelFolder:
     """Read this rank's shards of a model.  This is a collective call.
 
     Args:
         options: the arguments of `read_model`.
+        comm: the communicator of the ranks that divide the model.
+        job: the communicator of all ranks that read a model, by default `comm`.
 
     Raises:
-        The errors of `read_model` and `shard_model`, on all ranks.
+        The errors of `read_model` and `shard_model`, on all ranks of `job`.
     """
-    with raised_together(comm):
+    with raised_together(job or comm):
         found = read_model(folder, **options, lazy=True)
-    with raised_together(comm):
+    with raised_together(job or comm):
         shard_model(found.model, comm)
     return found
 

@@ -110,7 +110,7 @@ def test_a_killed_rank_ends_a_stream_with_an_error_and_a_signal_does_not(
         with urllib.request.urlopen(request) as stream:
             assert b"choices" in stream.readline()
             if number == signal.SIGKILL:
-                os.kill(_process_of_rank(process.pid, 1), number)
+                os.kill(process_of_rank(process.pid, 1), number)
             else:
                 process.send_signal(number)
             *_, last, end = [line for line in stream.read().decode().splitlines() if line]
@@ -127,7 +127,7 @@ def test_a_killed_rank_ends_a_stream_with_an_error_and_a_signal_does_not(
             assert "stopped by SIGTERM" in process.stderr.read()
 
 
-def _process_of_rank(launcher: int, rank: int) -> int:
+def process_of_rank(launcher: int, rank: int) -> int:
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     environ = {int(pid): Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children}
     return next(pid for pid, variables in environ.items() if f"RANK={rank}" in variables)
