@@ -21,8 +21,8 @@ import torch
 import transformers
 
 from benchmarks.measure import records_table, save
-from farandole.bench.serving_limit import measure_limit
-from farandole.bench.serving_load import Request, ragged_requests
+from farandole.bench.serving.limit import measure_limit
+from farandole.bench.serving.load import Request, ragged_requests
 from farandole.models.hf import from_pretrained
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.request import Sampling

@@ -13,7 +13,7 @@ from farandole.cli.durations import parse_duration
 from farandole.cli.mistakes import CommandGroup
 
 if TYPE_CHECKING:
-    from farandole.bench.collectives_setup import CollectivesSetup
+    from farandole.bench.collectives.setup import CollectivesSetup
     from farandole.bench.setup import TrainingSetup
     from farandole.launch.placement import Placement
 
@@ -170,7 +170,7 @@ def collectives(
       farandole bench collectives -f -c --json a.json --picture a.png
       mpirun -n 4 farandole bench collectives                 under another launcher
     """
-    from farandole.bench.collectives_setup import CollectivesSetup, parse_size
+    from farandole.bench.collectives.setup import CollectivesSetup, parse_size
 
     def measure(placement: Placement) -> int:
         setup = CollectivesSetup(
@@ -269,10 +269,10 @@ def serving(
       farandole bench serving runs --scenario singlestream --sequential --json a.json --picture a.png
       farandole bench serving --url http://127.0.0.1:8000 --model NAME
     """
-    from farandole.bench.serving_setup import ServingSetup, parse_range
+    from farandole.bench.serving.setup import ServingSetup, parse_range
 
     def measure(placement: Placement) -> int:
-        from farandole.bench.serving import run
+        from farandole.bench.serving.run import run
 
         setup = ServingSetup(
             folder=folder,
@@ -356,8 +356,8 @@ def _train(setup: TrainingSetup, ranks: int | None, placement: Placement) -> int
 
 def _communicate(setup: CollectivesSetup, ranks: int | None, placement: Placement) -> int:
     """Measure collectives as a rank in a running job; outside a job, launch the ranks."""
-    from farandole.bench.collectives import run, start
-    from farandole.bench.collectives_backends import choose
+    from farandole.bench.collectives.backends import choose
+    from farandole.bench.collectives.run import run, start
 
     launched = launched_ranks(ranks, placement)
     if launched is None:

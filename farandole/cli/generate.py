@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from farandole.serve.llm import LLM
+    from farandole.serve.request import Sampling
 
 
 def generate(
@@ -37,6 +42,15 @@ def generate(
     output_file: Annotated[
         Path | None, typer.Option("--output", help="The file for the results of --input, in the same order.")
     ] = None,
+    tensor: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor",
+            min=1,
+            help="Number of ranks that divide the model.",
+            show_default="the ranks of the launcher, else 1",
+        ),
+    ] = None,
 ) -> None:
     """Continue a prompt with a trained model, and print the text.
 
@@ -49,11 +63,25 @@ def generate(
       farandole generate runs/stdlib-20260102-030405 --prompt "class Queue:"
       farandole generate runs --prompt "import" --tokens 400 --temperature 1 --seed 7
       farandole generate FOLDER --input prompts.jsonl --output out.jsonl --temperature 0
+      farandole generate FOLDER --prompt "import" --tensor 2    2 ranks divide the model
+      mpirun -n 2 farandole generate FOLDER --prompt "import"   the same, under another launcher
     """
-    if input_file is not None or output_file is not None:
-        _generate_file(checkpoint, prompt, input_file, output_file, tokens, temperature, top_k, seed)
-        return
     # import here, so that `--help` does not wait for torch
+    from farandole.launch.environments import find_placement
+    from farandole.launch.placement import LaunchError
+
+    try:
+        placement = find_placement(os.environ)
+    except LaunchError as refusal:
+        _refuse(refusal)
+    tensor = tensor or placement.size
+    is_file = input_file is not None or output_file is not None
+    if is_file or tensor > 1 or placement.size > 1:
+        sampling = {"max_tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+        _generate_together(
+            checkpoint, prompt, input_file, output_file, tensor, placement.rank, sampling, is_file=is_file
+        )
+        return
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError, newest_checkpoint
 
@@ -65,8 +93,7 @@ def generate(
 
         model, tokenizer, config = load_model(chosen)
     except (CheckpointError, ConfigError) as refusal:
-        typer.echo(f"farandole generate: {refusal}", err=True)
-        raise typer.Exit(2) from None
+        _refuse(refusal)
     given = tokenizer.encode("def" if prompt is None else prompt).ids
     if not given:
         typer.echo("farandole generate: the prompt is empty; expected at least one character", err=True)
@@ -88,46 +115,85 @@ def generate(
     sys.stdout.write("\n")
 
 
-def _generate_file(
+def _generate_together(
     folder: Path,
     prompt: str | None,
     input_file: Path | None,
     output_file: Path | None,
-    tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
+    tensor: int,
+    rank: int,
+    parameters: dict[str, Any],
+    *,
+    is_file: bool,
 ) -> None:
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn
-
+    """Generate with the engine, which batches sequences and divides the model over ranks."""
     from farandole.data.errors import DataError
+    from farandole.launch.placement import LaunchError
     from farandole.models.hf.fields import FolderError
-    from farandole.serve.batch import generate_file
     from farandole.serve.llm import LLM
+    from farandole.serve.ranks import RanksFailed
     from farandole.serve.request import RequestError, Sampling
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError
 
     try:
-        if input_file is None or output_file is None:
+        if is_file and (input_file is None or output_file is None):
             raise DataError("expected --input and --output together, got only one of them")
-        if prompt is not None:
+        if is_file and prompt is not None:
             raise DataError("--prompt and --input are mutually exclusive; omit one of them")
-        llm = LLM(folder)
-        console = Console(stderr=True)
-        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("generate", total=None, speed="")
-
-            def show(done: int, total: int, new: int) -> None:
-                elapsed = bar.tasks[0].elapsed or 0
-                speed = f"{new / elapsed:.0f} tokens/s" if elapsed else ""
-                bar.update(task, completed=done, total=total, speed=speed)
-
-            sampling = Sampling(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-            written = generate_file(llm, input_file, output_file, sampling, show)
-    except (CheckpointError, ConfigError, DataError, FolderError, RequestError) as refusal:
-        typer.echo(f"farandole generate: {refusal}", err=True)
+        sampling = Sampling(**parameters)
+        with LLM(folder, tensor=tensor) as llm:
+            if llm.rank:  # leaving the block computes with rank 0 until rank 0 has finished
+                return
+            if input_file is not None and output_file is not None:
+                _write_file(llm, input_file, output_file, sampling)
+            else:
+                _print_text(llm, "def" if prompt is None else prompt, sampling)
+    except RanksFailed as failure:
+        typer.echo(f"farandole generate: {failure}", err=True)
+        raise typer.Exit(1) from None
+    except (CheckpointError, ConfigError, DataError, FolderError, LaunchError, RequestError) as refusal:
+        if rank == 0:  # the error is raised on all ranks
+            _refuse(refusal)
         raise typer.Exit(2) from None
+
+
+def _refuse(error: Exception) -> NoReturn:
+    """Print the error, and exit."""
+    typer.echo(f"farandole generate: {error}", err=True)
+    raise typer.Exit(2) from None
+
+
+def _print_text(llm: LLM, prompt: str, sampling: Sampling) -> None:
+    """Continue a prompt, and print the text as it is generated."""
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    write(prompt)
+    for _ in llm.stream(
+        [prompt], sampling, progress=lambda outputs: write("".join(each.text for each in outputs))
+    ):
+        write("\n")
+
+
+def _write_file(llm: LLM, input_file: Path, output_file: Path, sampling: Sampling) -> None:
+    """Continue all prompts in a file, and show the progress."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn
+
+    from farandole.serve.batch import generate_file
+
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("generate", total=None, speed="")
+
+        def show(done: int, total: int, new: int) -> None:
+            elapsed = bar.tasks[0].elapsed or 0
+            speed = f"{new / elapsed:.0f} tokens/s" if elapsed else ""
+            bar.update(task, completed=done, total=total, speed=speed)
+
+        written = generate_file(llm, input_file, output_file, sampling, show)
     typer.echo(f"wrote {written} results to {output_file}", err=True)

@@ -12,7 +12,7 @@ import typer
 from farandole.cli.durations import parse_duration
 
 END_TIMEOUT_S = 30
-"""The seconds that the ranks of `--tensor` may take to end after `--drain-timeout`."""
+"""The seconds that the ranks may take to end after `--drain-timeout`."""
 
 
 def serve(
@@ -56,9 +56,13 @@ def serve(
             "--tensor",
             min=1,
             help="Number of ranks that divide the model.",
-            show_default="the ranks of the launcher, else 1",
+            show_default="the ranks of the launcher divided by --replicas, else 1",
         ),
     ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option("--replicas", min=1, help="Number of replicas of the model, each on --tensor ranks."),
+    ] = 1,
     ttft: Annotated[
         float | None,
         typer.Option(
@@ -135,6 +139,7 @@ def serve(
       farandole serve runs --port 8000
       farandole serve FOLDER --precision bf16 --max-running 64
       farandole serve FOLDER --tensor 2        2 ranks divide the model
+      farandole serve FOLDER --replicas 2      2 ranks each have the model
       mpirun -n 2 farandole serve FOLDER       the same, under another launcher
       farandole serve FOLDER --ttft 2s --tpot 100ms
       farandole serve FOLDER --speculate draft --draft SMALLER_FOLDER
@@ -150,19 +155,29 @@ def serve(
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError
 
+    rank = 0
     try:
         placement = find_placement(os.environ)
-        if tensor not in (None, placement.size) and placement is not ALONE:
-            raise RequestError(
-                "tensor",
-                f"expected {placement.size}, the number of ranks of {placement.launcher}, got {tensor}; omit --tensor",
-            )
-        if placement is ALONE and tensor is not None and tensor > 1:
+        rank = placement.rank
+        if placement is not ALONE:
+            if placement.size % replicas:
+                raise RequestError(
+                    "replicas",
+                    f"expected a divisor of {placement.size}, the number of ranks of {placement.launcher}, got {replicas}",
+                )
+            width = placement.size // replicas
+            if tensor not in (None, width):
+                raise RequestError(
+                    "tensor",
+                    f"expected {width}, the number of ranks of {placement.launcher} divided by --replicas, got {tensor}; "
+                    "omit --tensor",
+                )
+        elif (ranks := replicas * (tensor or 1)) > 1:
             from farandole.launch.local import launch
 
-            check_start(folder, host=host, port=port, api_keys=api_keys, tensor=tensor)
+            check_start(folder, host=host, port=port, api_keys=api_keys, tensor=tensor or 1)
             end = drain_timeout + END_TIMEOUT_S
-            raise typer.Exit(launch("farandole", sys.argv[1:], ranks=tensor, module=True, stop_timeout_s=end))
+            raise typer.Exit(launch("farandole", sys.argv[1:], ranks=ranks, module=True, stop_timeout_s=end))
         runtime = None
         if placement.size > 1:
             import farandole
@@ -189,12 +204,15 @@ def serve(
             max_body=max_body,
             request_timeout=request_timeout,
             drain_timeout=drain_timeout,
+            replicas=replicas,
             runtime=runtime,
         )
     except RequestError as refusal:
         option = "--" + refusal.field.replace("_", "-")
-        typer.echo(f"farandole serve: {option}: {str(refusal).partition(': ')[2]}", err=True)
+        if rank == 0:  # the error is raised on all ranks
+            typer.echo(f"farandole serve: {option}: {str(refusal).partition(': ')[2]}", err=True)
         raise typer.Exit(2) from None
     except (CheckpointError, ConfigError, DataError, FolderError, LaunchError) as refusal:
-        typer.echo(f"farandole serve: {refusal}", err=True)
+        if rank == 0:
+            typer.echo(f"farandole serve: {refusal}", err=True)
         raise typer.Exit(2) from None

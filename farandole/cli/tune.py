@@ -48,7 +48,7 @@ def tune(
     To try the command on one host:
       farandole tune -n 4
     """
-    from farandole.bench.collectives_setup import parse_size
+    from farandole.bench.collectives.setup import parse_size
     from farandole.bench.tune import TuneSetup, check_ranks, run
     from farandole.launch.local import launch
 

@@ -125,9 +125,7 @@ def _summary(failure: RankFailure) -> str:
         return f"{who} failed:"
     if failure.report is not None:
         return f"{who} ended with {failure.report.message}"
-    if failure.status < 0:
-        return f"{who} was killed by {signal_name(-failure.status)}"
-    return f"{who} ended with exit status {failure.status}"
+    return f"{who} {describe_status(failure.status)}"
 
 
 def _consequences(others: Sequence[RankFailure]) -> str:
@@ -175,6 +173,11 @@ def describe_stop(number: int, killed: Collection[int]) -> str:
     """Return the line that ends a job after a signal; `killed` lists the ranks that had to be killed."""
     line = f"stopped by {signal_name(number)}"
     return f"{line}; {_format_ranks(sorted(killed))} had to be killed" if killed else line
+
+
+def describe_status(status: int) -> str:
+    """Return how a process ended: its exit status, or the signal if `status` is negative."""
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
 
 
 def signal_name(number: int) -> str:

@@ -9,7 +9,11 @@ constraint.py  constrains the tokens to a schema, a regular expression or a gram
 text.py      converts tokens to text as they arrive, and finds stop strings
 folder.py    reads a model, its tokenizer and its chat template from a folder
 llm.py       generates text offline
-service.py   runs the engine in a thread for the server
+llm_ranks.py the ranks that divide the model of an offline program
+ranks.py     computes each step on several ranks
+replicas.py  reads the replicas of a model
+shards.py    reads each rank's shards of a model
+service.py   runs engines in threads for the server
 protocol.py  the fields of the HTTP requests
 page.py      the page at `/`
 app.py       the HTTP server

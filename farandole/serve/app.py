@@ -25,10 +25,11 @@ from farandole.serve.answers import Choice, TokenTexts, chat_logprobs, completio
 from farandole.serve.engine import QueueFullError
 from farandole.serve.folder import ModelFolder
 from farandole.serve.guard import Guard, Limits
+from farandole.serve.metrics import prometheus_text
 from farandole.serve.page import read_page
 from farandole.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from farandole.serve.request import RequestError, Sampling
-from farandole.serve.service import Service, ServiceEndedError, Ticket
+from farandole.serve.service import ReplicatedService, Service, ServiceEndedError, Ticket
 
 T = TypeVar("T")
 
@@ -73,7 +74,12 @@ class Server:
     """
 
     def __init__(
-        self, found: ModelFolder, service: Service, name: str, limits: Limits, keys: Sequence[bytes] = ()
+        self,
+        found: ModelFolder,
+        service: Service | ReplicatedService,
+        name: str,
+        limits: Limits,
+        keys: Sequence[bytes] = (),
     ) -> None:
         self._found, self._service, self._name, self._limits = found, service, name, limits
         self._texts = TokenTexts(found.tokenizer)
@@ -128,7 +134,9 @@ class Server:
 
         @app.get("/metrics")
         async def metrics() -> Response:
-            return PlainTextResponse(self._service.metrics(), media_type="text/plain; version=0.0.4")
+            return PlainTextResponse(
+                prometheus_text(self._service.metrics()), media_type="text/plain; version=0.0.4"
+            )
 
         @app.get("/stats")
         async def stats() -> Response:

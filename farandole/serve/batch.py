@@ -18,14 +18,14 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from farandole.data.errors import DataError
 from farandole.serve.llm import LLM, Generation, Prompt
-from farandole.serve.request import RequestError, Sampling
+from farandole.serve.request import Output, RequestError, Sampling
 
 OWN = ("id", "prompt", "messages")
 _ALLOWED = {field.name for field in fields(Sampling)} - {"logprobs", "prompt_logprobs"}
@@ -64,9 +64,9 @@ def generate_file(
     samplings = [sampling for _, sampling in parsed[done:]]
     tokens = 0
 
-    def count(new: int) -> None:
+    def count(outputs: Sequence[Output]) -> None:
         nonlocal tokens
-        tokens += new
+        tokens += sum(len(output.tokens) for output in outputs)
         progress(written, len(records), tokens)
 
     written = done

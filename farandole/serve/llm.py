@@ -10,7 +10,8 @@ from typing import Any
 from farandole.data.errors import DataError
 from farandole.serve.draft import read_draft
 from farandole.serve.engine import GenerationEngine
-from farandole.serve.folder import read_model
+from farandole.serve.folder import find_model
+from farandole.serve.llm_ranks import ranks_for
 from farandole.serve.request import Logprob, Output, RequestError, Sampling
 
 Prompt = str | Sequence[int]
@@ -68,8 +69,16 @@ class LLM:
         for result in llm.generate(["def", "class"], max_tokens=20, temperature=0):
             print(result.text)
 
+    With `tensor`, several ranks divide the model.  Without a launcher, this process is rank 0 and starts the other
+    ranks, which end with this process or with `close`.  Meanwhile, this process uses as many threads as each other
+    rank (`torch.set_num_threads`).
+
+    Under a launcher, all ranks of the job run the same program: the constructor, `generate`, `stream` and `close` are
+    collective calls.  Rank 0's prompts and parameters count, and each rank gets the results.
+
     Args:
         folder: a Hugging Face folder, a checkpoint, a run, or a folder of runs.
+        tensor: the number of ranks that divide the model.
         precision: "fp32" or "bf16".
         context: the maximum number of tokens of a sequence, by default the model's context.
         chat_template: a file with another chat template, or "chatml".
@@ -79,28 +88,56 @@ class LLM:
     Raises:
         FolderError, CheckpointError, DataError: if a file is missing or damaged, or the model is not supported.
         RequestError: if an argument is invalid.
+        LaunchError: if a rank cannot be started.
     """
+
+    engine: GenerationEngine
+    """The engine, on rank 0."""
 
     def __init__(
         self,
         folder: str | Path,
         *,
+        tensor: int = 1,
         precision: str = "fp32",
         context: int | None = None,
         chat_template: str = "",
         draft: str | Path | None = None,
         **options: Any,
     ) -> None:
-        found = read_model(folder, precision=precision, context=context, template=chat_template)
-        self.tokenizer, self._found = found.tokenizer, found
-        self.engine = GenerationEngine(
-            found.model,
-            context=found.context,
-            tokenizer=found.tokenizer,
-            end_tokens=found.end_tokens,
-            draft=None if draft is None else read_draft(draft, found, precision),
-            **options,
+        self._ranks = ranks_for(tensor)
+        found = self._ranks.read(
+            find_model(folder), precision=precision, context=context, template=chat_template
         )
+        self.tokenizer, self._found = found.tokenizer, found
+        runner = self._ranks.runner(found.model)
+        if runner is not None:
+            self.engine = GenerationEngine(
+                runner,
+                context=found.context,
+                tokenizer=found.tokenizer,
+                end_tokens=found.end_tokens,
+                draft=None if draft is None else read_draft(draft, found, precision),
+                **options,
+            )
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of this process, 0 without a launcher."""
+        return self._ranks.rank
+
+    def close(self) -> None:
+        """End the other ranks, if any.  Afterwards, the LLM can no longer generate.
+
+        Under a launcher, the ranks other than 0 compute with rank 0 until rank 0 calls this method.
+        """
+        self._ranks.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt."""
@@ -132,6 +169,7 @@ class LLM:
 
         Raises:
             RequestError: if a prompt does not fit or a parameter is out of range.  No prompt is computed in this case.
+            RanksFailed: if a rank fails; the message names the rank.  Create the LLM again in this case.
         """
         return list(self.stream(prompts, sampling, **parameters))
 
@@ -140,14 +178,14 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
-        progress: Callable[[int], None] | None = None,
+        progress: Callable[[Sequence[Output]], None] | None = None,
         **parameters: Any,
     ) -> Iterator[Generation]:
         """Yield the results in order, each as soon as the results before it are complete.
 
         Args:
             sampling: for all prompts, or for each prompt.
-            progress: a callback that receives the number of tokens generated in each step.
+            progress: a callback that receives the outputs of each step, on rank 0.
         """
         if sampling is not None and parameters:
             raise TypeError("expected either sampling or its fields, got both")
@@ -156,6 +194,38 @@ class LLM:
             if isinstance(sampling, Sequence)
             else [sampling or Sampling(**parameters)] * len(prompts)
         )
+        if self.rank:
+            yield from self._received()
+            return
+        results = self._generated(prompts, each, progress)
+        while True:
+            found: Generation | RequestError | None
+            with self._ranks.computing():
+                try:
+                    found = next(results, None)
+                except RequestError as error:  # no step has been computed
+                    found = error
+            self._ranks.share(found)
+            if found is None:
+                return
+            if isinstance(found, RequestError):
+                raise found
+            yield found
+
+    def _received(self) -> Iterator[Generation]:
+        """Compute with rank 0, and yield its results."""
+        while (found := self._ranks.receive()) is not None:
+            if isinstance(found, RequestError):
+                raise found
+            yield found
+
+    def _generated(
+        self,
+        prompts: Sequence[Prompt],
+        each: Sequence[Sampling],
+        progress: Callable[[Sequence[Output]], None] | None,
+    ) -> Iterator[Generation]:
+        """Yield the results of `stream`, on rank 0."""
         encoded = []
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             encoded.append(self.encode(prompt))
@@ -188,7 +258,7 @@ class LLM:
                     result.prompt_logprobs += output.prompt_logprobs
                     unfinished[output.request] -= output.finish_reason is not None
                 if progress is not None:
-                    progress(sum(len(output.tokens) for output in outputs))
+                    progress(outputs)
                 while next_result < len(order) and unfinished[order[next_result]] == 0:
                     yield results.pop(order[next_result])
                     next_result += 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 STEPS = (1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
@@ -27,9 +27,22 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def plain(self) -> dict[str, Any]:
-        """Return the upper bounds, the counts (one more than bounds) and the sum of all observations."""
-        return {"bounds": self.bounds, "counts": list(self.counts), "sum": self.sum}
+
+@dataclass(frozen=True)
+class Family:
+    """The values of one metric.
+
+    Args:
+        kind: "counter", "gauge" or "histogram".
+        values: each value with the end of its name, such as `_count` or `{reason="stop"}`.
+        adds: whether the sum over engines has a meaning.
+    """
+
+    name: str
+    kind: str
+    help: str
+    values: Sequence[tuple[str, float]]
+    adds: bool = True
 
 
 class Metrics:
@@ -46,7 +59,7 @@ class Metrics:
         self.first_token, self.between_tokens = Histogram(), Histogram()
         self.per_output_token, self.total_time = Histogram(), Histogram()
 
-    def text(
+    def families(
         self,
         *,
         running: int,
@@ -56,18 +69,19 @@ class Metrics:
         moves: int,
         limit: int,
         step: tuple[float, float, float],
-    ) -> str:
-        """Return all measurements in Prometheus' text format.
+    ) -> list[Family]:
+        """Return all measurements.
 
         Args:
             limit: the number of sequences that may run.
             step: the coefficients of `admission.StepTimes`.
         """
-        lines: list[str] = []
+        found: list[Family] = []
 
-        def add(name: str, kind: str, help_: str, values: Sequence[tuple[str, float]]) -> None:
-            lines.extend([f"# HELP farandole_{name} {help_}", f"# TYPE farandole_{name} {kind}"])
-            lines.extend(f"farandole_{name}{labels} {value:.17g}" for labels, value in values)
+        def add(
+            name: str, kind: str, help_: str, values: Sequence[tuple[str, float]], *, adds: bool = True
+        ) -> None:
+            found.append(Family(name, kind, help_, values, adds))
 
         def one(name: str, kind: str, help_: str, value: float) -> None:
             add(name, kind, help_, [("", value)])
@@ -105,6 +119,7 @@ class Metrics:
                 (f'{{term="{term}"}}', seconds)
                 for term, seconds in zip(("base", "decode", "prompt_token"), step, strict=True)
             ],
+            adds=False,
         )
         one(
             "requests_refused_total",
@@ -137,4 +152,36 @@ class Metrics:
                 values.append((f'_bucket{{le="{bound}"}}', float(total)))
             values += [("_sum", histogram.sum), ("_count", float(total))]
             add(name, "histogram", help_, values)
-        return "\n".join(lines) + "\n"
+        return found
+
+
+def prometheus_text(families: Iterable[Family]) -> str:
+    """Return metrics in Prometheus' text format."""
+    lines: list[str] = []
+    for family in families:
+        name = f"farandole_{family.name}"
+        lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
+        lines += [f"{name}{end} {value:.17g}" for end, value in family.values]
+    return "\n".join(lines) + "\n"
+
+
+def of_replicas(replicas: Sequence[Sequence[Family]]) -> list[Family]:
+    """Return the sums over all replicas, and the metrics of each replica with the label `replica`."""
+    sums, own = [], []
+    for alike in zip(*replicas, strict=True):
+        first = alike[0]
+        total: dict[str, float] = {}
+        labelled = []
+        for number, family in enumerate(alike):
+            for end, value in family.values:
+                total[end] = total.get(end, 0.0) + value
+                labelled.append((_with_label(end, f'replica="{number}"'), value))
+        if first.adds:
+            sums.append(Family(first.name, first.kind, first.help, list(total.items())))
+        own.append(Family(f"replica_{first.name}", first.kind, first.help, labelled))
+    return [*sums, *own]
+
+
+def _with_label(end: str, label: str) -> str:
+    """Add a label to the end of a name."""
+    return f"{end[:-1]},{label}}}" if end.endswith("}") else f"{end}{{{label}}}"

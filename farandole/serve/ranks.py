@@ -5,13 +5,14 @@ the changes of the store's memory since the last step, and the spans of tokens. 
 the changes to their own memory, which stores the keys and values of their heads, and run the same forward pass.  The
 logits are divided by words, and gathered on the driver.
 
+The driver of a further replica (`RemoteDriver`) has no part of the model: only its workers compute.
+
 While there is no work, the driver calls `beat` every `HEARTBEAT_S` seconds.  A waiting rank sleeps in the kernel.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ HEARTBEAT_S = 1.0
 HEAD = 4096
 """The number of integers that each step broadcasts; a longer message needs a second broadcast."""
 
-_STOP, _BEAT, _RUN = range(3)
+_STOP, _PAUSE, _BEAT, _RUN = range(4)
 _RESIZE, _MOVE = range(2)
 _CHANGE = 5  # integers per change: the kind and up to four arguments
 
@@ -45,54 +46,30 @@ class ShardedRunner(Runner):
     """Computes logits with the other ranks of a communicator.
 
     Args:
-        model: a decoder that `shards.shard_model` has divided over the ranks of `comm`.
-        comm: the communicator.
+        model: a decoder that `shards.shard_model` has divided over the ranks of `comm` that compute.
+        comm: the communicator, whose rank 0 is the driver.
         use_core: whether to use the C core, by default if available.
+        remote: whether the driver is a `RemoteDriver`, which does not compute.
     """
 
-    def __init__(self, model: Transformer, comm: Communicator, use_core: bool | None = None) -> None:
+    def __init__(
+        self, model: Transformer, comm: Communicator, use_core: bool | None = None, *, remote: bool = False
+    ) -> None:
         self.comm = comm
         words: Any = model[-1].vocabulary
-        assert isinstance(words, Words)
         super().__init__(model, use_core)
-        self.vocabulary = words.count
-        chunks = [chunk(words.count, comm.size, rank) for rank in range(comm.size)]
-        self._widths = [end - start for start, end in chunks]
+        if isinstance(words, Words):
+            self.vocabulary = words.count
+        self._widths = _widths(self.vocabulary, comm.size, remote=remote)
         self._sharded = sharded_logits(model)
         self._sharded.__enter__()  # as long as the runner exists
-        self._channel = _Channel(comm)
-
-    def _logits(self, hidden: Tensor, info: SequenceInfo) -> Tensor:
-        """Return the logits (tokens, vocabulary) on the driver, and the logits of this rank's words on workers."""
-        own = super()._logits(hidden, info).contiguous()
-        counts = [len(own) * width for width in self._widths]
-        if self.comm.rank:
-            self.comm.gather(own.view(-1), None, counts=counts)
-            return own
-        every = [own.new_empty(count) for count in counts]
-        self.comm.gather(own.view(-1), every, counts=counts)
-        return torch.cat([part.view(len(own), -1) for part in every], -1)
 
 
-class Driver(ShardedRunner):
-    """The runner of rank 0, for `GenerationEngine`."""
+class Driver(Runner):
+    """The runner of a process that tells workers what to compute, for `GenerationEngine`."""
 
     heartbeat_s = HEARTBEAT_S
-
-    def memory(self) -> Memory:
-        """Return new memory, whose changes the workers repeat.  Call once."""
-        self._changes = array("i")
-        return _RecordedMemory(self.shapes, self._changes)
-
-    def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
-        """Run a step on all ranks; see `Runner.run`.
-
-        Raises:
-            RanksFailed: if the step fails on any rank.
-        """
-        with _failing():
-            self._send(_RUN, spans)
-            return super().run(memory, spans)
+    _steps: _Steps
 
     def beat(self) -> None:
         """Check that all workers are alive.
@@ -100,40 +77,97 @@ class Driver(ShardedRunner):
         Raises:
             RanksFailed: if a worker is not.
         """
-        with _failing():
-            self._send(_BEAT)
-            self.comm.barrier()
+        self._steps.beat()
+
+    def pause(self) -> None:
+        """Let `Worker.follow` return.
+
+        Raises:
+            RanksFailed: if a worker is not alive.
+        """
+        self._steps.pause()
 
     def close(self) -> None:
         """End the workers."""
-        with contextlib.suppress(CommunicationError):
-            self._send(_STOP)
-            self.comm.barrier()
+        self._steps.close()
 
-    def _send(self, kind: int, spans: Sequence[Span] = ()) -> None:
-        message = array("i", (kind, len(self._changes) // _CHANGE, len(spans)))
-        message += self._changes
-        for span in spans:
-            message.extend((span.start, span.logits, len(span.tokens), len(span.blocks)))
-            message.extend(span.tokens)
-            message.extend(span.blocks)
-        del self._changes[:]
-        self._channel.send(message)
+
+class LocalDriver(ShardedRunner, Driver):
+    """A driver that computes a part of the model itself; the arguments are those of `ShardedRunner`."""
+
+    def __init__(self, model: Transformer, comm: Communicator, use_core: bool | None = None) -> None:
+        super().__init__(model, comm, use_core)
+        self._steps = _Steps(comm)
+
+    def memory(self) -> Memory:
+        """Return new memory, whose changes the workers repeat.  Call once."""
+        return _RecordedMemory(self.shapes, self._steps.changes)
+
+    def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
+        """Run a step on all ranks; see `Runner.run`.
+
+        Raises:
+            RanksFailed: if the step fails on any rank.
+        """
+        with self._steps.together():
+            self._steps.send(_RUN, spans)
+            return super().run(memory, spans)
+
+    def _logits(self, hidden: Tensor, info: SequenceInfo) -> Tensor:
+        """Return the logits (tokens, vocabulary)."""
+        return _gather(self.comm, super()._logits(hidden, info), self._widths)
+
+
+class RemoteDriver(Driver):
+    """A driver without a part of the model.  Creating the driver and its workers is a collective call.
+
+    Args:
+        comm: the communicator of this process, which is rank 0, and the workers.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.vocabulary, self.shapes, self.bytes_per_position = comm.broadcast_object(None, 1)
+        self._widths = _widths(self.vocabulary, comm.size, remote=True)
+        self._steps = _Steps(comm)
+
+    def memory(self) -> Memory:
+        """Return memory without tensors, whose changes the workers repeat.  Call once."""
+        return _RecordedMemory([], self._steps.changes)
+
+    def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
+        """Run a step on the workers; see `Runner.run`.
+
+        Raises:
+            RanksFailed: if the step fails on any rank.
+        """
+        with self._steps.together():
+            self._steps.send(_RUN, spans)
+            rows = sum(span.logits for span in spans)
+            if not rows:
+                return torch.empty(0, self.vocabulary)
+            return _gather(self.comm, torch.empty(rows, 0), self._widths)
 
 
 class Worker(ShardedRunner):
-    """The runner of the other ranks."""
+    """The runner of the other ranks; the arguments are those of `ShardedRunner`."""
+
+    def __init__(
+        self, model: Transformer, comm: Communicator, use_core: bool | None = None, *, remote: bool = False
+    ) -> None:
+        super().__init__(model, comm, use_core, remote=remote)
+        if remote:
+            comm.broadcast_object((self.vocabulary, self.shapes, self.bytes_per_position), 1)
+        self._channel = _Channel(comm)
+        self._memory = self.memory()
 
     @torch.inference_mode()
-    def follow(self) -> None:
-        """Repeat the driver's steps until the driver closes.  Signals that stop the job are left to the driver.
+    def follow(self) -> bool:
+        """Repeat the driver's steps until the driver pauses (True) or closes (False).
 
         Raises:
             CommunicationError: if a rank fails.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        memory = self.memory()
         while True:
             message = self._channel.receive()
             kind, changes, count = message[:3]
@@ -141,16 +175,94 @@ class Worker(ShardedRunner):
             for change in range(3, at, _CHANGE):
                 what, *values = message[change : change + _CHANGE]
                 if what == _RESIZE:
-                    memory.resize(*values)
+                    self._memory.resize(*values)
                 else:
-                    memory.move(*values[:3])
+                    self._memory.move(*values[:3])
             if kind == _RUN:
-                self.run(memory, list(_spans(message, at, count)))
+                self.run(self._memory, list(_spans(message, at, count)))
+            elif kind == _BEAT:
+                self.comm.barrier()
+            elif kind == _PAUSE:
+                return True
             else:
-                with contextlib.suppress(*(CommunicationError,) if kind == _STOP else ()):
+                with contextlib.suppress(CommunicationError):
                     self.comm.barrier()
-            if kind == _STOP:
-                return
+                return False
+
+    def _logits(self, hidden: Tensor, info: SequenceInfo) -> Tensor:
+        """Return the logits of this rank's words, and send them to the driver."""
+        own = super()._logits(hidden, info)
+        counts = [len(own) * width for width in self._widths]
+        self.comm.gather(own.float().reshape(-1), None, counts=counts)
+        return own
+
+
+class _Steps:
+    """Tells the workers what to compute.
+
+    Args:
+        comm: the communicator, whose rank 0 is the driver.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.changes = array("i")
+        """The changes of the store's memory since the last message."""
+        self._comm, self._channel = comm, _Channel(comm)
+        self._failure: str | None = None
+
+    def send(self, kind: int, spans: Sequence[Span] = ()) -> None:
+        """Send a message to the workers."""
+        message = array("i", (kind, len(self.changes) // _CHANGE, len(spans)))
+        message += self.changes
+        for span in spans:
+            message.extend((span.start, span.logits, len(span.tokens), len(span.blocks)))
+            message.extend(span.tokens)
+            message.extend(span.blocks)
+        del self.changes[:]
+        self._channel.send(message)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Turn every error into `RanksFailed`, because ranks that stop within a step are at different calls.
+
+        After an error or an interruption, all further calls fail.
+        """
+        if self._failure is not None:
+            raise RanksFailed(self._failure)
+        try:
+            yield
+        except Exception as error:
+            self._failure = str(error)
+            raise RanksFailed(self._failure) from error
+        except BaseException:
+            self._failure = "a step was interrupted"
+            raise
+
+    def beat(self) -> None:
+        """Check that all workers are alive.
+
+        Raises:
+            RanksFailed: if a worker is not.
+        """
+        with self.together():
+            self.send(_BEAT)
+            self._comm.barrier()
+
+    def pause(self) -> None:
+        """Let `Worker.follow` return.
+
+        Raises:
+            RanksFailed: if a worker is not alive.
+        """
+        with self.together():
+            self.send(_PAUSE)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._failure is None:
+            with contextlib.suppress(CommunicationError):
+                self.send(_STOP)
+                self._comm.barrier()
 
 
 class _RecordedMemory(Memory):
@@ -201,6 +313,21 @@ class _Channel:
         return message
 
 
+def _widths(vocabulary: int, ranks: int, *, remote: bool) -> list[int]:
+    """Return the number of words of each rank of a driver's communicator."""
+    computing = ranks - remote
+    chunks = [chunk(vocabulary, computing, rank) for rank in range(computing)]
+    return [0] * remote + [end - start for start, end in chunks]
+
+
+def _gather(comm: Communicator, own: Tensor, widths: Sequence[int]) -> Tensor:
+    """Return the fp32 logits (tokens, vocabulary) from the logits of each rank's words, on the driver."""
+    counts = [len(own) * width for width in widths]
+    every = [torch.empty(count) for count in counts]
+    comm.gather(own.float().reshape(-1), every, counts=counts)
+    return torch.cat([part.view(len(own), -1) for part in every if len(part)], -1)
+
+
 def _spans(message: Sequence[int], at: int, count: int) -> Iterator[Span]:
     for _ in range(count):
         start, logits, tokens, blocks = message[at : at + 4]
@@ -208,12 +335,3 @@ def _spans(message: Sequence[int], at: int, count: int) -> Iterator[Span]:
         own, at = message[at : at + tokens], at + tokens
         yield Span(own, start, message[at : at + blocks], logits)
         at += blocks
-
-
-@contextlib.contextmanager
-def _failing() -> Iterator[None]:
-    """Turn every error into `RanksFailed`, because ranks that stop within a step are at different calls."""
-    try:
-        yield
-    except Exception as error:
-        raise RanksFailed(str(error)) from error

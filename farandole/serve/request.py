@@ -18,7 +18,10 @@ class RequestError(ValueError):
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
-        self.field = field
+        self.field, self._message = field, message
+
+    def __reduce__(self) -> tuple[type[RequestError], tuple[str, str]]:
+        return RequestError, (self.field, self._message)
 
 
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")

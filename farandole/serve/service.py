@@ -1,6 +1,6 @@
-"""Run a generation engine in a thread, for clients in an asyncio event loop.
+"""Run generation engines in threads, for clients in an asyncio event loop.
 
-The thread sleeps while there is no work.
+A thread sleeps while there is no work.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from farandole.serve.engine import GenerationEngine, QueueFullError
+from farandole.serve.metrics import Family, of_replicas
 from farandole.serve.ranks import RanksFailed
 from farandole.serve.request import Output, RequestError, Sampling
-from farandole.serve.store import CHUNK, SlotStore
+from farandole.serve.stats import stats_of
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +27,18 @@ class ServiceEndedError(Exception):
 
 @dataclass(eq=False)
 class Ticket:
-    """A submitted request.  `outputs` receives the engine's outputs, the last of each sequence with a finish reason."""
+    """A submitted request.  `outputs` receives the engine's outputs, the last of each sequence with a finish reason.
+
+    Args:
+        number: the number of the request in its engine.
+        service: the service that answers the request.
+    """
 
     prompt: Sequence[int]
     sampling: Sampling
     outputs: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
     number: int | None = None
+    service: Service | None = None
 
 
 class Service:
@@ -53,6 +59,7 @@ class Service:
         self._queued = self._queued_tokens = 0  # sequences in the inbox, and tokens in their prompts
         self._tickets: dict[int, Ticket] = {}
         self._closed = False
+        self._ended: RanksFailed | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="farandole-engine", daemon=True)
 
@@ -67,6 +74,22 @@ class Service:
             self._closed = True
             self._condition.notify()
         self._thread.join()
+
+    def end(self, failure: RanksFailed) -> None:
+        """Answer all requests with an error, because ranks that this service does not use have failed."""
+        with self._condition:
+            self._ended = failure
+            self._condition.notify()
+
+    @property
+    def queued(self) -> int:
+        """Return the number of sequences that the engine has not received yet."""
+        return self._queued
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of running and waiting sequences."""
+        return self.engine.running + self.engine.waiting + self._queued
 
     @property
     def is_alive(self) -> bool:
@@ -89,7 +112,7 @@ class Service:
                 "prompt",
                 f"expected at most {self.engine.max_waiting} sequences in a request, got {count}",
             )
-        tickets = [Ticket(prompt, sampling) for prompt, sampling in requests]
+        tickets = [Ticket(prompt, sampling, service=self) for prompt, sampling in requests]
         tokens = sum(len(prompt) * sampling.n for prompt, sampling in requests)
         with self._condition:
             if self.failure is not None:
@@ -128,10 +151,10 @@ class Service:
             self._inbox.append(lambda: self._cancel(tickets))
             self._condition.notify()
 
-    def metrics(self) -> str:
-        """Return the measurements in Prometheus' text format."""
+    def metrics(self) -> list[Family]:
+        """Return the measurements."""
         engine = self.engine
-        return engine.metrics.text(
+        return engine.metrics.families(
             running=engine.running,
             waiting=engine.waiting + self._queued,
             used=engine.store.used,
@@ -142,39 +165,8 @@ class Service:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return the current state for the page at `/`.  Times are in seconds."""
-        engine, metrics = self.engine, self.engine.metrics
-        store = engine.store
-        return {
-            "time": time.monotonic(),
-            "running": engine.running,
-            "running_limit": engine.admission.max_running,
-            "waiting": engine.waiting + self._queued,
-            "max_waiting": engine.max_waiting,
-            "refused": metrics.refused,
-            "finished": dict(metrics.requests),
-            "steps": metrics.steps,
-            "prompt_tokens": metrics.prompt_tokens,
-            "shared_tokens": metrics.shared_tokens,
-            "generated_tokens": metrics.generated_tokens,
-            "latencies": {
-                "queue": metrics.queue_time.plain(),
-                "first_token": metrics.first_token.plain(),
-                "inter_token": metrics.between_tokens.plain(),
-                "per_output_token": metrics.per_output_token.plain(),
-            },
-            "store": "slots" if isinstance(store, SlotStore) else "pages",
-            "kv": {
-                "used": store.used,
-                "capacity": store.capacity,
-                "moves": store.moves,
-                "blocks": store.blocks,
-                "block_length": store.block_length,
-                "chunk": CHUNK,
-                "cached": store.cached,
-            },
-            "sequences": [asdict(each) for each in engine.progress()],
-        }
+        """Return the state for the page at `/`."""
+        return stats_of([self.engine], self.queued)
 
     # ---- in the thread ----
 
@@ -197,17 +189,18 @@ class Service:
                 pass
         except RanksFailed as error:
             self._fail(error)
-        else:
-            self.engine.runner.close()
+        self.engine.runner.close()
 
     def _advance(self) -> bool:
         """Run a step, or check idle ranks; return False after `close`."""
         with self._condition:
             is_idle = False
-            while not (self._inbox or self._closed or self.engine.has_work or is_idle):
+            while not (self._inbox or self._closed or self._ended or self.engine.has_work or is_idle):
                 is_idle = not self._condition.wait(self.engine.runner.heartbeat_s)
             if self._closed:
                 return False
+            if self._ended is not None:
+                raise self._ended
             commands, self._inbox = self._inbox, []
         if is_idle and not commands:
             self.engine.runner.beat()
@@ -226,7 +219,8 @@ class Service:
 
     def _fail(self, error: RanksFailed) -> None:
         """Answer all requests with an error, and end the service."""
-        log.error("the service ends, because a rank failed: %s", error)
+        if self._ended is None:
+            log.error("the service ends, because a rank failed: %s", error)
         with self._condition:
             self.failure = error
             commands, self._inbox = self._inbox, []
@@ -261,3 +255,79 @@ class Service:
                 self._loop.call_soon_threadsafe(put)
             except RuntimeError:  # the event loop is closed
                 log.debug("outputs were dropped, because the event loop is closed")
+
+
+class ReplicatedService:
+    """The services of several replicas of a model, with the interface of `Service`.
+
+    A request goes to the replica with the fewest running and waiting sequences.  If the ranks of one replica fail, the
+    services of all replicas end, as the launcher ends all ranks.
+
+    Args:
+        engines: the engines of the replicas, with equal arguments.
+        on_failure: see `Service`.
+    """
+
+    failure: RanksFailed | None = None
+    """The reason why the services have ended."""
+
+    def __init__(self, engines: Sequence[GenerationEngine], on_failure: Callable[[], None]) -> None:
+        self.services = [Service(engine, self._end) for engine in engines]
+        self.engine = engines[0]
+        self._on_failure = on_failure
+
+    def start(self) -> None:
+        """Start the threads.  Call from the event loop that receives the outputs."""
+        for service in self.services:
+            service.start()
+
+    def close(self) -> None:
+        """Cancel all requests, and end the threads."""
+        for service in self.services:
+            service.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether all threads are running."""
+        return all(service.is_alive for service in self.services)
+
+    def submit(self, requests: Sequence[tuple[Sequence[int], Sampling]]) -> list[Ticket]:
+        """Add requests to the queues of the replicas: all or none; see `Service.submit`."""
+        count = sum(sampling.n for _, sampling in requests)
+        most = sum(service.engine.max_waiting for service in self.services)
+        if count > most:
+            raise RequestError("prompt", f"expected at most {most} sequences in a request, got {count}")
+        tickets: list[Ticket] = []
+        try:
+            for request in requests:
+                tickets += min(self.services, key=lambda service: service.sequences).submit([request])
+        except BaseException:
+            self.cancel(tickets)
+            raise
+        return tickets
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Remove requests, and free their memory before the next step."""
+        for service in self.services:
+            if own := [ticket for ticket in tickets if ticket.service is service]:
+                service.cancel(own)
+
+    def metrics(self) -> list[Family]:
+        """Return the measurements in sum, and for each replica."""
+        return of_replicas([service.metrics() for service in self.services])
+
+    def stats(self) -> dict[str, Any]:
+        """Return the state for the page at `/`."""
+        return stats_of(
+            [service.engine for service in self.services], sum(service.queued for service in self.services)
+        )
+
+    def _end(self) -> None:
+        """End all services.  Called in the thread of the service whose ranks have failed, or that has been ended."""
+        failed = next(service for service in self.services if service.failure is not None)
+        if self.failure is None:
+            self.failure = failed.failure
+            for service in self.services:
+                if service is not failed and failed.failure is not None:
+                    service.end(failed.failure)
+            self._on_failure()

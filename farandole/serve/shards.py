@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,51 @@ from farandole.models.sequence import Transformer
 from farandole.parallel import tensor
 from farandole.parallel.axes import Layouts, Position
 from farandole.plan import Plan, PlanError
+from farandole.serve.folder import ModelFolder, read_model
 from farandole.serve.request import RequestError
+
+
+@contextlib.contextmanager
+def raised_together(comm: Communicator) -> Iterator[None]:
+    """Raise an error of the block on all ranks: the error of the first rank that has one.
+
+    Leaving the block is a collective call.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error if _can_be_sent(error) else RuntimeError(f"{type(error).__name__}: {error}")
+    first = next((error for error in comm.all_gather_object(own) if error is not None), None)
+    if first is not None:
+        raise (own or first) from None
+
+
+def _can_be_sent(error: Exception) -> bool:
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:  # `pickle` raises any exception
+        return False
+
+
+def read_sharded(
+    folder: Path, options: Mapping[str, Any], comm: Communicator, job: Communicator | None = None
+) -> ModelFolder:
+    """Read this rank's shards of a model.  This is a collective call.
+
+    Args:
+        options: the arguments of `read_model`.
+        comm: the communicator of the ranks that divide the model.
+        job: the communicator of all ranks that read a model, by default `comm`.
+
+    Raises:
+        The errors of `read_model` and `shard_model`, on all ranks of `job`.
+    """
+    with raised_together(job or comm):
+        found = read_model(folder, **options, lazy=True)
+    with raised_together(job or comm):
+        shard_model(found.model, comm)
+    return found
 
 
 def check_width(model: nn.Module, ranks: int) -> None:

@@ -1,34 +1,37 @@
 """Start the HTTP server, and end it when the process receives SIGTERM or SIGINT.
 
-With several ranks, rank 0 serves, and the other ranks follow (`ranks.py`).
+With several ranks, rank 0 serves, and the other ranks compute with it (`ranks.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from farandole._extras import optional_import
 
 with optional_import():
     import uvicorn
 
-from farandole.comm.communicator import Communicator
+from farandole.data.wording import counted
 from farandole.launch.reports import notify
 from farandole.launch.runtime import Runtime
+from farandole.mesh import Mesh
 from farandole.serve.app import Server
 from farandole.serve.draft import read_draft
 from farandole.serve.engine import GenerationEngine
-from farandole.serve.folder import ModelFolder, find_model, read_model
+from farandole.serve.folder import find_model, read_model
 from farandole.serve.guard import Limits, read_keys
-from farandole.serve.ranks import Driver, Worker
+from farandole.serve.ranks import Worker
+from farandole.serve.replicas import read_replica
 from farandole.serve.request import RequestError
 from farandole.serve.runner import Runner
-from farandole.serve.service import Service
-from farandole.serve.shards import check_width, shard_model
+from farandole.serve.service import ReplicatedService, Service
+from farandole.serve.shards import check_width, raised_together
 from farandole.serve.store import CHUNK
 
 GIB = 1 << 30
@@ -56,11 +59,12 @@ def start(
     max_body: float,
     request_timeout: float,
     drain_timeout: int,
+    replicas: int = 1,
     runtime: Runtime | None = None,
 ) -> None:
     """Serve a model until a signal; see `farandole serve --help` for the arguments.
 
-    With `runtime`, this is a collective call of all ranks, which divide the model.
+    With `runtime`, this is a collective call of all ranks.  The ranks of each replica divide the model.
 
     Raises:
         RequestError: if an argument is invalid.
@@ -68,33 +72,37 @@ def start(
         RanksFailed: if a rank fails.
     """
     comm = None if runtime is None else runtime.comm
-    with _failing_together(comm):
+    with contextlib.nullcontext() if comm is None else raised_together(comm):
         folder = find_model(folder)
         if comm is None or comm.rank == 0:
             keys = read_keys(api_keys) if api_keys is not None else []
             listener = _listen(host, port)
-    if comm is not None:  # a new checkpoint may appear before the other ranks look
-        folder = comm.broadcast_object(folder)
-    with _failing_together(comm):
-        found = read_model(
-            folder, precision=precision, context=context, template=chat_template, lazy=comm is not None
-        )
-        draft_model = None
-        if draft is not None and (comm is None or comm.rank == 0):
-            draft_model = read_draft(draft, found, precision)
-    runner = _runner(found, comm)
-    if isinstance(runner, Worker):
-        runner.follow()
+    options: dict[str, Any] = {"precision": precision, "context": context, "template": chat_template}
+    own: list[Runner] | Worker
+    if comm is None:
+        found = read_model(folder, **options)
+        own = runners = [Runner(found.model)]
+        free = _free_memory()
+    else:
+        assert runtime is not None
+        folder = comm.broadcast_object(folder)  # a new checkpoint may appear before the other ranks look
+        mesh = Mesh.box(comm.size, data=replicas, tensor=comm.size // replicas)
+        found, own = read_replica(folder, options, comm, mesh)
+        free = min(comm.all_gather_object(_free_memory() // runtime.local_size))
+        runners = [] if isinstance(own, Worker) else own
+    with contextlib.nullcontext() if comm is None else raised_together(comm):
+        # one for each engine, because engines run in threads
+        drafts = [None if draft is None else read_draft(draft, found, precision) for _ in runners]
+    if isinstance(own, Worker):
+        _follow(own)
         return
     limits = Limits(body_bytes=int(max_body * (1 << 20)), request_s=request_timeout)
-    per_position = runner.bytes_per_position
-    if draft_model is not None:
-        per_position += draft_model.runner.bytes_per_position
+    per_position = runners[0].bytes_per_position
+    if drafts[0] is not None:
+        per_position += drafts[0].runner.bytes_per_position
     wanted = max_running * (-(-found.context // CHUNK) * CHUNK)
     if kv_memory is None:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        ranks_here = 1 if runtime is None else runtime.local_size
-        positions = min(wanted, free // 2 // ranks_here // per_position)
+        positions = min(wanted, free // 2 // per_position)
     else:
         positions = int(kv_memory * GIB) // per_position
     if positions < CHUNK:
@@ -102,27 +110,30 @@ def start(
             "kv_memory",
             f"expected memory for at least {CHUNK} positions of {per_position} bytes, got {positions} positions",
         )
-    engine = GenerationEngine(
-        runner,
-        context=found.context,
-        tokenizer=found.tokenizer,
-        end_tokens=found.end_tokens,
-        store=store,
-        kv_positions=positions,
-        max_running=max_running,
-        max_waiting=max_waiting,
-        token_budget=token_budget,
-        ttft=ttft,
-        tpot=tpot,
-        speculate=speculate,
-        draft=draft_model,
-    )
+    engines = [
+        GenerationEngine(
+            runner,
+            context=found.context,
+            tokenizer=found.tokenizer,
+            end_tokens=found.end_tokens,
+            store=store,
+            kv_positions=positions,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            token_budget=token_budget,
+            ttft=ttft,
+            tpot=tpot,
+            speculate=speculate,
+            draft=draft_model,
+        )
+        for runner, draft_model in zip(runners, drafts, strict=True)
+    ]
     model_name = name or _name_of(found.folder)
 
     def end() -> None:
         web.should_exit = True
 
-    service = Service(engine, on_failure=end)
+    service = Service(engines[0], end) if replicas == 1 else ReplicatedService(engines, end)
     server = Server(found, service, model_name, limits, keys)
     config = uvicorn.Config(
         server.app,
@@ -134,11 +145,12 @@ def start(
     listener.listen(2048)  # from now on, connections wait until the server answers
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-    ranks = "" if comm is None else f"on {comm.size} ranks, "
+    ranks = "" if comm is None else f"{counted(replicas, 'replica')} on {comm.size} ranks, "
     memory = positions * per_position / GIB
+    each = "" if replicas == 1 else " in each replica"
     notify(
         f"serving {model_name} on http://{shown}:{address[1]} ({precision}, {ranks}context {found.context}, up to {max_running} "
-        f"sequences, {memory:.2g} GiB for {positions} positions)"
+        f"sequences{each}, {memory:.2g} GiB for {positions} positions{each})"
     )
     if not keys and not address[0].startswith("127.") and address[0] != "::1":
         notify("anyone who can reach this address can use the model: --api-keys FILE requires keys")
@@ -160,30 +172,16 @@ def check_start(folder: Path, *, host: str, port: int, api_keys: Path | None, te
     check_width(read_model(folder, lazy=True).model, tensor)
 
 
-def _runner(found: ModelFolder, comm: Communicator | None) -> Runner:
-    """Return this rank's runner.  This is a collective call."""
-    if comm is None:
-        return Runner(found.model)
-    with _failing_together(comm):
-        shard_model(found.model, comm)
-    kind = Worker if comm.rank else Driver
-    return kind(found.model, comm)
+def _free_memory() -> int:
+    """Return the free bytes of memory on this host."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-@contextlib.contextmanager
-def _failing_together(comm: Communicator | None) -> Iterator[None]:
-    """Raise an error of the block on the first rank that has one, and end the other ranks silently."""
-    own: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        own = error
-    failed = [own is not None] if comm is None else comm.all_gather_object(own is not None)
-    if True not in failed:
-        return
-    if own is not None and (comm is None or failed.index(True) == comm.rank):
-        raise own
-    raise SystemExit(2)
+def _follow(worker: Worker) -> None:
+    """Compute with rank 0 until it ends.  Signals that stop the job are left to rank 0."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    worker.follow()
 
 
 def _name_of(found: Path) -> str:

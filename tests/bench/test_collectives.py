@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.bench import collectives as bench
-from farandole.bench.collectives_backends import OVER_MPI, choose
-from farandole.bench.collectives_operations import OPERATIONS
-from farandole.bench.collectives_overlap import hidden
-from farandole.bench.collectives_setup import CollectivesSetup, parse_size, short_size
-from farandole.bench.collectives_table import Table
-from farandole.bench.collectives_values import count_errors, expected, values
+from farandole.bench.collectives import run as bench
+from farandole.bench.collectives.backends import OVER_MPI, choose
+from farandole.bench.collectives.operations import OPERATIONS
+from farandole.bench.collectives.overlap import hidden
+from farandole.bench.collectives.setup import CollectivesSetup, parse_size, short_size
+from farandole.bench.collectives.table import Table
+from farandole.bench.collectives.values import count_errors, expected, values
 from farandole.bench.setup import BenchError
 from tests.launch.jobs import run
 from tests.ports import free_port

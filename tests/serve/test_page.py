@@ -18,7 +18,7 @@ from farandole.serve.llm import LLM
 from farandole.serve.request import Sampling
 from farandole.serve.service import Service
 from tests.serve.browser import find_browser, running_browser
-from tests.serve.server import NAME, eventually, serving, write_folder
+from tests.serve.server import NAME, command, eventually, serving, write_folder
 from tests.serve.test_server import get
 
 expect.set_options(timeout=60_000)
@@ -83,14 +83,16 @@ def steps_of(service: Service) -> Iterator[threading.Semaphore]:
 def test_stats(folder: Path) -> None:
     with serving(folder, store="slots") as (address, service), steps_of(service) as steps:
         before = json.loads(get(address, "/stats")[1])
-        assert (before["running"], before["sequences"], before["kv"]["blocks"]) == (0, [], 0)
+        (replica,) = before["replicas"]
+        assert (before["running"], replica["sequences"], replica["kv"]["blocks"]) == (0, [], 0)
         service.submit([([3] * 20, LONG)])
         steps.release(5)
         eventually(lambda: service.engine.metrics.generated_tokens == 5)
         stats = json.loads(get(address, "/stats")[1])
-        (sequence,) = stats["sequences"]
+        (replica,) = stats["replicas"]
+        (sequence,) = replica["sequences"]
         assert (sequence["prompt"], sequence["most"], sequence["blocks"]) == (20, 1800, [0])
-        assert (sequence["generated"], sequence["stored"], stats["kv"]["used"]) == (5, 24, 24)
+        assert (sequence["generated"], sequence["stored"], replica["kv"]["used"]) == (5, 24, 24)
         assert sum(stats["latencies"]["first_token"]["counts"]) == 1
         assert stats["model"] == NAME
 
@@ -210,6 +212,20 @@ def test_pages(folder: Path, page: Page) -> None:
         expect(page.locator("#sequences tr")).to_have_count(2)
         expect(page.locator("#moves")).to_contain_text("12 pages shared")
         assert page.locator("#map canvas").bounding_box() is not None
+
+
+@in_browser
+def test_replicas(folder: Path, page: Page) -> None:
+    with command(folder, "--replicas", "2") as (address, _):
+        open_page(page, address)
+        expect(page.get_by_label("Replica")).to_have_value("0")
+        ask(page, "say", 1900)
+        expect(page.locator("#sequences tr")).to_have_count(1)
+        expect(page.locator("#running b")).to_have_text("1")
+        page.get_by_label("Replica").select_option("1")
+        expect(page.locator("#sequences tr")).to_have_count(0)
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator("#log .note")).to_have_text("stopped")
 
 
 @in_browser

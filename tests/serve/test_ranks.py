@@ -19,7 +19,7 @@ import torch
 from farandole.comm.communicator import Communicator
 from farandole.models.hf import from_pretrained
 from farandole.serve.engine import GenerationEngine
-from farandole.serve.ranks import Driver, Worker
+from farandole.serve.ranks import LocalDriver, Worker
 from farandole.serve.request import Logprob, RequestError, Sampling
 from farandole.serve.shards import check_width, shard_model
 from tests.serve.models import CONTEXT, LAYERS, models, vocabulary
@@ -58,7 +58,7 @@ def on_ranks(rank: int, size: int, folder: str, store: str, prompts: list[list[i
     if rank:
         Worker(model, comm).follow()
         return None
-    driver = Driver(model, comm)
+    driver = LocalDriver(model, comm)
     engine = GenerationEngine(driver, context=CONTEXT, store=store, token_budget=16, max_running=3)
     together = traffic(engine, prompts)
     # log-probabilities of the prompt disable the reuse of keys and values
@@ -110,7 +110,7 @@ def test_a_killed_rank_ends_a_stream_with_an_error_and_a_signal_does_not(
         with urllib.request.urlopen(request) as stream:
             assert b"choices" in stream.readline()
             if number == signal.SIGKILL:
-                os.kill(_process_of_rank(process.pid, 1), number)
+                os.kill(process_of_rank(process.pid, 1), number)
             else:
                 process.send_signal(number)
             *_, last, end = [line for line in stream.read().decode().splitlines() if line]
@@ -126,6 +126,6 @@ def test_a_killed_rank_ends_a_stream_with_an_error_and_a_signal_does_not(
             assert "stopped by SIGTERM" in process.read_stderr()
 
 
-def _process_of_rank(launcher: int, rank: int) -> int:
+def process_of_rank(launcher: int, rank: int) -> int:
     """Return the process of a rank: the launcher starts only its ranks, in order."""
     return int(Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()[rank])

@@ -16,7 +16,9 @@ from farandole._troubleshooting import see
 from farandole.comm.accelerators import lacks_nccl
 from farandole.comm.algorithms.choice import Choice
 from farandole.comm.backend.process_group import FarandoleProcessGroup
+from farandole.comm.communicator import Communicator
 from farandole.comm.core import GroupCore
+from farandole.comm.dispatcher import Dispatcher
 from farandole.comm.endpoint import CannotShareMemory, Endpoint
 from farandole.comm.fallback import gloo_group, has_nccl, nccl_group
 from farandole.comm.hierarchical.core import HierarchicalCore
@@ -51,6 +53,21 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
             return FarandoleProcessGroup(opts.store, rank, size, timeout, name, None, None)
     core = form(endpoint, members, ranks, name, who, timeout, options)
     return FarandoleProcessGroup(core.host.store, rank, size, timeout, name, core, endpoint.address)
+
+
+def connect(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> Communicator:
+    """Return a communicator of the processes that share `store`, independent of torch's default group.
+
+    Each process calls this function with its own rank.
+
+    Raises:
+        CannotShareMemory: if a process cannot use the C core.
+    """
+    options = Options()
+    endpoint = Endpoint.bootstrap(store, rank, size, timeout, name, options.interface)
+    ranks = list(range(size))
+    core: Any = form(endpoint, ranks, ranks, name, name, timeout, options)
+    return Communicator.over(Dispatcher(core, name))
 
 
 def form(

@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from farandole.bench.collectives_implementations import Implementation
-from farandole.bench.collectives_measure import Buffers, Case, Row, take_turns, values_of_all_ranks
+from farandole.bench.collectives.implementations import Implementation
+from farandole.bench.collectives.measure import Buffers, Case, Row, take_turns, values_of_all_ranks
 
 
 class Work:

@@ -1,6 +1,6 @@
 """Benchmark the latency and bandwidth of collectives, with all installed backends in one run.
 
-`farandole launch` and mpiexec start `python -m farandole.bench.collectives SETUP`; under other launchers, every rank
+`farandole launch` and mpiexec start `python -m farandole.bench.collectives.run SETUP`; under other launchers, every rank
 calls `run`.
 """
 
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 import farandole
-from farandole.bench.collectives_backends import choose, mpiexec_for, why_unsupported, without_mpiexec
-from farandole.bench.collectives_implementations import make_implementations
-from farandole.bench.collectives_measure import Case, Row, measure, values_of_all_ranks
-from farandole.bench.collectives_messages import measure_messages
-from farandole.bench.collectives_operations import OPERATIONS, Operation
-from farandole.bench.collectives_overlap import measure_overlap
-from farandole.bench.collectives_setup import CollectivesSetup
-from farandole.bench.collectives_table import Table
+from farandole.bench.collectives.backends import choose, mpiexec_for, why_unsupported, without_mpiexec
+from farandole.bench.collectives.implementations import make_implementations
+from farandole.bench.collectives.measure import Case, Row, measure, values_of_all_ranks
+from farandole.bench.collectives.messages import measure_messages
+from farandole.bench.collectives.operations import OPERATIONS, Operation
+from farandole.bench.collectives.overlap import measure_overlap
+from farandole.bench.collectives.setup import CollectivesSetup
+from farandole.bench.collectives.table import Table
 from farandole.bench.setup import BenchError
 from farandole.bench.training import machine
 from farandole.launch.cores import affinity, divide_cores, physical_cores
@@ -46,8 +46,8 @@ def start(setup: CollectivesSetup, ranks: int) -> int:
     setup = choose(setup, ranks, launcher)
     setup.check_memory(ranks, ranks, _copies(setup))
     if mpiexec is None:
-        return launch("farandole.bench.collectives", [setup.dump()], ranks=ranks, module=True, pin=False)
-    program = [sys.executable, "-m", "farandole.bench.collectives", setup.dump()]
+        return launch("farandole.bench.collectives.run", [setup.dump()], ranks=ranks, module=True, pin=False)
+    program = [sys.executable, "-m", "farandole.bench.collectives.run", setup.dump()]
     return subprocess.run([mpiexec, "-n", str(ranks), *program], check=False).returncode
 
 
@@ -131,7 +131,7 @@ class _Benchmark:
         if self.setup.json is not None:
             Path(self.setup.json).write_text(json.dumps(self.result(), indent=1) + "\n")
         if self.setup.picture is not None:
-            from farandole.bench.collectives_picture import draw
+            from farandole.bench.collectives.picture import draw
 
             draw(self.rows, self.comm.size, self.setup.picture)
 

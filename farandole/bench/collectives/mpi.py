@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farandole.bench.collectives_implementations import Wait
-from farandole.bench.collectives_operations import ROOT, Operation
+from farandole.bench.collectives.implementations import Wait
+from farandole.bench.collectives.operations import ROOT, Operation
 from farandole.bench.setup import BenchError
 
 REDUCIBLE = ("float32", "float64", "int8", "uint8", "int16", "int32", "int64")

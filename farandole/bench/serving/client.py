@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from farandole.bench.serving_load import Request
+from farandole.bench.serving.load import Request
 from farandole.bench.setup import BenchError
 
 TIMEOUT_S = 600.0

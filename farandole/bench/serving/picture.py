@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from farandole.bench.serving_results import Summary
+from farandole.bench.serving.results import Summary
 
 COLOURS = {"singlestream": "#3d5a80", "offline": "#0b6e4f", "server": "#c8553d"}
 _TITLES = {"ttft_s": "time to first token", "tpot_s": "time per output token", "itl_s": "inter-token latency"}

@@ -11,9 +11,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from farandole.bench.collectives_measure import Row
-from farandole.bench.collectives_operations import OPERATIONS
-from farandole.bench.collectives_setup import short_size
+from farandole.bench.collectives.measure import Row
+from farandole.bench.collectives.operations import OPERATIONS
+from farandole.bench.collectives.setup import short_size
 from farandole.data.wording import counted
 
 COLOURS = {

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from farandole import native
-from farandole.bench.collectives_mpi import REDUCIBLE, reduces
-from farandole.bench.collectives_operations import OPERATIONS, Operation
-from farandole.bench.collectives_setup import CollectivesSetup
+from farandole.bench.collectives.mpi import REDUCIBLE, reduces
+from farandole.bench.collectives.operations import OPERATIONS, Operation
+from farandole.bench.collectives.setup import CollectivesSetup
 from farandole.bench.setup import BenchError, check_choice
 from farandole.comm import register
 from farandole.comm.fallback import has_nccl

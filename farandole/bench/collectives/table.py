@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from farandole.bench.collectives_operations import WINDOW, Operation
-from farandole.bench.collectives_setup import CollectivesSetup
+from farandole.bench.collectives.operations import WINDOW, Operation
+from farandole.bench.collectives.setup import CollectivesSetup
 from farandole.data.wording import counted
 
 Column = tuple[str, str, Callable[[Any], str]]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from farandole.bench.collectives_operations import OPERATIONS, Operation
+from farandole.bench.collectives.operations import OPERATIONS, Operation
 from farandole.bench.setup import PICTURES, BenchError, check_choice, check_output
 from farandole.comm.dtypes import REDUCTION_NAMES
 from farandole.data.wording import counted

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farandole.bench.collectives_operations import ROOT, Operation
+from farandole.bench.collectives.operations import ROOT, Operation
 from farandole.comm.communicator import Communicator
 from farandole.comm.dtypes import REDUCE_OPS
 from farandole.launch.runtime import Runtime
@@ -177,7 +177,7 @@ def make_implementations(names: tuple[str, ...], runtime: Runtime) -> list[Imple
     comm = runtime.comm
 
     def over_mpi() -> Implementation:
-        from farandole.bench.collectives_mpi import Mpi
+        from farandole.bench.collectives.mpi import Mpi
 
         return Mpi("mpi", comm.rank, comm.size)
 

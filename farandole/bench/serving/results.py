@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from farandole.bench.serving_client import Sample
-from farandole.bench.serving_limit import Limit
-from farandole.bench.serving_setup import SCENARIOS, ServingSetup
+from farandole.bench.serving.client import Sample
+from farandole.bench.serving.limit import Limit
+from farandole.bench.serving.setup import SCENARIOS, ServingSetup
 
 TIMES = {
     "ttft_s": "time to first token (ms)",

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farandole.bench.collectives_implementations import Implementation
-from farandole.bench.collectives_operations import Operation
-from farandole.bench.collectives_setup import CollectivesSetup
-from farandole.bench.collectives_values import count_errors, expected, values
+from farandole.bench.collectives.implementations import Implementation
+from farandole.bench.collectives.operations import Operation
+from farandole.bench.collectives.setup import CollectivesSetup
+from farandole.bench.collectives.values import count_errors, expected, values
 from farandole.comm.communicator import Communicator
 
 TURNS = 10

@@ -14,11 +14,11 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import IO
 
-from farandole.bench.serving_client import Client, Sample
-from farandole.bench.serving_limit import Limit, measure_limit
-from farandole.bench.serving_load import Request, poisson_arrivals, ragged_requests, with_fresh_prompts
-from farandole.bench.serving_results import Summary, report, report_speed_up, summarize
-from farandole.bench.serving_setup import ServingSetup
+from farandole.bench.serving.client import Client, Sample
+from farandole.bench.serving.limit import Limit, measure_limit
+from farandole.bench.serving.load import Request, poisson_arrivals, ragged_requests, with_fresh_prompts
+from farandole.bench.serving.results import Summary, report, report_speed_up, summarize
+from farandole.bench.serving.setup import ServingSetup
 from farandole.bench.setup import BenchError
 from farandole.bench.training import machine
 from farandole.data.errors import DataError
@@ -140,7 +140,7 @@ def _measure(setup: ServingSetup, client: Client, limit: Limit | None) -> int:
     if setup.json is not None:
         _write(setup, client, limit, summaries, speed_up)
     if setup.picture is not None:
-        from farandole.bench.serving_picture import draw  # requires matplotlib
+        from farandole.bench.serving.picture import draw  # requires matplotlib
 
         title = f"{client.model}: {setup.requests} requests, {_lengths(setup)}"
         draw(summaries, speed_up, title, setup.picture)

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
-from farandole.bench.collectives_implementations import Implementation
-from farandole.bench.collectives_measure import Buffers, Case, Row, take_turns, values_of_all_ranks
-from farandole.bench.collectives_operations import ROOT, WINDOW
-from farandole.bench.collectives_values import count_errors, values
+from farandole.bench.collectives.implementations import Implementation
+from farandole.bench.collectives.measure import Buffers, Case, Row, take_turns, values_of_all_ranks
+from farandole.bench.collectives.operations import ROOT, WINDOW
+from farandole.bench.collectives.values import count_errors, values
 
 
 class Exchange:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from farandole.bench.collectives_operations import ROOT, Operation
+from farandole.bench.collectives.operations import ROOT, Operation
 
 PERIOD = 127
 _SLICE = 1 << 20  # elements compared at a time, so that a check allocates little memory

@@ -1,0 +1,199 @@
+"""The ranks of `farandole.LLM`: this process alone, processes that it starts, or the ranks of a job.
+
+Between two calls of `LLM.generate`, the other ranks wait outside of all collectives, because the next call may be hours
+later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from farandole.comm.communicator import Communicator
+from farandole.launch.environments import find_placement
+from farandole.launch.placement import ALONE, LaunchError
+from farandole.launch.runtime import init
+from farandole.launch.workers import Link, Workers
+from farandole.models.sequence import Transformer
+from farandole.serve.folder import ModelFolder, read_model
+from farandole.serve.ranks import LocalDriver, RanksFailed, Worker
+from farandole.serve.request import RequestError
+from farandole.serve.runner import Runner
+from farandole.serve.shards import check_width, raised_together, read_sharded
+
+
+def ranks_for(tensor: int) -> Ranks:
+    """Return the ranks that divide a model by `tensor`.
+
+    Raises:
+        RequestError: if a launcher has started another number of ranks.
+    """
+    if tensor < 1:
+        raise RequestError("tensor", f"expected at least 1 rank, got {tensor}")
+    if tensor == 1:
+        return Ranks()
+    placement = find_placement(os.environ)
+    if placement is ALONE:
+        return StartedRanks(tensor)
+    if placement.size != tensor:
+        raise RequestError(
+            "tensor",
+            f"expected 1 or {placement.size}, the number of ranks of {placement.launcher}, got {tensor}",
+        )
+    return JobRanks(init().comm)
+
+
+class Ranks:
+    """One process, without other ranks."""
+
+    rank = 0
+
+    def read(self, folder: Path, **options: Any) -> ModelFolder:
+        """Read a model, or this rank's shards; the arguments are those of `read_model`."""
+        return read_model(folder, **options)
+
+    def runner(self, model: Transformer) -> Runner | None:
+        """Return the runner of rank 0; None on other ranks."""
+        return Runner(model)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Return a context in which the other ranks compute with rank 0."""
+        yield
+
+    def share(self, value: Any) -> None:
+        """Send the value from rank 0 to the ranks that run the same program; they call `receive`."""
+
+    def receive(self) -> Any:
+        """Compute with rank 0, and return the next value that rank 0 shares."""
+        raise NotImplementedError("rank 0 does not receive values")
+
+    def close(self) -> None:
+        """End the other ranks."""
+
+
+class StartedRanks(Ranks):
+    """Processes that this process starts, and that end with this process.
+
+    Args:
+        ranks: the number of ranks, including this process.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._count = ranks
+        self._workers: Workers | None = None
+
+    def read(self, folder: Path, **options: Any) -> ModelFolder:
+        """Start the processes, which read their own shards."""
+        check_width(read_model(folder, **options, lazy=True).model, self._count)
+        self._workers = Workers("farandole.serve.llm_ranks", self._count, f"the ranks of {folder}")
+        try:
+            self._comm = self._workers.join()
+            self._comm.broadcast_object((folder, options))
+            return read_sharded(folder, options, self._comm)
+        except BaseException:
+            self.close()
+            raise
+
+    def runner(self, model: Transformer) -> Runner:
+        """Return the runner of rank 0."""
+        self._driver = LocalDriver(model, self._comm)
+        return self._driver
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Wake the processes; if a step fails or is interrupted, end them."""
+        try:
+            self._wake()
+            yield
+            self._driver.pause()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wake(self) -> None:
+        if self._workers is None:
+            raise RanksFailed("the ranks have ended; create the LLM again")
+        try:
+            self._workers.resume()
+        except LaunchError as error:
+            raise RanksFailed(str(error)) from None
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+
+class JobRanks(Ranks):
+    """The ranks of a job, which all run the same program.
+
+    Args:
+        comm: the communicator of all ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self.rank = comm, comm.rank
+
+    def read(self, folder: Path, **options: Any) -> ModelFolder:
+        """Read this rank's shards."""
+        with raised_together(self._comm):
+            if self.rank == 0:
+                check_width(read_model(folder, **options, lazy=True).model, self._comm.size)
+        return read_sharded(folder, options, self._comm)
+
+    def runner(self, model: Transformer) -> Runner | None:
+        """Return the runner of rank 0; None on other ranks."""
+        if self.rank:
+            self._worker = Worker(model, self._comm)
+            return None
+        self._driver = LocalDriver(model, self._comm)
+        return self._driver
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let the other ranks, which are in `receive` or `close`, continue with the program afterwards."""
+        yield
+        self._driver.pause()
+
+    def share(self, value: Any) -> None:
+        """Send the value to the other ranks."""
+        self._comm.broadcast_object(value)
+
+    def receive(self) -> Any:
+        """Compute with rank 0, and return the next value that rank 0 shares.
+
+        Raises:
+            RanksFailed: if rank 0 closes.
+        """
+        if not self._worker.follow():
+            raise RanksFailed("rank 0 has closed the LLM")
+        return self._comm.broadcast_object(None)
+
+    def close(self) -> None:
+        """End the other ranks' work.  The other ranks compute with rank 0 until it closes."""
+        if self.rank == 0:
+            self._driver.close()
+            return
+        while self._worker.follow():
+            self._comm.broadcast_object(None)
+
+
+def main(descriptor: str) -> None:
+    """Run a process of `StartedRanks`."""
+    link = Link(descriptor)
+    comm = link.join()
+    folder, options = comm.broadcast_object(None)
+    found = read_sharded(folder, options, comm)
+    worker = Worker(found.model, comm)
+    for _ in link.waits():
+        worker.follow()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,50 @@
+"""Read the replicas of a model: each has its own ranks, and rank 0 drives all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from farandole.comm.communicator import Communicator
+from farandole.mesh import Mesh
+from farandole.serve.folder import ModelFolder
+from farandole.serve.ranks import LocalDriver, RemoteDriver, Worker
+from farandole.serve.runner import Runner
+from farandole.serve.shards import read_sharded
+
+
+def read_replica(
+    folder: Path, options: Mapping[str, Any], comm: Communicator, mesh: Mesh
+) -> tuple[ModelFolder, list[Runner] | Worker]:
+    """Read this rank's shards of its replica.  This is a collective call.
+
+    Args:
+        options: the arguments of `read_model`.
+        comm: the communicator of all ranks.
+        mesh: a mesh with the axes data, whose coordinate is the number of the replica, and tensor.
+
+    Returns:
+        The model, and the runner of this rank.  On rank 0, the runners of all replicas.
+
+    Raises:
+        The errors of `read_sharded`, on all ranks.
+    """
+    (cell,) = mesh.of_rank(comm.rank)
+    replicas, width = mesh.width("data"), mesh.width("tensor")
+    if replicas > 1:
+        comm.set_roles([f"replica {mesh.of_rank(rank)[0].data}" for rank in range(comm.size)])
+    own = comm.split(cell.data) if replicas > 1 else comm
+    assert own is not None
+    found = read_sharded(folder, options, own, comm)
+    if cell.data == 0:
+        if comm.rank:
+            return found, Worker(found.model, own)
+        first = Runner(found.model) if width == 1 else LocalDriver(found.model, own)
+        return found, [first, *(RemoteDriver(_with_driver(comm, width, r)) for r in range(1, replicas))]
+    return found, Worker(found.model, _with_driver(comm, width, cell.data), remote=True)
+
+
+def _with_driver(comm: Communicator, width: int, replica: int) -> Communicator:
+    """Return the communicator of rank 0 and the ranks of a replica."""
+    return comm.create_group([0, *range(replica * width, (replica + 1) * width)])
