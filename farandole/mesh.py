@@ -30,11 +30,11 @@ AXES = ("data", "pipeline", "mirror", "spatial", "context", "expert", "tensor")
 
 
 LOSS_AXES = ("data", "context", "expert")
-"""The axes along which ranks compute different samples or tokens, and therefore different losses."""
+"""The axes along which ranks compute different samples or tokens; gradients are averaged over these ranks."""
 
 
 SAMPLE_AXES = ("data", "expert")
-"""The axes along which ranks have different samples."""
+"""The axes along which ranks have different samples, and therefore different losses."""
 
 
 class MeshError(ValueError):
@@ -190,7 +190,7 @@ class Mesh:
 
     @property
     def losses(self) -> int:
-        """The number of ranks with different losses; a PyTorch training loop averages gradients over these ranks."""
+        """The number of ranks with different tokens; a PyTorch training loop averages gradients over these ranks."""
         return math.prod(self.width(axis, self.stages - 1) for axis in LOSS_AXES)
 
     @property
@@ -207,8 +207,7 @@ class Mesh:
 
     def has_own_loss(self, rank: int) -> bool:
         """Return whether `rank` is the first of the ranks that compute the same loss."""
-        place = self._held[rank][0].at(LOSS_AXES)
-        return all(self._held[other][0].at(LOSS_AXES) != place for other in range(rank))
+        return all(self.replica_of(other) != self.replica_of(rank) for other in range(rank))
 
     def of_rank(self, rank: int) -> list[Cell]:
         """Return the cells that a rank holds."""

@@ -307,6 +307,10 @@ It returns the outputs of all experts and the result of the computation.
 """
 
 
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""A function of rows (rows, inputs) and a weight (outputs, inputs) that returns (rows, outputs)."""
+
+
 class Experts(nn.Module):
     """Gated feed-forward networks with stacked weights.
 
@@ -315,6 +319,9 @@ class Experts(nn.Module):
 
     exchange: Exchange | None = None
     """Sends rows to the processes that have their experts, if processes share the experts."""
+
+    multiply: Multiply | None = None
+    """Multiplies the rows of one expert by a matrix, in another precision than that of the weights."""
 
     def __init__(self, experts: int, width: int, inner: int, activation: str = "silu") -> None:
         super().__init__()
@@ -365,13 +372,14 @@ class Experts(nn.Module):
 
     def _products(self, inputs: Tensor, counts: Tensor) -> Tensor:
         """Apply each expert i to the next counts[i] rows."""
-        if inputs.device.type != "cpu" and inputs.dtype == torch.bfloat16:
+        multiply = self.multiply or F.linear
+        if self.multiply is None and inputs.device.type != "cpu" and inputs.dtype == torch.bfloat16:
             ends = counts.cumsum(0).int()
             inner = F.grouped_mm(inputs, self.gate_up.transpose(1, 2), offs=ends)
             return F.grouped_mm(gated(inner, self.activation), self.down.transpose(1, 2), offs=ends)
         parts = inputs.split(as_sizes(counts, len(inputs)))
         outputs = [
-            F.linear(gated(F.linear(part, up), self.activation), down)
+            multiply(gated(multiply(part, up), self.activation), down)
             for part, up, down in zip(parts, self.gate_up, self.down, strict=True)
         ]
         return torch.cat(outputs)

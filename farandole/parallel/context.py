@@ -177,7 +177,7 @@ class _ShareSequences:
         output = call(inputs[:, index], own, None if targets is None else targets[:, index])
         if targets is not None:
             total, count = output
-            return _mean_of_all(total, count, grid.all)
+            return _sum_of_all(total, count, grid.all)
         indices = [grid.index(length, rank) for rank in range(grid.all.size)]
         parts = _GatherPositions.apply(output, [len(each) for each in indices], grid.all)
         back = torch.empty(length, dtype=torch.int64)
@@ -191,32 +191,32 @@ def _arguments(
     return inputs, info, targets
 
 
-def _mean_of_all(
+def _sum_of_all(
     total: Tensor, count: Tensor | float, comm: AxisCommunicator
 ) -> tuple[Tensor, Tensor | float]:
-    """Return the means over all ranks of a sum and a count; the gradient of the sum is that of this rank's sum.
+    """Return the sums over all ranks of a sum of losses and a count; all ranks get the values of the complete sequences.
 
-    All ranks get the same values, so their quotient is the mean loss over the complete sequences.  The engine averages
-    gradients over the ranks, which gives the gradient of this quotient.
+    The gradient is that of this rank's sum, times the number of ranks.  The engine averages gradients over the ranks, which gives the
+    gradient of the complete sum.
     """
     both = torch.stack((total.detach().double().cpu(), torch.as_tensor(count).double().cpu()))
     comm.all_reduce(both)
     if isinstance(both, FakeTensor):
         return total, count
-    both /= comm.size
-    return _WithValue.apply(total, both[0]), float(both[1])
+    return _Total.apply(total, both[0], comm.size), float(both[1])
 
 
-class _WithValue(torch.autograd.Function):
-    """Replaces the value of a tensor, but not its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
-        return value.to(x.device, x.dtype)
+class _Total(torch.autograd.Function):
+    """Replaces the value of this rank's sum by the sum over `ranks` ranks, and multiplies the gradient by `ranks`."""
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
+    def forward(ctx: Any, own: Tensor, total: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return total.to(own.device, own.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return grad_outputs[0] * ctx.ranks, None, None
 
 
 class _GatherPositions(torch.autograd.Function):

@@ -36,6 +36,7 @@ from torch.autograd import Variable
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.buffers import ReplicatedBuffers
+from farandole.parallel.loss_parameters import LossParameters
 from farandole.parallel.optimizers.shards import GradientNorms, OptimizerShards
 from farandole.parallel.zero.gatherer import Gatherer
 
@@ -81,6 +82,7 @@ class GradientReducer:
         norms: the norms of averaged gradients, which are invalidated when gradients change.
         every_pass: whether each backward pass is reduced, because unsharded gradients are not kept.
         gatherer: gathers weights, if they are sharded.
+        loss_parameters: the parameters that are hidden until a backward pass begins.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class GradientReducer:
         every_pass: bool,
         events: StepEvents,
         gatherer: Gatherer | None,
+        loss_parameters: LossParameters,
     ) -> None:
         self.waited_s = 0.0
         """The time in seconds that this rank has spent waiting for other ranks."""
@@ -108,6 +111,7 @@ class GradientReducer:
         """Whether the last pass of the step has ended, so that gradients are averages."""
         self._model, self._comm, self._events = model, comm, events
         self._every_pass, self._norms, self._gatherer = every_pass, norms, gatherer
+        self._loss_parameters = loss_parameters
         self._accumulating = False
         self._completing: Collection[int] = ()
         self._in_pass = False
@@ -315,6 +319,7 @@ class GradientReducer:
 
     def _begin_pass(self) -> None:
         self._events.begin_pass()
+        self._loss_parameters.show()
         self._begin_or_resume()
         self._in_pass = True
         if self._gatherer is not None:

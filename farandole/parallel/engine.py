@@ -54,6 +54,7 @@ from farandole.parallel.data import GradientReducer
 from farandole.parallel.global_mean import GlobalMean, Loss, Step, first_of
 from farandole.parallel.lora.description import Adapter, describe_adapter, trained_tensors
 from farandole.parallel.lora.gather import gather_adapter
+from farandole.parallel.loss_parameters import LossParameters
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
 from farandole.parallel.optimizers.offloading import OffloadedUpdate, stores_at
 from farandole.parallel.optimizers.rounding import StochasticRounding
@@ -219,6 +220,9 @@ class Engine:
         )
         scaler = scaler or LossScaler(enabled=False)
         gradient_watch = GradientWatch(self.layouts, built.shards) if watch or scaler.enabled else None
+        self.loss_parameters = LossParameters(
+            model, mesh, self.layouts, comm.rank, staged=pipeline is not None
+        )
         self._steps = ScaledSteps(self, scaler, gradient_watch, diagnose=diagnose, report=report)
         self._reducer = GradientReducer(
             model,
@@ -230,6 +234,7 @@ class Engine:
             every_pass=zero >= 2,
             events=self._steps,
             gatherer=built.gatherer,
+            loss_parameters=self.loss_parameters,
         )
         self.pipeline = pipeline
         self._mean = GlobalMean(self, mesh) if pipeline is None else PipelineMean(self, mesh, pipeline, dtype)
@@ -475,7 +480,7 @@ class Engine:
     def _before_update(self) -> bool:
         """Complete the gradients of a step; return False if the step is skipped."""
         self.synchronize()
-        self._release_gathered()
+        self._end_pass()
         with unchecked():
             self._whole.check()
             check_gradients(self.model, self._trained)
@@ -499,7 +504,7 @@ class Engine:
         Args:
             frozen: also distribute the shards of frozen parameters.
         """
-        self._release_gathered()
+        self._end_pass()
         changed = [each for each in self.weights if frozen or each.trained]
         with torch.no_grad():
             for weights in changed:
@@ -530,7 +535,7 @@ class Engine:
         Raises:
             RuntimeError: if the master weights are offloaded.
         """
-        self._release_gathered()
+        self._end_pass()
         return self._whole.edit()
 
     def state_dict(self) -> dict[str, Any]:
@@ -539,7 +544,7 @@ class Engine:
         If the model is divided into stages, the state contains the stages of this rank.  Parameters have the type of the
         master weights or, if optimizer states are offloaded, the type in which the model computes.
         """
-        self._release_gathered()
+        self._end_pass()
         return self._whole.state_dict()
 
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -553,6 +558,7 @@ class Engine:
     def _gathered_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter with the value with which this rank computes: a part, if an axis shards the parameter."""
         gathered: set[int] = set()
+        self.loss_parameters.show()
         if self._gatherer is not None:
             for parameters in self._gatherer.one_by_one():
                 yield from ((parameter, parameter.detach()) for parameter in parameters)
@@ -561,7 +567,9 @@ class Engine:
             if id(parameter) not in gathered:
                 yield parameter, parameter.detach()
 
-    def _release_gathered(self) -> None:
+    def _end_pass(self) -> None:
+        """Release gathered weights, and show the parameters that are hidden from the loss."""
+        self.loss_parameters.show()
         if self._gatherer is not None:
             self._gatherer.release()
 
@@ -600,6 +608,7 @@ class Engine:
                 error.
         """
         self._wait_for_save()
+        self.loss_parameters.show()
         path = Path(folder).expanduser()
         pending = checkpoint.save(self, path, extra or {}, on_saved, background=asynchronous)
         self._pending_save = pending if asynchronous else None
@@ -621,6 +630,7 @@ class Engine:
                 `UnreadableError` if files are missing or damaged.  The engine is then unchanged.
         """
         self._wait_for_save()
+        self.loss_parameters.show()
         return checkpoint.load(self, Path(folder).expanduser())
 
     def export(self, folder: str | Path, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30) -> None:
@@ -697,6 +707,7 @@ class Engine:
         Raises:
             CheckpointError: on all ranks, if files are damaged or belong to another model.  The engine is then unchanged.
         """
+        self.loss_parameters.show()
         safetensors_files.load_weights(self, Path(path).expanduser())
 
     def remember_parameters(self) -> None:
@@ -861,6 +872,7 @@ class Engine:
             self.swapped.close()
         if self._gatherer is not None:
             self._gatherer.close()
+        self.loss_parameters.close()
         self._whole.close()
         self._updates.close()
         self.zero_grad()

@@ -68,9 +68,9 @@ class GlobalMean:
 
     def __init__(self, engine: Engine, mesh: Mesh) -> None:
         self._engine, self._comm = engine, engine.comm
-        self._losses = mesh.losses
+        self._replicas = mesh.replicas
         self.counts = mesh.has_own_loss(self._comm.rank)
-        """Whether this rank's losses are counted; ranks with the same samples and tokens have the same losses."""
+        """Whether this rank's losses are counted; ranks with the same samples have the same losses."""
         self._together = _computing_together(mesh)
         self.expected: float | None = None
         """The total count of the last step; None before the first step."""
@@ -91,8 +91,8 @@ class GlobalMean:
             sums.append(total.detach().double())
             counts.append(count)
             with nullcontext() if last else engine.no_sync():
-                # gradients are averaged over the ranks with different losses
-                engine.backward(total * (self._losses / self.expected))
+                # gradients are averaged over the replicas
+                engine.backward(total * (self._replicas / self.expected))
         mean, total_count = self._mean(sums, counts)
         if self.expected is not None and total_count != self.expected:
             engine.scale_all(self.expected / total_count)
@@ -157,7 +157,8 @@ class GlobalMean:
             output = self._engine(**arguments)
         else:
             output = self._engine(*arguments) if isinstance(arguments, tuple) else self._engine(arguments)
-        return scalar_sum(loss(output, batches[number]))
+        with self._engine.loss_parameters.hidden():
+            return scalar_sum(loss(output, batches[number]))
 
     def _estimate(self, count: Tensor | float, passes: int) -> float:
         """Estimate the count of the first step, assuming that all micro-batches have the same count as the first."""

@@ -37,7 +37,7 @@ from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.pipeline import apply as pipeline
 from farandole.parallel.pipeline.recompute import RankActivations
-from farandole.parallel.precision import TYPES, check_float8, use_float8
+from farandole.parallel.precision import TYPES, check_float8, check_float8_sizes, use_float8
 from farandole.parallel.whole_parameters import check_model
 from farandole.parallel.zero.initial_values import Initialise, broadcast_from_first, is_deferred
 from farandole.parallel.zero.sharding import box_mesh, moves_parameters
@@ -95,12 +95,14 @@ def parallelize(
         _check(model, plan, diagnose=diagnose)
         if plan.lora is not None:
             _add_lora(model, plan.lora)
+        converted: list[str] = []
         if plan.precision == "fp8":
             check_float8(_device_of(model))
-            use_float8(model)
+            converted = use_float8(model)
     position, layouts = _split(model, plan, comm, sizes)
     stages = None
     with agreed_errors(comm):
+        check_float8_sizes(model, converted)
         if plan.pipeline == 1:
             _recompute(model, plan, example, loss)
         else:

@@ -1,17 +1,20 @@
 """Apply a plan's precision: casts of inputs, and 8-bit matrix products through torchao.
 
-With fp8, weights and the values between layers are bf16.  Each product of a linear layer scales its two operands by
+With fp8, weights and the values between layers are bf16.  Each product of a linear layer or of an expert scales its two operands by
 their largest value and casts them (Micikevicius et al., 2022, "FP8 Formats for Deep Learning"): e4m3 in the forward pass,
 e5m2 for gradients.  Parameters remain the same objects, so they can be sharded and offloaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from farandole.models.moe import Experts
 from farandole.plan import PlanError
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -51,10 +54,11 @@ def check_float8(device: torch.device) -> None:
 
 
 def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
-    """Convert the linear layers in `model` to 8-bit matrix products, and return their names.
+    """Convert the linear layers and experts in `model` to 8-bit matrix products, and return their names.
 
-    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  With `emulate`,
-    values are rounded to 8 bits and multiplied in their original type, slowly and on any device.
+    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  Each expert scales its
+    weights and its rows separately.  With `emulate`, values are rounded to 8 bits and multiplied in their original type,
+    slowly and on any device.
 
     Raises:
         PlanError: if torchao is missing, or no layer can be changed.
@@ -66,16 +70,51 @@ def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
             f"precision='fp8' requires an nn.Linear inside the model whose sizes are multiples of {_UNIT}, "
             "but the model has none; nearest plan: precision='bf16'"
         )
+    # the gradient of a weight is a sum over tokens, whose number is padded
+    config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
     float8.convert_to_float8_training(
         model,
-        module_filter_fn=lambda module, name: bool(name) and _is_suitable(module),
-        # the gradient of a weight is a sum over tokens, whose number is padded
-        config=float8.Float8LinearConfig(pad_inner_dim=True, emulate=emulate),
+        module_filter_fn=lambda module, name: (
+            bool(name) and isinstance(module, nn.Linear) and _is_suitable(module)
+        ),
+        config=config,
     )
+    for name in names:
+        module = model.get_submodule(name)
+        if isinstance(module, Experts):
+            module.multiply = _Float8Product(float8, config)
     return names
 
 
+class _Float8Product:
+    """Multiplies rows by a weight with torchao's linear layer."""
+
+    def __init__(self, float8: Any, config: Any) -> None:
+        layer = nn.Sequential(nn.Linear(_UNIT, _UNIT, bias=False, device="meta"))
+        self._layer: nn.Module = float8.convert_to_float8_training(layer, config=config)[0]
+
+    def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
+        if not len(rows):  # have no largest value
+            return F.linear(rows, weight)
+        product: Tensor = torch.func.functional_call(self._layer, {"weight": weight}, (rows,))
+        return product
+
+
+def check_float8_sizes(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise `PlanError` if an axis has split a matrix of the converted layers into sizes that accelerators cannot multiply."""
+    for name in names:
+        for key, weight in model.get_submodule(name).named_parameters():
+            rows, columns = weight.shape[-2:] if weight.dim() > 1 else (_UNIT, _UNIT)
+            if rows % _UNIT or columns % _UNIT:
+                raise PlanError(
+                    f"precision='fp8': {name}.{key} has {rows} x {columns} elements on this rank, but both sizes must be "
+                    f"multiples of {_UNIT}; nearest plans: a smaller tensor axis, or precision='bf16'"
+                )
+
+
 def _is_suitable(module: nn.Module) -> bool:
+    if isinstance(module, Experts):
+        return all(size % _UNIT == 0 for size in (*module.gate_up.shape[1:], *module.down.shape[1:]))
     return type(module) is nn.Linear and module.in_features % _UNIT == 0 and module.out_features % _UNIT == 0
 
 

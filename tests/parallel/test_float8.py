@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 import farandole
 from farandole.comm.communicator import Communicator
-from farandole.parallel.precision import use_float8
+from farandole.models.layers import gated
+from farandole.models.mixtral import MixtralConfig, build_mixtral
+from farandole.models.moe import Experts
+from farandole.parallel.precision import check_float8_sizes, use_float8
 from farandole.plan import Plan, PlanError
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")
@@ -36,18 +39,77 @@ def test_suitable_layers_are_converted_and_keep_their_parameters() -> None:
 
 
 def test_products_equal_those_of_rounded_operands() -> None:
-    """Against torch's own 8-bit floats: scaled by the largest value, cast, multiplied."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16, bias=False))
     inputs = torch.randn(7, 32)
     weight = model[0].weight.detach().clone()
     use_float8(model, emulate=True)
 
-    def rounded(values: Tensor) -> Tensor:
-        scale = torch.finfo(torch.float8_e4m3fn).max / values.abs().max()
-        return (values * scale).to(torch.float8_e4m3fn).float() / scale
+    torch.testing.assert_close(model(inputs), _rounded(inputs) @ _rounded(weight).T)
 
-    torch.testing.assert_close(model(inputs), rounded(inputs) @ rounded(weight).T)
+
+def _rounded(values: Tensor) -> Tensor:
+    """Return values that are scaled by the largest value, and rounded by torch's own 8-bit floats."""
+    scale = torch.finfo(torch.float8_e4m3fn).max / values.abs().max()
+    return (values * scale).to(torch.float8_e4m3fn).float() / scale
+
+
+def test_each_expert_scales_its_rows_and_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(3, 16, 32))
+    experts, inputs = model[0], torch.randn(6, 16)
+    chosen = torch.tensor([[0], [2], [0], [2], [2], [0]])  # no row for one expert
+    expected = torch.empty(6, 16)
+    with torch.no_grad():
+        for number in (0, 2):
+            own = chosen[:, 0] == number
+            up = _rounded(inputs[own]) @ _rounded(experts.gate_up[number]).T
+            expected[own] = _rounded(gated(up, "silu")) @ _rounded(experts.down[number]).T
+    assert use_float8(model, emulate=True) == ["0"]
+    found = experts(inputs, chosen, torch.ones(6, 1))
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert all(bool(p.grad[[0, 2]].any()) and not bool(p.grad[1].any()) for p in experts.parameters())
+
+
+def _learn_with_experts(rank: int, size: int, plan: Plan) -> tuple[list[float], list[float]]:
+    """Train a mixture whose experts multiply 8-bit floats; all samples are one micro-batch, which has one scale per expert."""
+    torch.manual_seed(0)
+    model: Any = build_mixtral(MixtralConfig(29, 2, 4, 16, 32, experts=4, top=2))
+    for block in model[1:3]:
+        assert use_float8(block.feed_forward, emulate=True) == ["experts"]
+    engine = farandole.parallelize(model, plan)
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    losses, norms = [], []
+    for step in range(STEPS):
+        tokens = torch.randint(0, 29, (4, 9), generator=torch.Generator().manual_seed(step))
+        own = tokens.chunk(engine.mesh.replicas)[engine.mesh.replica_of(rank)]
+        losses.append(
+            engine.forward_backward(
+                [own], lambda output, _: output, lambda batch: (batch[:, :-1], None, batch[:, 1:])
+            ).loss
+        )
+        norms.append(engine.gradient_norm())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+    return losses, norms
+
+
+@pytest.mark.parametrize("plan", [Plan(expert=2), Plan(context=2, zero=2), Plan(expert=2, tensor=2)])
+def test_experts_are_the_same_under_any_plan(ranks: Any, plan: Plan) -> None:
+    """Another order of additions can round a value to the next 8-bit float, which differs by 1/8 at most."""
+    ((losses, norms),) = ranks(1).run(_learn_with_experts, Plan(data=1))
+    for found in ranks(plan.expert * plan.ranks_per_sample).run(_learn_with_experts, plan):
+        assert found[0] == pytest.approx(losses, rel=1e-3)
+        assert found[1] == pytest.approx(norms, rel=1e-2)
+
+
+def test_sizes_that_accelerators_cannot_multiply_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(16, 24), Experts(3, 16, 32))
+    check_float8_sizes(model, ["1"])
+    with pytest.raises(PlanError, match=r"0\.weight has 24 x 16 elements on this rank.*smaller tensor axis"):
+        check_float8_sizes(model, ["0", "1"])
 
 
 def _learn(rank: int, size: int, zero: int, recompute: Any) -> list[Tensor]:

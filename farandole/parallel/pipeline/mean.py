@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from farandole.mesh import LOSS_AXES, Mesh
+from farandole.mesh import SAMPLE_AXES, Mesh
 from farandole.parallel.global_mean import GlobalMean, Loss, Step, scalar_sum
 from farandole.parallel.pipeline.runtime import Arguments, Pipeline
 from farandole.parallel.precision import cast_floating
@@ -28,7 +28,7 @@ class PipelineMean(GlobalMean):
         super().__init__(engine, mesh)
         self._pipeline, self._dtype = pipeline, dtype
         # ranks that compute a stage together have the same loss, which is counted once
-        axes = ("pipeline", "mirror", *LOSS_AXES)
+        axes = ("pipeline", "mirror", *SAMPLE_AXES)
         own = mesh.of_rank(engine.comm.rank)[0]
         first = min(cell.rank for cell in mesh.cells if cell.at(axes) == own.at(axes))
         self.counts = pipeline.has_loss and first == own.rank
@@ -39,7 +39,7 @@ class PipelineMean(GlobalMean):
         self._most(len(own_batches))
         expected = self.expected or self._guess(own_batches, inputs)
         with engine.no_sync(), engine.scaled_backward() as scale:
-            factor = self._losses / expected * scale
+            factor = self._replicas / expected * scale
             sums, counts = self._run_all(own_batches, loss, inputs, train=True, factor=factor)
         engine.accept_buffers(self._pipeline.statistics.update())
         engine.join_backward(last=True)
@@ -82,7 +82,8 @@ class PipelineMean(GlobalMean):
         counts: list[Tensor | float] = []
 
         def loss_of(output: Any, number: int) -> Tensor:
-            total, count = scalar_sum(loss(output, batches[number]))
+            with self._engine.loss_parameters.hidden():
+                total, count = scalar_sum(loss(output, batches[number]))
             sums.append(total.detach().double())
             counts.append(count)
             return total * factor

@@ -29,7 +29,13 @@ from farandole.parallel.axes import Layouts
 from farandole.parallel.pipeline.balance import Balance, balance, parameter_costs
 from farandole.parallel.pipeline.batch_norm import tracking_layers
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError
+from farandole.parallel.zero.hidden_parameters import hide
 from farandole.plan import PlanError
+
+ELSEWHERE = (
+    "the parameter belongs to a pipeline stage of another rank; instead of an L2 penalty in the loss, use the optimizer's "
+    "weight_decay"
+)
 
 
 class Stage:
@@ -212,6 +218,9 @@ def split(
     for place, (name, child) in enumerate(children):
         if place not in kept:
             model._modules[name] = _absent(child, needed)
+            for parameter in child.parameters():
+                if id(parameter) not in needed and not parameter.is_meta:  # the loss function may refer to it
+                    hide(parameter, names[id(parameter)], ELSEWHERE)
     return {number: Stage(model, number, blocks, routers) for number, blocks in own.items()}, found
 
 

@@ -1,9 +1,12 @@
-"""Parameters without values: their shape, type and device can be read, and other operations raise an error.
+"""Parameters whose values cannot be used: shape, type and device can be read, and other operations raise an error.
 
     hide(parameter, "0.weight")
     parameter.shape             # as before
     parameter.sum()             # RuntimeError: names the calls of the engine
     show(parameter)             # an ordinary parameter again
+
+Without a reason, the values are not on this rank.  `loss_parameters` hides parameters with values, and gives a reason.  A
+backward pass may use these parameters, because it may recompute a module.
 
 The class of a hidden parameter has a `__torch_function__`.  A shown parameter is a plain `nn.Parameter`, so operations of
 the model have no overhead.
@@ -11,7 +14,7 @@ the model have no overhead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,14 +57,23 @@ _METADATA = {
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
 
 
+_SHARDED = (
+    "this rank has only its shard of the parameter, whose values are gathered only while the model computes with them; "
+    "engine.whole_parameters() and engine.state_dict() return unsharded values, and engine.edit_parameters() changes them, on "
+    "all ranks; instead of an L2 penalty in the loss, use the optimizer's weight_decay"
+)
+
+
 class _Hidden(Tensor):
-    """A tensor whose values are not on this rank."""
+    """A tensor whose values cannot be used."""
 
     name_of_hidden: str
+    reason: str | None
+    """Why the values cannot be used; None if they are not on this rank."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return a description without values."""
-        return f"{self.name_of_hidden}: {self.dtype} of shape {tuple(self.shape)}, sharded"
+        return f"{self.name_of_hidden}: {self.dtype} of shape {tuple(self.shape)}, hidden"
 
     def __format__(self, _: str) -> str:
         """Return the description."""
@@ -80,31 +92,32 @@ class _Hidden(Tensor):
             allowed = name in _METADATA
         if name in ("data", "detach"):
             return _detached(args[0])
-        if allowed:
+        if allowed or (torch._C._current_graph_task_id() != -1 and _first(args, kwargs).reason is not None):
             return torch._C._disabled_torch_function_impl(function, types, args, kwargs)
         if name in _CONVERSIONS:
             example = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
             if function(example, *args[1:], **kwargs) is example:  # nothing is converted
                 return args[0]
-        raise _refusal(name, (*args, *kwargs.values()))
+        hidden = _first(args, kwargs)
+        raise RuntimeError(f"{name.strip('_')} of {hidden.name_of_hidden}: {hidden.reason or _SHARDED}")
 
 
 class _HiddenParameter(_Hidden, nn.Parameter):
     pass
 
 
-def hide(parameter: nn.Parameter, name: str) -> None:
-    """Make operations on the values of a plain parameter raise an error that contains `name`."""
+def hide(parameter: nn.Parameter, name: str, reason: str | None = None) -> None:
+    """Make operations on the values of a plain parameter raise an error that contains `name` and `reason`."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = _HiddenParameter
-        parameter.name_of_hidden = name  # type: ignore[attr-defined]
+        parameter.name_of_hidden, parameter.reason = name, reason  # type: ignore[attr-defined]
 
 
-def show(parameter: nn.Parameter) -> None:
-    """Make a hidden parameter an ordinary parameter."""
-    if type(parameter) is _HiddenParameter:
+def show(parameter: nn.Parameter, reason: str | None = None) -> None:
+    """Make a hidden parameter an ordinary parameter; given a reason, only if the parameter was hidden for it."""
+    if type(parameter) is _HiddenParameter and reason in (None, parameter.reason):
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        del parameter.name_of_hidden
+        del parameter.name_of_hidden, parameter.reason
 
 
 def unchecked() -> AbstractContextManager[None]:
@@ -120,18 +133,12 @@ def is_hidden(tensor: Tensor) -> bool:
 def _detached(hidden: Tensor) -> Tensor:
     with unchecked():
         made = Tensor._make_subclass(_Hidden, hidden)
-    made.name_of_hidden = hidden.name_of_hidden  # type: ignore[attr-defined]
+    made.name_of_hidden, made.reason = hidden.name_of_hidden, hidden.reason  # type: ignore[attr-defined]
     return made
 
 
-def _refusal(function: str, args: Sequence[Any]) -> RuntimeError:
-    hidden = next(each for each in _flat(args) if isinstance(each, _Hidden))
-    return RuntimeError(
-        f"{function.strip('_')} of {hidden.name_of_hidden}: this rank has only its shard of the parameter, whose values "
-        "are gathered only while the model computes with them; engine.whole_parameters() and engine.state_dict() return "
-        "unsharded values, and engine.edit_parameters() changes them, on all ranks; instead of an L2 penalty in "
-        "the loss, use the optimizer's weight_decay"
-    )
+def _first(*values: Any) -> _Hidden:
+    return next(each for each in _flat(values) if isinstance(each, _Hidden))
 
 
 def _flat(values: Any) -> Iterator[Any]:
