@@ -211,9 +211,7 @@ class Engine:
             bucket.plan.ranks.holders != comm.size for bucket in built.buckets
         )
         self._whole = WholeParameters(model, built.weights, groups, self._is_whole, self.layouts)
-        self._norms = GradientNorms(
-            self.layouts, self._gradient_norms, self.device, comm if self._divides else None
-        )
+        self._norms = GradientNorms(self.layouts, built.shards, self.device, comm if self._divides else None)
         scaler = scaler or LossScaler(enabled=False)
         gradient_watch = GradientWatch(self.layouts, built.shards) if watch or scaler.enabled else None
         self._steps = ScaledSteps(self, scaler, gradient_watch, diagnose=diagnose, report=report)
@@ -787,13 +785,6 @@ class Engine:
         """Set every `.grad` to None; the gradient memory is released in the next step."""
         for shards in self.shards_of_buckets:
             shards.clear_gradients()
-
-    def _gradient_norms(self, order: float) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield (parameter name, norm of this rank's part of the gradient, number of ranks with the same part)."""
-        for shards in self.shards_of_buckets:
-            plan = shards.bucket.plan
-            for index, norm in shards.norms(order):
-                yield plan.names[index], norm, plan.ranks.holders
 
     # ---- compression ----
 
