@@ -31,7 +31,7 @@ ranks in the last stage provide the loss sums and counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,7 @@ class Engine:
         self._divides = pipeline is not None or any(
             bucket.plan.ranks.holders != comm.size for bucket in built.buckets
         )
-        self._whole = WholeParameters(model, built.weights, groups, self._is_whole, self.layouts)
+        self._whole = WholeParameters(model, built.weights, groups, built.gatherer, self.layouts)
         self._norms = GradientNorms(self.layouts, built.shards, self.device, comm if self._divides else None)
         scaler = scaler or LossScaler(enabled=False)
         gradient_watch = GradientWatch(self.layouts, built.shards) if watch or scaler.enabled else None
@@ -433,26 +433,7 @@ class Engine:
             ValueError: if the optimizer would compute different results with shards, or has parameters of another model.
             OffloadError: if the disk or the host memory has too little space for the states.
         """
-        if callable(optimizer) and not isinstance(optimizer, type | torch.optim.Optimizer):
-            trained = [p for p in self.model.parameters() if id(p) in self._trained]
-            # the stages of a rank may have frozen parameters only, and torch's optimizers need at least one parameter
-            optimizer = optimizer(trained or list(self.model.parameters()))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-            raise TypeError(
-                "engine.optimizer expected a function that creates an optimizer, such as lambda parameters: "
-                f"torch.optim.AdamW(parameters), or an optimizer, such as torch.optim.AdamW(model.parameters()), got {given}"
-            )
-        if any(given is optimizer for given in self.optimizers):
-            raise ValueError(
-                "engine.optimizer was already called with this optimizer: call it once per optimizer"
-            )
-        known = {id(parameter) for parameter in self.model.parameters()}
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                "the optimizer has parameters that do not belong to the engine's model: create it from model.parameters()"
-            )
-        self._updates.add(optimizer)
+        optimizer = self._updates.add(optimizer, self.model)
         if any(update.state.weights for update in self.offloaded):
             self._whole.masters_are_elsewhere()
         return optimizer
@@ -470,7 +451,7 @@ class Engine:
     def _before_update(self) -> bool:
         """Complete the gradients of a step; return False if the step is skipped."""
         self.synchronize()
-        self._release_gathered()
+        self._whole.release()
         with unchecked():
             self._whole.check()
             check_gradients(self.model, self._trained)
@@ -494,7 +475,7 @@ class Engine:
         Args:
             frozen: also distribute the shards of frozen parameters.
         """
-        self._release_gathered()
+        self._whole.release()
         changed = [each for each in self.weights if frozen or each.trained]
         with torch.no_grad():
             for weights in changed:
@@ -513,7 +494,7 @@ class Engine:
         All ranks must enter and exit the context together.  Ranks that share layers, sequences or experts must run the
         model together, because their parameters remain split.
         """
-        with self._gatherer.whole() if self._gatherer is not None else nullcontext():
+        with self._whole.gathered():
             yield
 
     def edit_parameters(self) -> AbstractContextManager[None]:
@@ -525,7 +506,7 @@ class Engine:
         Raises:
             RuntimeError: if the master weights are offloaded.
         """
-        self._release_gathered()
+        self._whole.release()
         return self._whole.edit()
 
     def state_dict(self) -> dict[str, Any]:
@@ -534,7 +515,7 @@ class Engine:
         If the model is divided into stages, the state contains the stages of this rank.  Parameters have the type of the
         master weights or, if optimizer states are offloaded, the type in which the model computes.
         """
-        self._release_gathered()
+        self._whole.release()
         return self._whole.state_dict()
 
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -542,26 +523,7 @@ class Engine:
 
         All ranks must iterate together.
         """
-        for parameter, value in self._gathered_parameters():
-            yield parameter, self._whole.complete(parameter, value)
-
-    def _gathered_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every parameter with the value with which this rank computes: a part, if an axis shards the parameter."""
-        gathered: set[int] = set()
-        if self._gatherer is not None:
-            for parameters in self._gatherer.one_by_one():
-                yield from ((parameter, parameter.detach()) for parameter in parameters)
-                gathered.update(id(parameter) for parameter in parameters)
-        for parameter in self.model.parameters():
-            if id(parameter) not in gathered:
-                yield parameter, parameter.detach()
-
-    def _release_gathered(self) -> None:
-        if self._gatherer is not None:
-            self._gatherer.release()
-
-    def _is_whole(self) -> bool:
-        return self._gatherer is None or self._gatherer.is_whole
+        yield from self._whole.values()
 
     # ---- checkpoints ----
 
@@ -668,11 +630,7 @@ class Engine:
         from farandole.parallel.lora.peft_adapter import save_adapter  # requires the extra `train`
 
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        values = {
-            names[id(p)]: self._whole.complete(p, value).cpu()
-            for p, value in self._gathered_parameters()
-            if p.requires_grad
-        }
+        values = {names[id(p)]: value.cpu() for p, value in self._whole.values(lambda p: p.requires_grad)}
         path = Path(folder).expanduser()
         with fail_on_all(self.comm, path):
             if self.comm.rank == 0:
