@@ -5,8 +5,8 @@ instructions at full width.  oneDNN, which torch contains as well, uses them and
 multiplies 256 x 768 and 768 x 2304 matrices at 98 GFLOP/s with MKL, and at 209 GFLOP/s with oneDNN.
 
 `use_fast_products` replaces the CPU kernels of `aten::mm`, `aten::addmm` and `aten::addmm_` for the whole process.
-Autograd, dispatch modes and torch.compile still see these operators.  `torch.backends.mkldnn.flags(enabled=False)` is a
-context that uses torch's kernels.
+Autograd and dispatch modes still see these operators.  Code from torch.compile calls `aten::mm.out`, which is not
+replaced.  `torch.backends.mkldnn.flags(enabled=False)` is a context that uses torch's kernels.
 """
 
 from __future__ import annotations
