@@ -21,7 +21,9 @@ from typing import IO, Any
 from benchmarks.measure import records_table, save
 
 ONE = ("farandole", "plain loop", "trainer")
-TWO = ("farandole", "farandole zero=2", "farandole zero=3", "accelerate ddp", "accelerate fsdp2")
+ALONE = "farandole without communication"
+"""Each rank trains its own samples with the complete optimizer: the limit of the first implementation."""
+TWO = ("farandole", "farandole zero=2", "farandole zero=3", ALONE, "accelerate ddp", "accelerate fsdp2")
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
@@ -55,7 +57,7 @@ class Implementation:
                 "MASTER_PORT": port,
                 "TOKENIZERS_PARALLELISM": "false",
             }
-            if ranks > 1:
+            if ranks > 1 and name != ALONE:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
                 environment |= {"LOCAL_WORLD_SIZE": str(ranks), "ACCELERATE_USE_CPU": "true"}
             words = [name, str(folder), str(options.rows // ranks), str(options.context), options.precision]
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="samples per step of all ranks")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--implementations", nargs="+", help="some of the implementations; by default all")
     parser.add_argument("--save", action="store_true", help="write docs/benchmarks/language-MODEL-RANKS.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -135,7 +138,7 @@ def main() -> None:
         write_model(options.model, folder)
         members = [
             Implementation(name, folder, options.ranks, options)
-            for name in (ONE if options.ranks == 1 else TWO)
+            for name in options.implementations or (ONE if options.ranks == 1 else TWO)
         ]
         try:
             measure(members, options.rounds)
@@ -147,7 +150,10 @@ def main() -> None:
     if options.save:
         save(
             f"language-{options.model}-{options.ranks}",
-            {"options": {k: v for k, v in vars(options).items() if k != "save"}, "rows": rows},
+            {
+                "options": {k: v for k, v in vars(options).items() if k not in ("save", "implementations")},
+                "rows": rows,
+            },
         )
 
 

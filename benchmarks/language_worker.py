@@ -196,6 +196,7 @@ def main(name: str, folder: str, rows: str, context: str, precision: str) -> Non
         return
     steps: dict[str, Callable[[], Callable[[], float]]] = {
         "farandole": lambda: farandole_step(path, batches, precision, 0),
+        "farandole without communication": lambda: farandole_step(path, batches, precision, 0),
         "farandole zero=2": lambda: farandole_step(path, batches, precision, 2),
         "farandole zero=3": lambda: farandole_step(path, batches, precision, 3),
         "plain loop": lambda: plain_step(path, batches, precision),

@@ -18,11 +18,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from benchmarks.measure import records_table, save
 
 HIDDEN, LAYERS, VOCABULARY, SHARDS = 1024, 16, 32000, "300MB"
 CHUNK = 8 << 20
-NAMES = ("reading the files", "farandole", "farandole rank 0 of 2, zero=3")
+NAMES = (
+    "reading the files",
+    "farandole",
+    "farandole rank 0 of 2, zero=3",
+    "writing shared memory, rank 0 of 2",
+)
+"""The last one is the limit of the third one: each rank writes half of the bytes to new memory that both ranks share."""
 
 
 def write_folder(folder: Path) -> None:
@@ -73,8 +81,14 @@ def prepare(name: str, folder: Path) -> Callable[[], object]:
 
     if name == "farandole":
         return lambda: from_pretrained(folder)
-    farandole.init()
+    runtime = farandole.init()
     import farandole.parallel.parallelize  # an import takes a second, which is not measured
+
+    if name.startswith("writing"):
+        nbytes = sum(path.stat().st_size for path in files_of(folder))
+        shared = runtime.comm.shared(nbytes, dtype=torch.uint8)
+        assert shared is not None
+        return lambda: (shared.chunk(2)[runtime.rank].fill_(1), runtime.comm.barrier())
 
     def sharded() -> object:
         return farandole.parallelize(from_pretrained(folder, lazy=True), farandole.Plan(zero=3))

@@ -96,7 +96,10 @@ def with_ddp(setting: Setting, model: nn.Sequential) -> Step:
 
 
 def alone(setting: Setting, model: nn.Sequential) -> Step:
-    """Return a training step without communication."""
+    """Return a training step without communication, with the matrix products of farandole."""
+    from farandole.parallel.matrix_products import use_fast_products
+
+    use_fast_products()
     return _stepper(model, adamw(model), autocast=setting.precision == "bf16")
 
 

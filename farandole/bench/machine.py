@@ -29,12 +29,13 @@ from farandole.data.cache import default_cache
 from farandole.launch.cores import usable_cores
 from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
+from farandole.parallel.matrix_products import use_fast_products
 from farandole.parallel.precision import TYPES
 
 _ROWS, _WIDTH = 1024, 512
 _ELEMENTS = 4 << 20
 _TURNS = 4
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def _cache_file(ranks: int) -> Path:
 def measure(runtime: Runtime) -> Speeds:
     """Return the speeds and the memory of this rank."""
     keep_freed_memory()
+    use_fast_products()
     warm_up("fp32", runtime)
     process = data_bytes() if runtime.device.type == "cpu" else context_bytes(runtime)
     libraries = library_bytes()

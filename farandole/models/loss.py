@@ -169,20 +169,23 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         to_hidden = torch.empty_like(hidden) if wanted[0] else None
-        to_weight = weight.new_zeros(vocabulary, width, dtype=wide) if wanted[1] else None
+        to_weight: Tensor | None = None
         to_bias = weight.new_zeros(vocabulary, dtype=wide) if bias is not None and wanted[2] else None
         for chunk in chunks(rows, chunk_rows, hidden):
             logits = F.linear(hidden[chunk], weight, bias)
             total += _loss_and_gradient(logits, targets[chunk], divisor, shard)
             if to_hidden is not None:
-                torch.mm(logits, weight, out=to_hidden[chunk])
-            if to_weight is not None:
-                if logits.dtype == wide:
-                    to_weight.addmm_(logits.T, hidden[chunk])
-                else:
-                    to_weight += logits.T @ hidden[chunk]
+                to_hidden[chunk] = logits @ weight
+            if wanted[1] and to_weight is None:
+                to_weight = (logits.T @ hidden[chunk]).to(wide)
+            elif to_weight is not None and logits.dtype == wide:
+                to_weight.addmm_(logits.T, hidden[chunk])
+            elif to_weight is not None:
+                to_weight += logits.T @ hidden[chunk]
             if to_bias is not None:
                 to_bias += logits.sum(0, dtype=wide)
+        if wanted[1] and to_weight is None:  # there are no rows
+            to_weight = weight.new_zeros(vocabulary, width, dtype=wide)
         if hidden.dtype != torch.float16:  # the sum over rows may overflow in fp16
             to_weight, to_bias = (g if g is None else g.to(weight.dtype) for g in (to_weight, to_bias))
         ctx.gradients, ctx.dtype, ctx.divisor = (to_hidden, to_weight, to_bias), weight.dtype, divisor

@@ -31,7 +31,7 @@ ranks in the last stage provide the loss sums and counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -214,10 +214,8 @@ class Engine:
         self._divides = pipeline is not None or any(
             bucket.plan.ranks.holders != comm.size for bucket in built.buckets
         )
-        self._whole = WholeParameters(model, built.weights, groups, self._is_whole, self.layouts)
-        self._norms = GradientNorms(
-            self.layouts, self._gradient_norms, self.device, comm if self._divides else None
-        )
+        self._whole = WholeParameters(model, built.weights, groups, built.gatherer, self.layouts)
+        self._norms = GradientNorms(self.layouts, built.shards, self.device, comm if self._divides else None)
         scaler = scaler or LossScaler(enabled=False)
         gradient_watch = GradientWatch(self.layouts, built.shards) if watch or scaler.enabled else None
         self.loss_parameters = LossParameters(
@@ -443,26 +441,7 @@ class Engine:
             ValueError: if the optimizer would compute different results with shards, or has parameters of another model.
             OffloadError: if the disk or the host memory has too little space for the states.
         """
-        if callable(optimizer) and not isinstance(optimizer, type | torch.optim.Optimizer):
-            trained = [p for p in self.model.parameters() if id(p) in self._trained]
-            # the stages of a rank may have frozen parameters only, and torch's optimizers need at least one parameter
-            optimizer = optimizer(trained or list(self.model.parameters()))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-            raise TypeError(
-                "engine.optimizer expected a function that creates an optimizer, such as lambda parameters: "
-                f"torch.optim.AdamW(parameters), or an optimizer, such as torch.optim.AdamW(model.parameters()), got {given}"
-            )
-        if any(given is optimizer for given in self.optimizers):
-            raise ValueError(
-                "engine.optimizer was already called with this optimizer: call it once per optimizer"
-            )
-        known = {id(parameter) for parameter in self.model.parameters()}
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                "the optimizer has parameters that do not belong to the engine's model: create it from model.parameters()"
-            )
-        self._updates.add(optimizer)
+        optimizer = self._updates.add(optimizer, self.model)
         if any(update.state.weights for update in self.offloaded):
             self._whole.masters_are_elsewhere()
         return optimizer
@@ -523,7 +502,7 @@ class Engine:
         All ranks must enter and exit the context together.  Ranks that share layers, sequences or experts must run the
         model together, because their parameters remain split.
         """
-        with self._gatherer.whole() if self._gatherer is not None else nullcontext():
+        with self._whole.gathered():
             yield
 
     def edit_parameters(self) -> AbstractContextManager[None]:
@@ -552,29 +531,13 @@ class Engine:
 
         All ranks must iterate together.
         """
-        for parameter, value in self._gathered_parameters():
-            yield parameter, self._whole.complete(parameter, value)
-
-    def _gathered_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every parameter with the value with which this rank computes: a part, if an axis shards the parameter."""
-        gathered: set[int] = set()
         self.loss_parameters.show()
-        if self._gatherer is not None:
-            for parameters in self._gatherer.one_by_one():
-                yield from ((parameter, parameter.detach()) for parameter in parameters)
-                gathered.update(id(parameter) for parameter in parameters)
-        for parameter in self.model.parameters():
-            if id(parameter) not in gathered:
-                yield parameter, parameter.detach()
+        yield from self._whole.values()
 
     def _end_pass(self) -> None:
         """Release gathered weights, and show the parameters that are hidden from the loss."""
         self.loss_parameters.show()
-        if self._gatherer is not None:
-            self._gatherer.release()
-
-    def _is_whole(self) -> bool:
-        return self._gatherer is None or self._gatherer.is_whole
+        self._whole.release()
 
     # ---- checkpoints ----
 
@@ -681,10 +644,10 @@ class Engine:
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        for parameter, value in self._gathered_parameters():
-            if parameter.requires_grad:
-                complete = self._whole.complete(parameter, value).clone()
-                values |= {name: complete for name in names[id(parameter)] if name in values}
+        self.loss_parameters.show()
+        for parameter, value in self._whole.values(lambda p: p.requires_grad):
+            complete = value.clone()
+            values |= {name: complete for name in names[id(parameter)] if name in values}
         path = Path(folder).expanduser()
         with fail_on_all(self.comm, path):
             values = gather_adapter(adapter, values, self.comm, self.device)
@@ -807,13 +770,6 @@ class Engine:
         """Set every `.grad` to None; the gradient memory is released in the next step."""
         for shards in self.shards_of_buckets:
             shards.clear_gradients()
-
-    def _gradient_norms(self, order: float) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield (parameter name, norm of this rank's part of the gradient, number of ranks with the same part)."""
-        for shards in self.shards_of_buckets:
-            plan = shards.bucket.plan
-            for index, norm in shards.norms(order):
-                yield plan.names[index], norm, plan.ranks.holders
 
     # ---- mixtures of experts ----
 

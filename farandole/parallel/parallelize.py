@@ -34,6 +34,7 @@ from farandole.parallel.axes import Layouts, Position, hosts_of
 from farandole.parallel.engine import Engine
 from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
+from farandole.parallel.matrix_products import use_fast_products
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.pipeline import apply as pipeline
 from farandole.parallel.pipeline.recompute import RankActivations
@@ -90,6 +91,7 @@ def parallelize(
         if not dist.is_initialized() or dist.group.WORLD is None:
             raise RuntimeError("parallelize requires a process group: call farandole.init() first")
         comm = Communicator(dist.group.WORLD)
+    use_fast_products()
     with agreed_errors(comm):
         sizes = plan.sizes(comm.size)
         _check(model, plan, diagnose=diagnose)

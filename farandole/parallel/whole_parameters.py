@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from farandole.parallel.axes import own_part
 from farandole.parallel.checkpoint.ranges import Place
 from farandole.parallel.data import has_engine
 from farandole.parallel.zero.gathered_weights import GatheredWeights
+from farandole.parallel.zero.gatherer import Gatherer
 from farandole.parallel.zero.weights import EDIT, FlatWeights
 
 _GUARD = "_farandole_is_editable"
@@ -56,7 +57,7 @@ class WholeParameters:
 
     Args:
         groups: all ranks, and the groups of ranks among which axes shard parameters.
-        is_whole: a function that returns whether gathered weights are unsharded.
+        gatherer: gathers weights for the model's computations (`zero=3`), or None.
         layouts: the layouts of parameters by name.
     """
 
@@ -65,11 +66,11 @@ class WholeParameters:
         model: nn.Module,
         weights: Sequence[FlatWeights],
         groups: Groups,
-        is_whole: Callable[[], bool],
+        gatherer: Gatherer | None,
         layouts: Mapping[str, Layout],
     ) -> None:
         self._model, self._weights, self._comm = model, list(weights), groups.comm
-        self._is_whole, self._groups = is_whole, groups
+        self._gatherer, self._groups = gatherer, groups
         self._mesh = groups.mesh
         self._split = {
             id(parameter): layouts[name]
@@ -157,7 +158,7 @@ class WholeParameters:
                     weight.use_masters()
                 for parameter in self._model.parameters():
                     if id(parameter) in self._split:
-                        parameter.data = self.complete(parameter, parameter.data)
+                        parameter.data = self._complete(parameter, parameter.data)
             yield
         finally:
             self._editing = False
@@ -190,7 +191,35 @@ class WholeParameters:
             state = self._model.state_dict()
             return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
 
-    def complete(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+    def values(
+        self, wanted: Callable[[nn.Parameter], bool] = lambda parameter: True
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every wanted parameter with its unsharded value, one bucket or parameter at a time.  All ranks iterate together."""
+        for parameter, value in self._values_of_cell():
+            if wanted(parameter):
+                yield parameter, self._complete(parameter, value)
+
+    def _values_of_cell(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter with the value with which this rank computes: a part, if an axis shards the parameter."""
+        gathered: set[int] = set()
+        if self._gatherer is not None:
+            for parameters in self._gatherer.one_by_one():
+                yield from ((parameter, parameter.detach()) for parameter in parameters)
+                gathered.update(id(parameter) for parameter in parameters)
+        for parameter in self._model.parameters():
+            if id(parameter) not in gathered:
+                yield parameter, parameter.detach()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights that blocks would gather are unsharded; see `Engine.whole`."""
+        return nullcontext() if self._gatherer is None else self._gatherer.whole()
+
+    def release(self) -> None:
+        """Release gathered weights."""
+        if self._gatherer is not None:
+            self._gatherer.release()
+
+    def _complete(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """Return the complete value of a parameter, given this rank's part.  This is a collective call."""
         layout = self._split.get(id(parameter))
         if layout is None:
@@ -253,7 +282,9 @@ class WholeParameters:
         def before(module: nn.Module, *_: Any) -> None:
             if id(module) not in self._modules or self._editing:
                 return
-            if not self._is_whole() or any(id(p) in self._split for p in module.parameters()):
+            if not (self._gatherer is None or self._gatherer.is_whole) or any(
+                id(p) in self._split for p in module.parameters()
+            ):
                 raise RuntimeError(
                     "this rank has only its shards of the parameters: call engine.state_dict() on all "
                     "ranks to get unsharded values"

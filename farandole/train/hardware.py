@@ -6,18 +6,18 @@ and the losses.
 
 from __future__ import annotations
 
-import re
 import resource
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from farandole.comm.communicator import Communicator
+from farandole.parallel.matrix_products import use_fast_products
 from farandole.parallel.precision import TYPES
+from farandole.parallel.processor import read_processor
 from farandole.plan import Precision
 
 _CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -27,7 +27,6 @@ An Intel processor, or a virtual machine on one, may have avx512_bf16 without am
 the speed of fp32 (88 and 163 GFLOP/s per core, measured in November 2026).
 """
 _CUDA_CAPABILITY = (8, 0)
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -58,21 +57,11 @@ def bf16_unit(device: torch.device) -> str:
     if device.type == "cuda":
         capable = torch.cuda.get_device_capability(device) >= _CUDA_CAPABILITY
         return torch.cuda.get_device_name(device) if capable else ""
-    vendor, flags = _cpu_vendor_and_flags()
-    units = [flag for flag in _CPU_FLAGS if flag in flags]
-    if vendor == "GenuineIntel" and units == ["avx512_bf16"]:
+    processor = read_processor()
+    units = [flag for flag in _CPU_FLAGS if flag in processor.flags]
+    if processor.vendor == "GenuineIntel" and units == ["avx512_bf16"]:
         return ""
     return units[0] if units else ""
-
-
-def _cpu_vendor_and_flags() -> tuple[str, set[str]]:
-    try:
-        text = _CPUINFO.read_text()
-    except OSError:  # not Linux
-        return "", set()
-    vendor = re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return vendor[1] if vendor else "", set(flags[1].split()) if flags else set()
 
 
 _MEASURE_S = 0.2
@@ -82,6 +71,7 @@ _SIZE = {"cpu": 1024, "cuda": 8192}
 
 def measured_flops(precision: Precision, device: torch.device, comm: Communicator) -> float:
     """Measure the floating-point operations per second in matrix products on all ranks at once.  Collective call."""
+    use_fast_products()
     size = _SIZE.get(device.type, 2048)
     dtype = TYPES[precision]
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import farandole
 from farandole import Plan, PlanError
@@ -216,6 +217,47 @@ def _skipped_steps(rank: int, size: int, zero: int) -> list[bool]:
 @pytest.mark.parametrize("zero", STAGES)
 def test_a_step_reports_on_all_ranks_whether_it_is_skipped(ranks: Any, zero: int) -> None:
     assert ranks(2).run(_skipped_steps, zero) == [[False, True, True, False]] * 2
+
+
+class _Norms(TorchDispatchMode):
+    """Counts computed norms."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten.linalg_vector_norm.default and args[0].dtype == torch.float32
+        return function(*args, **(kwargs or {}))
+
+
+def _clip_after_change(rank: int, size: int, zero: int) -> tuple[int, list[float]]:
+    model = _blocks()
+    engine = Engine(
+        model, world(), 300, scaler=LossScaler(2.0**4), zero=zero, dtype=torch.float16, report=False
+    )
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))]
+    engine.forward_backward(batches, lambda output, _: (output.float().square().sum(), output.numel()))
+    with _Norms() as norms:
+        found = [engine.clip(INF)]
+    for gradient in engine.gradients():
+        gradient.mul_(2)
+    found.append(engine.gradient_norm())
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+    found.append(engine.gradient_norm())
+    for parameter in model.parameters():
+        parameter.grad = None
+    found.append(engine.gradient_norm())
+    engine.close()
+    return norms.count, found
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_clip_reads_gradients_again_only_if_they_have_changed(ranks: Any, zero: int) -> None:
+    for count, (first, *others) in ranks(2).run(_clip_after_change, zero):
+        assert count == 0
+        assert first > 0
+        assert others == pytest.approx([2 * first, 4 * first, 4 * first])
 
 
 def test_overflows_with_gathered_weights(ranks: Any) -> None:

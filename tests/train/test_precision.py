@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.comm.communicator import Communicator
+from farandole.parallel import processor
 from farandole.train import hardware
 from farandole.train.config import load_config
 from farandole.train.hardware import choose_precision
@@ -29,7 +30,7 @@ def _choose(rank: int, size: int, configured: str, processors: list[str], folder
     assert dist.group.WORLD is not None
     file = folder / f"cpuinfo-{rank}"
     file.write_text(processors[rank])
-    with mock.patch.object(hardware, "_CPUINFO", file):
+    with mock.patch.object(processor, "_CPUINFO", file):
         choice = choose_precision(configured, Communicator(dist.group.WORLD), CPU)
     return choice.name, choice.reason
 
@@ -57,7 +58,7 @@ def test_configured_precision_is_used(ranks: Any, tmp_path: Path) -> None:
 
 def test_reads_this_machines_processor() -> None:
     assert hardware.bf16_unit(CPU) in ("", "amx_bf16", "avx512_bf16", "bf16")
-    with mock.patch.object(hardware, "_CPUINFO", Path("/nowhere")):
+    with mock.patch.object(processor, "_CPUINFO", Path("/nowhere")):
         assert hardware.bf16_unit(CPU) == ""
 
 

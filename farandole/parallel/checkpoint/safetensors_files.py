@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from farandole.parallel.engine import Engine
+    from farandole.parallel.zero.weights import FlatWeights
 
 FILE = WEIGHTS
 _PREFIX = "model."
@@ -269,13 +270,18 @@ def read_weights(engine: Engine, source: WeightSource) -> None:
         CheckpointError: on all ranks, if any rank cannot read a file.
     """
     with fail_on_all(engine.comm, source.folder), torch.no_grad():
-        for weights, members in groupby(stored_tensors(engine), key=lambda stored: stored.weights):
+        for weights, members in groupby(stored_tensors(engine), key=_offloaded):
             with nullcontext() if weights is None else weights.in_memory(write=True):
                 source.read(
                     [request for stored in members if stored.name in source for request in _requests(stored)]
                 )
     engine.all_gather_parameters(frozen=True)
     engine.remember_parameters()
+
+
+def _offloaded(stored: Stored) -> FlatWeights | None:
+    """Return the weights that must be in memory while `stored` is read, if they are offloaded."""
+    return stored.weights if stored.weights is not None and stored.weights.is_offloaded else None
 
 
 def _requests(stored: Stored) -> Iterator[tuple[str, Box, Tensor]]:

@@ -113,6 +113,14 @@ class OptimizerShards:
         else:
             yield from ((index, known[index]) for index in self._indices_set())
 
+    def versions(self) -> tuple[tuple[int, int], ...] | None:
+        """Return a value that changes when set gradients change in place; None if changes cannot be detected."""
+        if self.weights is None:  # programs also change gradients through `.grad.data`
+            return None
+        return tuple(
+            (i, t.grad._version) for i, t in enumerate(self.tensors) if t is not None and t.grad is not None
+        )
+
     def _indices_set(self) -> list[int]:
         return [i for i, each in enumerate(self.tensors) if each is not None and each.grad is not None]
 
@@ -314,23 +322,23 @@ class GradientNorms:
 
     Args:
         names: the names of all parameters of the model, in the same order on all ranks.
-        parts: a function that takes the order of the norms, and yields (name of a parameter, norm of this rank's part
-            of the gradient, number of ranks with the same part).
+        shards: this rank's shards of all buckets.
         comm: the ranks whose parts are added; None if this rank has unsharded gradients.
     """
 
     def __init__(
         self,
         names: Iterable[str],
-        parts: Callable[[float], Iterator[tuple[str, Tensor, int]]],
+        shards: Sequence[OptimizerShards],
         device: torch.device,
         comm: Communicator | None,
     ) -> None:
         self.names = list(names)
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._device, self._comm = device, comm
-        self._parts = parts
+        self._shards, self._device, self._comm = shards, device, comm
         self._norms: dict[float, list[Tensor]] = {}
+        self._square: Tensor | None = None  # of this rank's parts
+        self._versions: list[tuple[tuple[int, int], ...] | None] = []  # of the gradients in `_square`
 
     def number(self, name: str) -> int:
         """Return the index of a parameter among `names`."""
@@ -339,6 +347,7 @@ class GradientNorms:
     def clear(self) -> None:
         """Discard the norms, because the gradients have changed."""
         self._norms.clear()
+        self._square = None
 
     def of(self, name: str, order: float) -> Tensor:
         """Return the norm of a parameter's gradient; the first call after a change is collective."""
@@ -347,18 +356,35 @@ class GradientNorms:
         return self._norms[order][self._numbers[name]]
 
     def total(self) -> float:
-        """Return the Euclidean norm of all gradients, which is infinite or NaN if any element is.  This is a collective call."""
+        """Return the Euclidean norm of all gradients, which is infinite or NaN if any element is.  This is a collective call.
+
+        This rank's parts are read again only if they have changed since the last call.
+        """
+        versions = [shards.versions() for shards in self._shards]
+        if self._square is None or versions != self._versions or None in versions:
+            self._square, self._versions = self._own_square(), versions
+        square = self._square.clone()
+        if self._comm is not None:
+            self._comm.all_reduce(square)
+        return float(square.sqrt())
+
+    def _own_square(self) -> Tensor:
+        """Return the sum of the squares of this rank's parts, each divided by the number of ranks with the same part."""
         squares: dict[int, list[Tensor]] = {}
         for _, norm, holders in self._parts(2):
             squares.setdefault(holders, []).append(norm.to(self._device, torch.float64))
-        if self._comm is None:
-            norms = [norm for each in squares.values() for norm in each]
-            return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
         square = torch.zeros((), dtype=torch.float64)
-        for holders, each in squares.items():
-            square += (torch.linalg.vector_norm(torch.stack(each)) ** 2 / holders).cpu()
-        self._comm.all_reduce(square)
-        return float(square.sqrt())
+        for holders, norms in squares.items():
+            own = (torch.linalg.vector_norm(torch.stack(norms)) ** 2).cpu()
+            square += own if self._comm is None else own / holders
+        return square
+
+    def _parts(self, order: float) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield (parameter name, norm of this rank's part of the gradient, number of ranks with the same part)."""
+        for shards in self._shards:
+            plan = shards.bucket.plan
+            for index, norm in shards.norms(order):
+                yield plan.names[index], norm, plan.ranks.holders
 
     def _compute(self, order: float) -> list[Tensor]:
         powers = torch.zeros(len(self.names), dtype=torch.float64, device=self._device)

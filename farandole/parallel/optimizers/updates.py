@@ -75,13 +75,11 @@ class Updates:
             plan.layout.shards > 1 or any(layouts[name].shards for name in plan.names) for plan in plans
         )
 
-    def add(self, optimizer: Optimizer) -> None:
-        """Make `optimizer` update this rank's shards.  This is a collective call.
-
-        Raises:
-            ValueError: if the results would differ.
-            OffloadError: if there is too little space for the states.
-        """
+    def add(
+        self, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer], model: nn.Module
+    ) -> Optimizer:
+        """Make an optimizer of `model` update this rank's shards, and return it; see `Engine.optimizer`."""
+        optimizer = self._created(optimizer, model)
         owned = None
         if not self._updates_elements(optimizer):
             owned = OwnedParameters(self._shards, _members(optimizer))
@@ -110,6 +108,33 @@ class Updates:
             refuse_state_dicts(optimizer)
         self._replace_add_param_group(optimizer, state_dicts if owned is None else None)
         self.optimizers.append(optimizer)
+        return optimizer
+
+    def _created(
+        self, given: Optimizer | Callable[[list[nn.Parameter]], Optimizer], model: nn.Module
+    ) -> Optimizer:
+        """Return the optimizer, and raise TypeError or ValueError if it is not an optimizer of `model`."""
+        parameters = list(model.parameters())
+        if callable(given) and not isinstance(given, type | Optimizer):
+            trained = [parameter for parameter in parameters if id(parameter) in self._names]
+            # the stages of a rank may have frozen parameters only, and torch's optimizers need at least one parameter
+            given = given(trained or parameters)
+        if not isinstance(given, Optimizer):
+            name = given.__name__ if isinstance(given, type) else type(given).__name__
+            raise TypeError(
+                "engine.optimizer expected a function that creates an optimizer, such as lambda parameters: "
+                f"torch.optim.AdamW(parameters), or an optimizer, such as torch.optim.AdamW(model.parameters()), got {name}"
+            )
+        if any(known is given for known in self.optimizers):
+            raise ValueError(
+                "engine.optimizer was already called with this optimizer: call it once per optimizer"
+            )
+        known = {id(parameter) for parameter in parameters}
+        if any(id(p) not in known for group in given.param_groups for p in group["params"]):
+            raise ValueError(
+                "the optimizer has parameters that do not belong to the engine's model: create it from model.parameters()"
+            )
+        return given
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
         """Yield (parameter, tensor, start) for all tensors that can have optimizer states: shards and complete parameters."""

@@ -25,11 +25,10 @@ from farandole.parallel.pipeline.schedule import ScheduleError
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The cost of one block: the time of a forward and a backward pass, and the bytes of its parameters and activations."""
+    """The cost of one block: the time of a forward and a backward pass, and the bytes of its activations."""
 
     name: str
     seconds: float
-    parameter_bytes: int
     activation_bytes: int
 
 
@@ -158,7 +157,7 @@ def _measure(
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
         kept = sum(saved.values())
-    return BlockCost(name, min(seconds), sum(p.nbytes for p in block.parameters()), kept)
+    return BlockCost(name, min(seconds), kept)
 
 
 def parameter_costs(model: nn.Sequential) -> list[float]:

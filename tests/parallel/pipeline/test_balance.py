@@ -71,7 +71,6 @@ def test_blocks_are_measured():
     costs = measure_blocks(model, torch.randn(4, 8))
     assert [cost.name for cost in costs] == ["0", "1", "2", "3"]
     assert costs[1].seconds > 0.02
-    assert costs[0].parameter_bytes == 4 * (8 * 8 + 8)
     assert costs[0].activation_bytes == 4 * 4 * 8  # the input
     assert all(parameter.grad is None for parameter in model.parameters())
     assert balance([cost.seconds for cost in costs], 3).ranges[1] == range(1, 2)
