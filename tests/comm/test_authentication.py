@@ -7,7 +7,6 @@ import ctypes
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -291,8 +290,8 @@ def test_the_launcher_passes_a_new_key_to_all_ranks(tmp_path):
     Path(tmp_path, "show.py").write_text(SHOW)
     for ranks in (["-n", "2"], ["--hosts", "localhost:1,127.0.0.1:1"]):
         command = [sys.executable, "-m", "farandole", "launch", *ranks, "show.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.stdout.split() == ["64", "False"], done.stderr
+        _, out, err = run(command, tmp_path, fork_ranks=True)
+        assert out.split() == ["64", "False"], err
     status, _, err = run(command, tmp_path, **{_job_key.VARIABLE: "secret"})
     assert status == 2
     assert "FARANDOLE_JOB_KEY: expected at least 32 characters, got 6" in err

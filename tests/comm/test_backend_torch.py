@@ -199,6 +199,8 @@ def check_compiled(rank: int, size: int, backend: str) -> None:
     torch._dynamo.reset()
     # precompiling the C++ headers takes longer than compiling these kernels
     torch._inductor.config.cpp_cache_precompile_headers = False
+    # otherwise Inductor compiles a program for each instruction set, and loads it in a new interpreter
+    torch._inductor.config.cpp.vec_isa_ok = True
     group = dist.group.WORLD
     compiled = torch.compile(step_of_tensor_parallel, backend=backend, fullgraph=True)
     for scale in (1.0, 2.0):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
+import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
@@ -18,8 +21,6 @@ from farandole.comm.backend import default_backend
 # ---- a torch that lacks what registration needs ----
 
 IMPORT_TORCH = """
-import os
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch, torch.distributed as dist
 {change}
 torch._import_device_backends()  # what `import torch` does last
@@ -48,29 +49,68 @@ BROKEN = {
 }
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+RUN_FORKS = """
+import json, os, sys, traceback
+import torch, torch.distributed
+
+results = []
+for program in json.load(sys.stdin):
+    files = [os.memfd_create(name) for name in ("out", "err")]
+    pid = os.fork()
+    if pid == 0:
+        for number, file in enumerate(files, 1):
+            os.dup2(file, number)
+        status = 0
+        try:
+            exec(program, {})
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    results.append([status, *(os.pread(file, 1 << 20, 0).decode() for file in files)])
+print(json.dumps(results))
+"""
 
 
-@pytest.mark.parametrize("backend", ["farandole", "cpu:farandole-mpi"])
-@pytest.mark.parametrize("change", BROKEN)
-def test_a_failed_registration_is_reported_without_stopping_torch(change, backend):
-    statement, cause = BROKEN[change]
-    done = run(IMPORT_TORCH.format(change=statement, backend=backend))
-    assert done.stdout.splitlines() == ["imported", "gloo works"]
-    warning, *trace = done.stderr.splitlines()
-    assert warning.startswith(f"farandole: cannot register its backends with torch {torch.__version__}: ")
-    assert cause in warning and "tested with torch 2.11 to 2.15" in warning
-    assert done.returncode == 1
-    assert any("RuntimeError: farandole: cannot register" in line and cause in line for line in trace)
+def run(programs: Iterable[str]) -> list[tuple[int, str, str]]:
+    """Run each program in a fork of one interpreter that has imported torch without backends of other packages.
+
+    Returns:
+        The exit status, standard output and standard error of each program.
+    """
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_FORKS],
+        input=json.dumps(list(programs)),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_failed_registration_is_reported_without_stopping_torch():
+    cases = list(itertools.product(BROKEN.values(), ["farandole", "cpu:farandole-mpi"]))
+    programs = [IMPORT_TORCH.format(change=change, backend=backend) for (change, _), backend in cases]
+    for ((_, cause), backend), (status, out, err) in zip(cases, run(programs), strict=True):
+        assert out.splitlines() == ["imported", "gloo works"], backend
+        warning, *trace = err.splitlines()
+        assert warning.startswith(f"farandole: cannot register its backends with torch {torch.__version__}: ")
+        assert cause in warning and "tested with torch 2.11 to 2.15" in warning
+        assert status == 1
+        assert any("RuntimeError: farandole: cannot register" in line and cause in line for line in trace)
 
 
 # ---- versions that nobody has tested ----
 
 MAKE_GROUPS = """
 import torch, torch.distributed as dist
+torch._import_device_backends()  # what `import torch` does last
 torch.__version__ = {version!r}
-print("imported")
 for _ in range(2):
     dist.init_process_group("farandole", store=dist.HashStore(), rank=0, world_size=1)
     dist.new_group([0])
@@ -78,19 +118,20 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("version", ["2.99.0+cpu", "2.10.1", "next"])
-def test_an_untested_version_is_reported_once_when_a_group_is_made(version):
-    done = run(MAKE_GROUPS.format(version=version))
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"farandole: torch {version} is untested")
-    assert "2.11 to 2.15" in line
-
-
-@pytest.mark.parametrize("version", ["2.11.0", "2.15.2+cu132", "2.15.0a0+git1234"])
-def test_a_tested_version_is_not_reported(version):
-    done = run(MAKE_GROUPS.format(version=version))
-    assert done.returncode == 0 and done.stderr == ""
+def test_untested_versions_are_reported_once_when_a_group_is_made():
+    tested = ["2.11.0", "2.15.2+cu132", "2.15.0a0+git1234"]
+    untested = ["2.99.0+cpu", "2.10.1", "next"]
+    versions = tested + untested
+    for version, (status, _, err) in zip(
+        versions, run(MAKE_GROUPS.format(version=each) for each in versions), strict=True
+    ):
+        assert status == 0, err
+        if version in tested:
+            assert err == ""
+        else:
+            (line,) = err.splitlines()
+            assert line.startswith(f"farandole: torch {version} is untested")
+            assert "2.11 to 2.15" in line
 
 
 def test_only_rank_0_reports_an_untested_version(monkeypatch, caplog):

@@ -197,7 +197,7 @@ def test_a_module_of_a_package_under_the_installed_command(tmp_path):
 
 
 def test_an_exception_is_shown_once_with_its_rank(tmp_path, temporary):
-    status, _, err = run(ours("-n", "2", write(tmp_path, FAIL), "raise"))
+    status, _, err = run(ours("-n", "2", write(tmp_path, FAIL), "raise"), fork_ranks=True)
     assert status == 1
     assert err.count("Traceback") == 1
     assert "rank 1 (pid " in err and "ZeroDivisionError: division by zero" in err
@@ -208,7 +208,7 @@ def test_an_exception_is_shown_once_with_its_rank(tmp_path, temporary):
 
 def test_a_killed_rank_ends_the_job_with_a_hint(tmp_path, temporary):
     started = time.monotonic()
-    status, _, err = run(ours("-n", "2", write(tmp_path, FAIL), "kill"))
+    status, _, err = run(ours("-n", "2", write(tmp_path, FAIL), "kill"), fork_ranks=True)
     assert status == 128 + signal.SIGKILL
     assert "rank 1 (pid " in err and "was killed by SIGKILL" in err and "memory" in err
     assert "Traceback" not in err
@@ -335,7 +335,9 @@ def test_a_running_launcher_keeps_its_folder(tmp_path, start_waiting):
 
 def test_two_concurrent_jobs_with_threads_and_without_pinning(tmp_path):
     program = write(tmp_path, HELLO)
-    jobs = [start(ours("-n", "2", "--no-pin", "--threads", "2", program, name)) for name in "ab"]
+    jobs = [
+        start(ours("-n", "2", "--no-pin", "--threads", "2", program, name), fork_ranks=True) for name in "ab"
+    ]
     every = str(sorted(os.sched_getaffinity(0)))
     for name, job in zip("ab", jobs, strict=True):
         status, out, err = finish(job)
@@ -361,7 +363,8 @@ def start_nodes(program: str, *arguments: str):
                 place,
                 program,
                 *arguments,
-            )
+            ),
+            fork_ranks=True,
         )
         for node in range(2)
     ]

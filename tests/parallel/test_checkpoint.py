@@ -146,16 +146,23 @@ def _output(engine: Engine) -> Tensor:
     return output
 
 
-def _load(rank: int, size: int, way: Way, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
+Loaded = tuple[dict[str, Tensor], list[float]]
+"""The contents of an engine after a checkpoint was loaded, and the losses of the next steps."""
+
+
+def _load(rank: int, size: int, way: Way, *folders: Path) -> list[Loaded]:
+    """Load checkpoints one after another into an engine with states of its own."""
     engine, optimizer = _make(way, seed=2)
-    _train(engine, optimizer, 7, 1)  # has states of its own
-    assert engine.load(folder / "state") == {"position": 17, "note": "after three steps"}
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    contents = _contents(engine)
-    losses = _train(engine, optimizer, STEPS, 2)
+    results = []
+    for folder in folders:
+        _train(engine, optimizer, 7, 1)
+        assert engine.load(folder / "state") == {"position": 17, "note": "after three steps"}
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        contents = _contents(engine)
+        results.append((contents, _train(engine, optimizer, STEPS, 2)))
     dist.barrier()
     engine.close()
-    return contents, losses
+    return results
 
 
 PLAIN: list[Way] = [(1, "farandole", 0, "fp32", "none"), (2, "farandole", 0, "fp32", "none")]
@@ -177,17 +184,30 @@ WAYS: list[Way] = [
 ]
 
 
-@pytest.mark.parametrize("before", WAYS, ids=str)
-def test_a_checkpoint_of_any_plan_loads_under_any_other_plan(ranks: Any, tmp_path: Path, before: Way) -> None:
-    saved = ranks(before[0], _backend(before)).run(_save, before, tmp_path)
-    expected, losses = saved[0]
-    for after in WAYS:
-        for contents, found in ranks(after[0], _backend(after)).run(_load, after, tmp_path):
+@pytest.fixture(scope="module")
+def checkpoints(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Way, tuple[Path, Loaded]]:
+    """A checkpoint of every plan, with its contents and the losses of the next steps."""
+    saved = {}
+    for way in WAYS:
+        folder = tmp_path_factory.mktemp("checkpoint")
+        saved[way] = folder, ranks(way[0], _backend(way)).run(_save, way, folder)[0]
+    return saved
+
+
+@pytest.mark.parametrize("after", WAYS, ids=str)
+def test_a_checkpoint_of_any_plan_loads_under_any_other_plan(
+    ranks: Any, checkpoints: dict[Way, tuple[Path, Loaded]], after: Way
+) -> None:
+    folders = [folder for folder, _ in checkpoints.values()]
+    for results in ranks(after[0], _backend(after)).run(_load, after, *folders):
+        for (before, (_, (expected, losses))), (contents, found) in zip(
+            checkpoints.items(), results, strict=True
+        ):
             assert contents.keys() == expected.keys()
             for name, value in expected.items():
-                assert torch.equal(contents[name], value.to(contents[name].dtype)), f"{after}: {name}"
+                assert torch.equal(contents[name], value.to(contents[name].dtype)), f"{before}: {name}"
             if "fp32" in before and "fp32" in after:
-                assert found == pytest.approx(losses, rel=1e-4), after
+                assert found == pytest.approx(losses, rel=1e-4), before
 
 
 def test_offloaded_states_in_files(ranks: Any, tmp_path: Path) -> None:
@@ -202,7 +222,7 @@ def test_offloaded_states_in_files(ranks: Any, tmp_path: Path) -> None:
     ):
         shutil.rmtree(tmp_path / "state", ignore_errors=True)
         (expected, losses), *_ = ranks(before[0]).run(_save, before, tmp_path)
-        for contents, found in ranks(after[0]).run(_load, after, tmp_path):
+        for ((contents, found),) in ranks(after[0]).run(_load, after, tmp_path):
             assert contents.keys() == expected.keys()
             for name, value in expected.items():
                 assert torch.equal(contents[name], value.to(contents[name].dtype)), name
@@ -241,7 +261,7 @@ def _save_flat(rank: int, size: int, way: Way, folder: Path) -> tuple[dict[str, 
 def test_flat_tensors_of_earlier_versions_are_read(ranks: Any, tmp_path: Path) -> None:
     (expected, _), *_ = ranks(2).run(_save_flat, (2, "farandole", 2, "fp32", "none"), tmp_path)
     for way in (PLAIN[0], (4, "farandole", 3, "fp32", "none"), (2, "gloo", 3, "fp32", "none")):
-        for contents, _ in ranks(way[0], way[1]).run(_load, way, tmp_path):
+        for ((contents, _),) in ranks(way[0], way[1]).run(_load, way, tmp_path):
             for name, value in expected.items():
                 if name.startswith("optimizer") or "first" in name or "convolution" in name:
                     assert torch.equal(contents[name], value), name
