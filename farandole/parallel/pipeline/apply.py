@@ -32,7 +32,7 @@ def apply(
     Args:
         model: a model that `check` accepts.
         example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
-            default, stages have similar numbers of parameters.
+            default, the cost of a block is that of `balance.parameter_costs`.
 
     Raises:
         PlanError: if the model has too few blocks.

@@ -161,7 +161,7 @@ def split(
 
     Args:
         rank: the pipeline rank.
-        costs: the cost of each block; by default, the number of its parameters.
+        costs: the cost of each block; by default, that of `parameter_costs`.
 
     Returns:
         The stages of this rank by number, and the division of the blocks.
