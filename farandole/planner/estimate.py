@@ -34,7 +34,7 @@ class PipelineSummary:
         idle: the fraction of the simulated time in which ranks do not compute, 0.1 for 10 %.
         sent: bytes that the rank with the most messages sends to other stages in a step.
         message_s: the seconds by which messages make the step longer.
-        imbalance: how much the number of parameters of the largest stage exceeds the mean, 0.1 for 10 %.
+        imbalance: how much the number of parameters that a token uses in the largest stage exceeds the mean, 0.1 for 10 %.
         activations: the peak bytes of the activations of each pipeline rank.
         peaks: the peak memory of each pipeline rank in bytes.
     """

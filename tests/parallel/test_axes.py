@@ -383,7 +383,14 @@ def test_axes_with_other_options(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("name", "sizes"), [("llama", THREE), ("mixtral", {"data": 2, "expert": 2})])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"zero": 2, **THREE}),
+        ("mixtral", {"zero": 2, "data": 2, "expert": 2}),
+        ("mixtral, 4 layers", {"zero": 1, "pipeline": 2, "expert": 2}),
+    ],
+)
 def test_axes_in_low_precision(
     ranks: Any, tmp_path: Path, name: str, sizes: dict[str, Any], precision: Any
 ) -> None:
@@ -395,7 +402,7 @@ def test_axes_in_low_precision(
     roundings = 2 * sum(1 for _ in make(name).modules())
     error = 4 * torch.finfo(TYPES[precision]).eps / 2 * math.sqrt(roundings)
     found = []
-    for plan in (Plan(data=1, precision=precision), Plan(zero=2, precision=precision, **sizes)):
+    for plan in (Plan(data=1, precision=precision), Plan(precision=precision, **sizes)):
         folder = tmp_path / str(ranks_of(plan))
         folder.mkdir()
         results = ranks(ranks_of(plan)).run(_train, name, [plan], folder)

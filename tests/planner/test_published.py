@@ -32,6 +32,7 @@ CASES = [
     ("mixtral-8x7b", 8192, 64, Plan(expert=8, zero=1, **_BLOCK)),
     ("deepseek-v3", 4096, 2048, Plan(expert=64, zero=1, **_BLOCK)),
     ("deepseek-v3", 4096, 2048, Plan(expert=64, zero=3, **_BLOCK)),
+    ("deepseek-v3", 4096, 2048, Plan(pipeline=16, expert=64, zero=1, **_BLOCK)),
 ]
 """A model, the length of its sequences, the number of ranks, and a plan."""
 
@@ -55,7 +56,8 @@ def test_a_published_configuration_has_the_published_parameters(name: str, tmp_p
 def line_of(folder: Path, name: str, length: int, ranks: int, wanted: Plan) -> str:
     """Return the line of the guide's table for a case."""
     words = [f"model={published_folder(folder, name)}", "model.pretrained=false", f"model.context={length}"]
-    config = load_config("pretrain", [*words, f"batch={ranks}", "micro_batch=1"])
+    words += [f"batch={ranks}", "micro_batch=1", f"plan.pipeline={wanted.pipeline}"]
+    config = load_config("pretrain", words)
     machine = Machine(
         memory=80 * GIB,
         flops={"bf16": 4e14},
@@ -74,13 +76,16 @@ def line_of(folder: Path, name: str, length: int, ranks: int, wanted: Plan) -> s
         "buffers": found.parts["buffers"],
         "activations": found.parts["activations"] + found.parts["backward"],
     }
-    axes = [f"{axis}={getattr(wanted, axis)}" for axis in ("tensor", "expert") if getattr(wanted, axis) > 1]
+    names = ("pipeline", "tensor", "expert")
+    axes = [f"{axis}={getattr(wanted, axis)}" for axis in names if getattr(wanted, axis) > 1]
     cells = [name, f"{length:,}", f"{ranks:,}", " ".join([*axes, f"zero={wanted.zero}"])]
     cells += [f"{nbytes / GIB:.1f}" for nbytes in (*parts.values(), found.peak)]
     return f"| {' | '.join([*cells, 'yes' if found.fits(machine.memory) else 'no'])} |"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2]}-{case[3].zero}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case[0]}-{case[2]}-{case[3].pipeline}-{case[3].zero}"
+)
 def test_the_table_of_published_models(case: tuple[str, int, int, Plan], tmp_path: Path) -> None:
     assert line_of(tmp_path, *case) in GUIDE.read_text()
 

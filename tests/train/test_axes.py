@@ -74,7 +74,10 @@ def _compare(run: Path, alone: Path) -> None:
             *("gpt", 4, "plan.tensor=2 plan.sequence=true plan.zero=2"),
             "plan.tensor=1 plan.sequence=false plan.context=2 plan.zero=1",
         ),
-        ("gpt", 2, "plan.pipeline=2", "plan.pipeline=1"),
+        (
+            *("gpt", 4, "plan.pipeline=2 plan.tensor=2 plan.sequence=true"),
+            "plan.pipeline=1 plan.tensor=1 plan.sequence=false",
+        ),
         ("gpt", 2, "plan.pipeline=2 plan.schedule=gems", "plan.pipeline=1 plan.schedule=1f1b plan.data=2"),
         ("gpt", 4, "plan.data=2 plan.pipeline=2 plan.schedule=zb-h1", "plan.data=1 plan.schedule=1f1b"),
         ("gpt", 2, "plan.data=2", "plan.data=1 plan.pipeline=2 plan.schedule=gems"),

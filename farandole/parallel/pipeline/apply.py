@@ -35,7 +35,7 @@ def measured_division(model: nn.Module, position: Position, plan: Plan, example:
     Args:
         model: a model that `check` accepts.
         example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
-            default, and if the model is on the meta device, stages have similar numbers of parameters.
+            default, and if the model is on the meta device, the cost of a block is that of `balance.parameter_costs`.
 
     Raises:
         PlanError: if the model has too few blocks.

@@ -9,19 +9,19 @@ No layer is rewritten.  The autograd graph is a graph of functions, from the out
 an input of the stage is reachable from it.  A path function with a parameter behind it that is not on the path, such as the
 matrix product of a linear layer, is a *branch*.  The first half of the backward pass computes the gradients of path functions
 only, and keeps the gradients that arrive at branches.  The second half starts at the branches and computes the gradients of
-parameters only.  Autograd skips outputs that are not needed, so that no product is computed twice.
+parameters only.  Autograd skips outputs that are not needed, so that no product is computed twice.  It starts at once at all
+branches with the same parameters, such as the products of several experts whose weights are one parameter.
 
 The first half also computes the gradients of parameters that cannot wait: those of a custom `autograd.Function`, which computes
-all its gradients at once, and of parameters with several branches.  If no input requires a gradient, as in the first stage,
-the second half is the complete backward pass.
+all its gradients at once, and those of several branches one of which is reachable from another, such as a layer that is called
+twice.  If no input requires a gradient, as in the first stage, the second half is the complete backward pass.
 
 The idea is that of `torch.distributed.pipelining` (Qi et al., 2023, "Zero Bubble Pipeline Parallelism", describe the schedule).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,9 +33,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass(frozen=True)
 class _Branch:
-    """A function, and the parameters behind it, which are behind no other branch."""
+    """Functions, and the parameters behind them, which are behind no other branch."""
 
-    node: Node
+    nodes: list[Node]
     parameters: list[nn.Parameter]
 
 
@@ -62,13 +62,13 @@ class SplitBackward:
         graph = _Graph([_node(output) for output in outputs], self._inputs)
         self._branches, at_once = graph.branches()
         handles = []
-        for branch in self._branches:
-            if branch.node in graph.path:
-                handles.append(branch.node.register_prehook(self._keep(branch.node)))
+        for node in (node for branch in self._branches for node in branch.nodes):
+            if node in graph.path:
+                handles.append(node.register_prehook(self._keep(node)))
                 continue
             for output, gradient in zip(outputs, gradients, strict=True):
-                if _node(output) is branch.node:
-                    arrived = self._arrived.setdefault(branch.node, {})
+                if _node(output) is node:
+                    arrived = self._arrived.setdefault(node, {})
                     before = arrived.get(output.output_nr)
                     arrived[output.output_nr] = gradient if before is None else before + gradient
         try:
@@ -93,10 +93,13 @@ class SplitBackward:
             return
         branches, self._branches = self._branches, []
         for branch in branches:
-            arrived = self._arrived.pop(branch.node, {})
+            arrived = {
+                GradientEdge(node, number): gradient
+                for node in branch.nodes
+                for number, gradient in self._arrived.pop(node, {}).items()
+            }
             if arrived:
-                edges = [GradientEdge(branch.node, number) for number in arrived]
-                torch.autograd.backward(edges, list(arrived.values()), inputs=branch.parameters)
+                torch.autograd.backward(list(arrived), list(arrived.values()), inputs=branch.parameters)
 
     def _keep(self, node: Node) -> Any:
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
@@ -140,16 +143,54 @@ class _Graph:
             elif reached:
                 found[node] = reached
         found |= {node: behind[node] for node in self._roots if behind.get(node)}
-        uses = Counter(leaf for leaves in found.values() for leaf in leaves)
+        groups = _with_common_leaves(found)
+        in_sequence = self._in_sequence(groups)
         branches: list[_Branch] = []
-        at_once: dict[Node, nn.Parameter] = {}
-        for node, leaves in found.items():
-            parameters = {leaf: self._parameters[leaf] for leaf in leaves}
-            if isinstance(cast(object, node), BackwardCFunction) or any(uses[leaf] > 1 for leaf in leaves):
-                at_once |= parameters
+        at_once: list[nn.Parameter] = []
+        for number, nodes in enumerate(groups):
+            leaves = dict.fromkeys(leaf for node in nodes for leaf in found[node])
+            parameters = [self._parameters[leaf] for leaf in leaves]
+            if number in in_sequence or any(isinstance(cast(object, n), BackwardCFunction) for n in nodes):
+                at_once += parameters
             else:
-                branches.append(_Branch(node, list(parameters.values())))
-        return branches, list(at_once.values())
+                branches.append(_Branch(nodes, parameters))
+        return branches, at_once
+
+    def _in_sequence(self, groups: Sequence[Sequence[Node]]) -> set[int]:
+        """Return the numbers of the groups in which a function is reachable from another one through the path."""
+        bits = {node: 1 << number for number, nodes in enumerate(groups) if len(nodes) > 1 for node in nodes}
+        reached: dict[Node, int] = {}  # the groups behind each function of the path
+        found = 0
+        for node in self._order if bits else ():
+            if node in self.path:
+                reached[node] = 0
+                for after, _ in node.next_functions:
+                    if after in self.path:
+                        reached[node] |= reached[after] | bits.get(after, 0)
+                found |= reached[node] & bits.get(node, 0)
+        return {number for number in range(found.bit_length()) if found >> number & 1}
+
+
+def _with_common_leaves(found: Mapping[Node, Collection[Node]]) -> list[list[Node]]:
+    """Return the functions in groups, such that functions of different groups have no leaf in common."""
+    groups: list[tuple[list[Node], set[Node]]] = []  # functions and their leaves
+    group_of: dict[Node, int] = {}
+    for node, leaves in found.items():
+        first, *others = dict.fromkeys(group_of[leaf] for leaf in leaves if leaf in group_of) or (
+            len(groups),
+        )
+        if first == len(groups):
+            groups.append(([], set()))
+        nodes, known = groups[first]
+        for other in others:
+            nodes += groups[other][0]
+            known |= groups[other][1]
+            group_of |= dict.fromkeys(groups[other][1], first)
+            groups[other] = [], set()
+        nodes.append(node)
+        known |= set(leaves)
+        group_of |= dict.fromkeys(leaves, first)
+    return [nodes for nodes, _ in groups if nodes]
 
 
 def _post_order(roots: Sequence[Node]) -> Iterator[Node]:

@@ -182,7 +182,7 @@ def split(
 
     Args:
         rank: the pipeline rank.
-        found: the division of the blocks; by default, stages have similar numbers of parameters.
+        found: the division of the blocks; by default, the cost of a block is that of `parameter_costs`.
 
     Returns:
         The stages of this rank by number, and the division of the blocks.
