@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,6 +48,7 @@ def swap_activations(
     model: nn.Module,
     to: str,
     *,
+    passes: Sequence[nn.Module] = (),
     threshold_bytes: int = THRESHOLD_BYTES,
     behind_bytes: int = BEHIND_BYTES,
     ahead_bytes: int = AHEAD_BYTES,
@@ -58,6 +59,7 @@ def swap_activations(
         to: "host" for a model on a CUDA device, or "disk:FOLDER" for a model on the CPU.  The file in FOLDER is unnamed
             and is deleted when the process ends.  While a model swaps to a disk, glibc maps large memory blocks one by
             one.
+        passes: the modules whose calls are forward passes, with the blocks of `model`; by default `model` itself.
         threshold_bytes: the minimum size of swapped tensors.  Parameters and buffers are never swapped.
         behind_bytes: the maximum number of bytes that wait to be written; above this number, the forward pass is
             blocked.
@@ -72,14 +74,14 @@ def swap_activations(
             raise ValueError(f"{name}={value}: expected at least 0")
     if behind_bytes < 1:
         raise ValueError(f"behind_bytes={behind_bytes}: expected at least 1")
-    if wrapper_of(model, Swap) is not None:
+    if any(wrapper_of(each, Swap) is not None for each in passes or [model]):
         raise ValueError(
             "the activations of this model are already swapped; call close() on the existing Swap first"
         )
     store = _store(to, device_of(model))
     if not store.in_memory:
         map_blocks_from(threshold_bytes)
-    return Swap(model, store, threshold_bytes, behind_bytes, ahead_bytes)
+    return Swap(model, store, passes or [model], threshold_bytes, behind_bytes, ahead_bytes)
 
 
 def _store(to: str, device: torch.device) -> OffloadStore:
@@ -167,7 +169,13 @@ class Swap:
     """
 
     def __init__(
-        self, model: nn.Module, store: OffloadStore, threshold_bytes: int, behind_bytes: int, ahead_bytes: int
+        self,
+        model: nn.Module,
+        store: OffloadStore,
+        passes: Sequence[nn.Module],
+        threshold_bytes: int,
+        behind_bytes: int,
+        ahead_bytes: int,
     ) -> None:
         self.model = model
         self.written_bytes = self.read_bytes = 0
@@ -186,7 +194,7 @@ class Swap:
         blocks: list[tuple[nn.Module, Wrapper]] = [
             (block, self._run_block) for _, block in blocks_of(model) if block is not model
         ]
-        self._wrappers: list[tuple[nn.Module, Wrapper]] = [*blocks, (model, self)]
+        self._wrappers: list[tuple[nn.Module, Wrapper]] = [*blocks, *((each, self) for each in passes)]
         for module, wrapper in self._wrappers:
             wrap_calls(module, wrapper)
 

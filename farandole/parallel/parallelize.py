@@ -16,7 +16,7 @@ recomputation, pipeline stages, then data parallelism and ZeRO in the engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ def parallelize(
     _share_generators(position)
     if plan.swap != "none":
         with agreed_errors(comm):
-            engine.swap(_swap(model, plan))
+            engine.swap(_swap(model, plan, () if stages is None else stages.views))
     return engine
 
 
@@ -222,9 +222,9 @@ def _add_lora(model: nn.Module, lora: LoRA) -> None:
         raise PlanError(str(error)) from error
 
 
-def _swap(model: nn.Module, plan: Plan) -> Swap:
+def _swap(model: nn.Module, plan: Plan, passes: Sequence[nn.Module]) -> Swap:
     try:
-        return swap_activations(model, plan.swap)
+        return swap_activations(model, plan.swap, passes=passes)
     except ValueError as error:
         raise PlanError(str(error)) from error
 

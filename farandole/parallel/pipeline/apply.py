@@ -111,15 +111,6 @@ def schedule_of(plan: Plan, micro_batches: int = 1) -> Schedule:
 
 def _check_plan(plan: Plan, schedule: Schedule) -> None:
     asked = f"pipeline={plan.pipeline}"
-    if plan.precision == "fp8":
-        raise PlanError(
-            f"{asked} with precision='fp8': stages support fp32, bf16 and fp16; nearest plan: precision='bf16'"
-        )
-    for name in ("swap", "offload"):
-        if getattr(plan, name) != "none":
-            raise PlanError(
-                f"{asked} with {name}={getattr(plan, name)!r}: stages keep states in memory; nearest plan: {name}='none'"
-            )
     if plan.recompute != "none" and schedule.splits_backward:
         raise PlanError(
             f"schedule={plan.schedule!r} with recompute={plan.recompute!r}: the schedule separates weight gradients, and would "

@@ -172,6 +172,11 @@ class Pipeline:
         output = self._comm.broadcast_object(output, last)
         return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), output)
 
+    @property
+    def views(self) -> list[nn.Module]:
+        """The models of this rank's stages, whose calls are forward passes."""
+        return [stage.view for stage in self._stages.values()]
+
     def roles(self, mesh: Mesh) -> list[str]:
         """Return the stages of each rank of the mesh as text, such as `stage 3` or `stages 0 and 7`."""
         schedule = self.schedule(1)

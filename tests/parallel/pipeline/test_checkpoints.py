@@ -54,7 +54,8 @@ def _contents(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_every_layout_loads_every_other_one(ranks: Any, tmp_path: Path, name: str) -> None:
-    plans = [*PLANS, TENSOR] if name == "gpt" else PLANS
+    offloaded = (2, Plan(pipeline=2, zero=1, offload=f"disk:{tmp_path}"))
+    plans = [*PLANS, TENSOR, offloaded, (1, Plan())] if name == "gpt" else PLANS
     first = tmp_path / "first"
     ranks(2).run(_continue, name, Plan(pipeline=2, schedule="zb-h1"), None, first)
     expected, source = _contents(first), first
