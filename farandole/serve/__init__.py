@@ -11,6 +11,9 @@ folder.py    reads a model, its tokenizer and its chat template from a folder
 llm.py       generates text offline
 service.py   runs the engine in a thread for the server
 protocol.py  the fields of the HTTP requests
+chat.py      converts a chat request to a prompt, and a reply to a message
+calls.py     the formats of tool calls, and their grammars
+reply.py     divides a text into reasoning, content and tool calls
 page.py      the page at `/`
 app.py       the HTTP server
 """
