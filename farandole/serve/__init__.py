@@ -15,6 +15,9 @@ replicas.py  reads the replicas of a model
 shards.py    reads each rank's shards of a model
 service.py   runs engines in threads for the server
 protocol.py  the fields of the HTTP requests
+chat.py      converts a chat request to a prompt, and a reply to a message
+calls.py     the formats of tool calls, and their grammars
+reply.py     divides a text into reasoning, content and tool calls
 page.py      the page at `/`
 app.py       the HTTP server
 """

@@ -20,14 +20,15 @@ with optional_import():
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
 
-from farandole.data.errors import DataError
 from farandole.serve.answers import Choice, TokenTexts, chat_logprobs, completion_logprobs, usage
+from farandole.serve.chat import delta_of, message_of, prepare_chat
 from farandole.serve.engine import QueueFullError
 from farandole.serve.folder import ModelFolder
 from farandole.serve.guard import Guard, Limits
 from farandole.serve.metrics import prometheus_text
 from farandole.serve.page import read_page
 from farandole.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from farandole.serve.reply import Reply
 from farandole.serve.request import RequestError, Sampling
 from farandole.serve.service import ReplicatedService, Service, ServiceEndedError, Ticket
 
@@ -43,6 +44,7 @@ class _Job:
         tickets: the engine's requests, one per prompt.
         choices: all sequences, `n` for each prompt.
         echoes: for each prompt, the text with which its choices start.
+        replies: for each choice of a chat, its text in parts.
     """
 
     request: CompletionRequest | ChatRequest
@@ -50,6 +52,7 @@ class _Job:
     tickets: list[Ticket]
     choices: list[Choice]
     echoes: list[str]
+    replies: list[Reply]
 
     @property
     def prompt_tokens(self) -> int:
@@ -203,18 +206,17 @@ class Server:
 
     async def _start_chat(self, body: ChatRequest) -> _Job:
         self._check_model(body.model)
-        sampling = body.sampling()
-        template = self._found.template
-        if template is None:
-            raise RequestError("messages", f"the model has no chat template: {self._found.no_template}")
+        chat = prepare_chat(body, self._found)
+        tokens = await self._encode(chat.prompt, False)
         try:
-            text = template.render([message.plain() for message in body.messages], prompt=True)
-        except DataError as error:
-            raise RequestError("messages", str(error)) from None
-        tokens = await self._encode(text, False)
-        await self._check(tokens, sampling)
+            await self._check(tokens, chat.sampling)
+        except RequestError as error:
+            if chat.form is None or error.field != "grammar":
+                raise
+            raise RequestError("tools", str(error)) from None
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        return self._submit(body, sampling, [tokens], [""], "chatcmpl", kind)
+        replies = [chat.reply() for _ in range(body.n)]
+        return self._submit(body, chat.sampling, [tokens], [""], "chatcmpl", kind, replies)
 
     def _submit(
         self,
@@ -224,6 +226,7 @@ class Server:
         echoes: list[str],
         prefix: str,
         kind: str,
+        replies: Sequence[Reply] = (),
     ) -> _Job:
         _ = body.include_usage  # checks the field
         tickets = self._service.submit([(prompt, sampling) for prompt in prompts])
@@ -237,7 +240,7 @@ class Server:
             Choice(self._texts, index, len(echoes[index // sampling.n]))
             for index in range(len(prompts) * sampling.n)
         ]
-        return _Job(body, head, tickets, choices, echoes)
+        return _Job(body, head, tickets, choices, echoes, list(replies))
 
     # ---- answer ----
 
@@ -274,7 +277,10 @@ class Server:
             number = choice.index // n
             entry: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason}
             if isinstance(job.request, ChatRequest):
-                entry["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+                reply = job.replies[choice.index]
+                reply.add(choice.text, is_last=True)
+                entry["message"] = message_of(reply.whole)
+                entry["finish_reason"] = reply.finish_reason(choice.finish_reason)
                 entry["logprobs"] = (
                     chat_logprobs(self._texts, choice.logprobs) if job.request.logprobs else None
                 )
@@ -331,7 +337,11 @@ class Server:
             text, logprobs = choice.add(output)
             entry: dict[str, Any] = {"index": choice.index, "finish_reason": output.finish_reason}
             if isinstance(job.request, ChatRequest):
-                entry["delta"] = {"content": text} if text else {}
+                reply = job.replies[choice.index]
+                before = len(reply.whole.calls)
+                part = reply.add(text, is_last=output.finish_reason is not None)
+                entry["delta"] = delta_of(part, before)
+                entry["finish_reason"] = reply.finish_reason(output.finish_reason)
                 entry["logprobs"] = chat_logprobs(self._texts, logprobs) if job.request.logprobs else None
             else:
                 first = None
@@ -347,8 +357,8 @@ class Server:
                 entry["text"] = text
                 wanted = job.request.logprobs is not None
                 entry["logprobs"] = completion_logprobs(self._texts, entries, first) if wanted else None
-            has_logprobs = bool(logprobs)
-            if text or has_logprobs or output.finish_reason or (not is_chat and output.prompt_logprobs):
+            has_text = entry.get("text") or entry.get("delta")
+            if has_text or logprobs or output.finish_reason or (not is_chat and output.prompt_logprobs):
                 yield _event({**job.head, "choices": [entry], **blank})
         if job.request.include_usage:
             yield _event({**job.head, "choices": [], "usage": job.usage})

@@ -160,16 +160,106 @@ class TextPart(_Fields):
     text: str
 
 
+class FunctionCall(_Fields):
+    """A call of a function; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Fields):
+    """A tool call of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call for a chat template, with the arguments as an object."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise RequestError(
+                "messages", f"expected a JSON object in arguments, got {self.function.arguments!r:.100}"
+            )
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
 class Message(_Fields):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """Return the message for a chat template."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        for name, role in (
+            ("tool_calls", "assistant"),
+            ("reasoning_content", "assistant"),
+            ("tool_call_id", "tool"),
+        ):
+            if getattr(self, name) is not None and self.role != role:
+                raise RequestError(
+                    "messages", f"expected {name} in messages of role {role} only, got {self.role}"
+                )
+        if self.content is None and self.tool_calls is None:
+            raise RequestError("messages", f"expected content in a message of role {self.role}")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise RequestError("messages", "expected tool_call_id in a message of role tool")
+        content = self.content or ""
+        found: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content if isinstance(content, str) else "".join(part.text for part in content),
+        }
+        if self.tool_calls is not None:
+            found["tool_calls"] = [call.plain() for call in self.tool_calls]
+        for name in ("tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        return found
+
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(_Fields):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    strict: bool = False
+
+
+class Tool(_Fields):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool for a chat template."""
+        function = self.function.model_dump(include={"name", "description", "parameters"})
+        return {"type": self.type, "function": function}
+
+
+class FunctionName(_Fields):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedTool(_Fields):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(_Generation):
@@ -179,6 +269,39 @@ class ChatRequest(_Generation):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages for a chat template."""
+        calls: set[str] = set()
+        for message in self.messages:
+            if message.tool_call_id is not None and message.tool_call_id not in calls:
+                raise RequestError(
+                    "messages",
+                    f"expected the tool_call_id of an earlier call, got {message.tool_call_id!r:.100}",
+                )
+            calls |= {call.id for call in message.tool_calls or ()}
+        return [message.plain() for message in self.messages]
+
+    def usable_tools(self) -> dict[str, Tool]:
+        """Return the tools that the model may call, by name."""
+        if self.tools is None:
+            for name in ("tool_choice", "parallel_tool_calls"):
+                if getattr(self, name) is not None:
+                    raise RequestError(name, "expected tools in the same request")
+            return {}
+        found = {tool.function.name: tool for tool in self.tools}
+        if len(found) < len(self.tools):
+            raise RequestError("tools", "expected different names")
+        if self.tool_choice == "none":
+            return {}
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in found:
+            raise RequestError(
+                "tool_choice", f"expected the name of a tool, got {self.tool_choice.function.name!r}"
+            )
+        return found
 
     def sampling(self) -> Sampling:
         """Return the parameters of the engine."""

@@ -53,12 +53,12 @@ class TextStream:
             self.stopped = True
             end = min(found)
         else:
-            end = len(self._decoded) - max((_overlap(self._decoded, stop) for stop in self._stop), default=0)
+            end = len(self._decoded) - max((overlap(self._decoded, stop) for stop in self._stop), default=0)
         start, self._sent = self._sent, max(self._sent, end)
         return self._decoded[start : self._sent]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

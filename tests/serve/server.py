@@ -8,12 +8,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from tokenizers import AddedToken, Tokenizer
 
 from farandole.serve.app import Server
 from farandole.serve.engine import GenerationEngine
@@ -29,12 +30,12 @@ CONTEXT = 2048
 NAME = "small"
 
 
-def write_folder(folder: Path) -> Path:
-    """Write a small Llama with a tokenizer and a chat template."""
+def write_folder(folder: Path, template: str | None = None, tokens: Sequence[str] = ()) -> Path:
+    """Write a small Llama with a tokenizer, additional tokens and a chat template."""
     model = reference(
         "llama",
         3,
-        vocab_size=300,
+        vocab_size=300 + len(tokens),
         num_hidden_layers=2,
         rope_parameters=rope("default", 8),
         head_dim=8,
@@ -43,6 +44,13 @@ def write_folder(folder: Path) -> Path:
     )
     folder_of(model, folder)
     add_tokenizer(folder, 300)
+    if tokens:
+        path = str(folder / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(path)
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+        tokenizer.save(path)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
     (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
     return folder
 

@@ -1,0 +1,173 @@
+"""The formats in which models write tool calls, and the grammars that constrain the output to valid calls.
+
+Hermes and Qwen write any number of calls after a text:
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+
+Llama 3 writes a call instead of a text:
+
+    {"name": "weather", "parameters": {"city": "Paris"}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from farandole.serve.constraint import SPACE
+from farandole.serve.request import RequestError
+
+THINK, END_THINK = "<think>", "</think>"
+"""The marks around a model's reasoning."""
+
+_OTHERS = {
+    "<function=": "Qwen3-Coder's XML",
+    "<arg_key>": "GLM's XML",
+    "[TOOL_CALLS]": "Mistral's [TOOL_CALLS]",
+    "<｜tool▁calls▁begin｜>": "DeepSeek's <｜tool▁calls▁begin｜>",
+    "<|channel|>": "gpt-oss's harmony",
+    "<|tool_call|>": "Granite's <|tool_call|>",
+}
+"""Formats that are not supported, by a text of their templates."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """A format of tool calls.
+
+    Args:
+        start, end: the marks around a call; if empty, the call is the whole text.
+        key: the key of the arguments.
+    """
+
+    start: str
+    end: str
+    key: str
+
+    def parse(self, text: str, names: Collection[str]) -> list[Call]:
+        """Return the calls in a text between two marks, or [] if the text has anything else than valid calls."""
+        found: list[Call] = []
+        rest = text.strip()
+        while rest:
+            try:
+                value, end = json.JSONDecoder().raw_decode(rest)
+            except (ValueError, RecursionError):
+                return []
+            arguments = value.get(self.key) if isinstance(value, dict) else None
+            if not isinstance(arguments, dict) or value.get("name") not in names:
+                return []
+            found.append(Call(value["name"], json.dumps(arguments, ensure_ascii=False)))
+            rest = rest[end:].lstrip(" \t\r\n;")
+        return found
+
+    def grammar(
+        self,
+        tools: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        *,
+        required: bool,
+        several: bool,
+        reasons: bool,
+        is_reasoning: bool,
+    ) -> str:
+        """Return a grammar of llguidance for texts whose calls are all valid.
+
+        Args:
+            tools: the JSON schema of the arguments, by name.
+            required: whether the text must be calls.
+            several: whether more than one call is allowed.
+            reasons: whether the model may reason before.
+            is_reasoning: whether the prompt ends within the reasoning.
+
+        Raises:
+            RequestError: if a mark is not a token, so that a grammar cannot separate it from the text before.
+        """
+        rules = [
+            f"args{number}: %json {json.dumps(_spaced(each))}" for number, each in enumerate(tools.values())
+        ]
+        objects = [
+            json.dumps(f'{{"name": {json.dumps(name)}, "{self.key}": ') + f' args{number} "}}"'
+            for number, name in enumerate(tools)
+        ]
+        rules.append(f"object: {' | '.join(objects)}")
+        text = ""
+        if self.start:
+            start, end = (_token(tokenizer, mark) for mark in (self.start, self.end))
+            rules.append(f'call: {start} "\\n" object "\\n" {end}')
+            calls = r'call ("\n" call)*' if several else "call"
+            text, reply = "/(.|\\n)+/", f"TEXT? ({calls})?"
+        else:
+            calls, text, reply = "object", "/[^{](.|\\n)*/", "(TEXT | object)?"
+        if required:
+            reply = calls
+        else:
+            rules.append(f"TEXT: {text}")
+        thoughts = ""
+        if reasons:
+            first, last = _token(tokenizer, THINK), _token(tokenizer, END_THINK)
+            thoughts = f"THOUGHTS? {last} /\\n{{0,2}}/"
+            thoughts = thoughts if is_reasoning else f"({first} {thoughts})?"
+            rules.append("THOUGHTS: /(.|\\n)+/")
+        return "\n".join([f"start: {thoughts} {reply}", *rules])
+
+
+HERMES = CallFormat("<tool_call>", "</tool_call>", "arguments")
+LLAMA = CallFormat("", "", "parameters")
+
+
+def find_format(template: str) -> CallFormat:
+    """Return the format of the calls that a chat template asks for.
+
+    Args:
+        template: the Jinja program.
+
+    Raises:
+        RequestError: if the template does not use tools, or its format is not supported.
+    """
+    if "tools" not in template:
+        raise RequestError(
+            "tools", "the model's chat template does not use tools; --chat-template FILE replaces it"
+        )
+    for mark, name in _OTHERS.items():
+        if mark in template:
+            raise RequestError(
+                "tools",
+                f"the format of the chat template is {name}; expected <tool_call> with JSON, or Llama 3's JSON",
+            )
+    if HERMES.start in template and "arguments" in template:
+        return HERMES
+    if "<|start_header_id|>" in template and '"parameters"' in template:
+        return LLAMA
+    raise RequestError(
+        "tools",
+        "the format of the chat template is unknown; expected <tool_call> with JSON, or Llama 3's JSON",
+    )
+
+
+def _token(tokenizer: Tokenizer, mark: str) -> str:
+    """Return a mark in a grammar."""
+    if tokenizer.token_to_id(mark) is None:
+        raise RequestError(
+            "tool_choice", f"valid calls cannot be enforced, because {mark} is not a token of the model"
+        )
+    return mark
+
+
+def _spaced(schema: Any) -> Any:
+    """Return a schema with a bound on the spaces in its JSON."""
+    own = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    return {**own, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": SPACE}}

@@ -1,0 +1,121 @@
+"""Convert a chat request to a prompt, the parameters of the engine, and the parts of the reply."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from farandole.data.errors import DataError
+from farandole.data.template import Template
+from farandole.serve.calls import END_THINK, THINK, Call, CallFormat, find_format
+from farandole.serve.folder import ModelFolder
+from farandole.serve.protocol import ChatRequest, NamedTool, Tool
+from farandole.serve.reply import Part, Reply
+from farandole.serve.request import CONSTRAINTS, RequestError, Sampling
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat request for the engine.
+
+    Args:
+        prompt: the rendered conversation.
+        form: the format of tool calls, or None if the model must not call tools.
+        tools: the tools that the model may call, by name.
+        reasons: whether the text may start with reasoning.
+        is_reasoning: whether the prompt ends within the reasoning.
+    """
+
+    prompt: str
+    sampling: Sampling
+    form: CallFormat | None
+    tools: Mapping[str, Tool]
+    reasons: bool
+    is_reasoning: bool
+
+    def reply(self) -> Reply:
+        """Return the empty reply of a sequence."""
+        return Reply(self.form, self.tools, reasons=self.reasons, is_reasoning=self.is_reasoning)
+
+
+def prepare_chat(body: ChatRequest, found: ModelFolder) -> Chat:
+    """Return the request for the engine.
+
+    Raises:
+        RequestError: if a field is invalid, or the model's template does not support it.
+    """
+    if found.template is None:
+        raise RequestError("messages", f"the model has no chat template: {found.no_template}")
+    source = found.template.source
+    messages, tools, sampling = body.conversation(), body.usable_tools(), body.sampling()
+    if "tool_calls" not in source and any("tool_calls" in each for each in messages):
+        raise RequestError("messages", "the model's chat template does not use tool_calls")
+    added = found.tokenizer.get_added_tokens_decoder().values()
+    hidden = {token.content for token in added if token.special}  # special tokens are not part of the text
+    form = find_format(source) if tools else None
+    if form is not None and form.start in hidden:
+        raise RequestError(
+            "tools", f"{form.start} is a special token of the model, which is not part of its text"
+        )
+    prompt = _render(found.template, messages, tools)
+    reasons = END_THINK in source and END_THINK not in hidden and not sampling.is_constrained
+    is_reasoning = reasons and prompt.rstrip().endswith(THINK)
+    if form is not None:
+        used = next((name for name in CONSTRAINTS if getattr(sampling, name) is not None), None)
+        if used is not None:
+            name = "response_format" if used == "json_schema" else used
+            raise RequestError(name, "not supported together with tools; omit one of them")
+        required = body.tool_choice not in (None, "auto")
+        several = body.parallel_tool_calls is not False
+        if required or not several or any(tool.function.strict for tool in tools.values()):
+            choice = body.tool_choice
+            chosen = [choice.function.name] if isinstance(choice, NamedTool) else list(tools)
+            grammar = form.grammar(
+                {name: tools[name].function.parameters for name in chosen},
+                found.tokenizer,
+                required=required,
+                several=several and not isinstance(choice, NamedTool),
+                reasons=reasons,
+                is_reasoning=is_reasoning,
+            )
+            sampling = replace(sampling, grammar=grammar)
+    return Chat(prompt, sampling, form, tools, reasons, is_reasoning)
+
+
+def _render(template: Template, messages: list[dict[str, Any]], tools: Mapping[str, Tool]) -> str:
+    variables = {"tools": [tool.plain() for tool in tools.values()]} if tools else {}
+    try:
+        return template.render(messages, prompt=True, **variables)
+    except DataError as error:
+        raise RequestError("messages", str(error)) from None
+
+
+def message_of(reply: Part) -> dict[str, Any]:
+    """Return a complete reply as a message."""
+    found: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+    if reply.reasoning:
+        found["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        found |= {"content": reply.content or None, "tool_calls": [_call(each) for each in reply.calls]}
+    return found
+
+
+def delta_of(part: Part, before: int) -> dict[str, Any]:
+    """Return new text in the format of a stream, after a number of calls."""
+    found: dict[str, Any] = {}
+    if part.reasoning:
+        found["reasoning_content"] = part.reasoning
+    if part.content:
+        found["content"] = part.content
+    if part.calls:
+        found["tool_calls"] = [
+            {"index": number, **_call(each)} for number, each in enumerate(part.calls, before)
+        ]
+    return found
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

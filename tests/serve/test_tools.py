@@ -1,0 +1,325 @@
+"""Tool calls and reasoning: chat templates, parsing, and the client of OpenAI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from farandole.serve import calls
+from farandole.serve.calls import HERMES, Call, CallFormat, find_format
+from farandole.serve.chat import prepare_chat
+from farandole.serve.folder import read_model
+from farandole.serve.protocol import ChatRequest
+from farandole.serve.reply import Part, Reply
+from farandole.serve.request import RequestError
+from tests.models.hf.folders import CHAT
+from tests.serve.server import NAME, serving, write_folder
+from tests.serve.templates import LLAMA, MARKS, QWEN, QWEN_THINKING
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TIME = {
+    "type": "object",
+    "properties": {"zone": {"type": "string", "maxLength": 4}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"weather": WEATHER, "time": TIME}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER},
+    },
+    {"type": "function", "function": {"name": "time", "parameters": TIME}},
+]
+STRICT: list[Any] = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+MESSAGES: list[Any] = [{"role": "user", "content": "say red cat"}]
+CALL = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+OTHER = '<tool_call>{"name": "other", "arguments": {}}</tool_call>'
+LLAMA_CALL = CALL.replace("arguments", "parameters")
+PARSED = Call("weather", '{"city": "Rome", "days": 2}')
+CONVERSATION: list[Any] = [
+    {"role": "developer", "content": "Be short."},
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "a",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "sun"},
+    {"role": "assistant", "content": "Sun.", "reasoning_content": "hm"},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+def parts_of(reply: Reply, texts: Sequence[str]) -> Part:
+    """Return the joined parts of a stream."""
+    found = Part()
+    for number, text in enumerate(texts, 1):
+        part = reply.add(text, is_last=number == len(texts))
+        found.reasoning += part.reasoning
+        found.content += part.content
+        found.calls += part.calls
+    assert found == reply.whole
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (None, " a\n", Part(content=" a\n")),
+        (None, "<think>\nx < y\n</think>\n\n b ", Part("x < y", "b ")),
+        (None, "\n<think>x", Part("x")),
+        (None, "a <think>x</think>", Part(content="a <think>x</think>")),
+        (None, "<thin", Part(content="<thin")),
+        (None, "", Part()),
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", Part(calls=[PARSED])),
+        (HERMES, f"So: \n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n", Part("", "So:", [PARSED] * 2)),
+        (HERMES, f"<think>\nx\n</think>\n\n<tool_call>\n{CALL}\n</tool_call>", Part("x", "", [PARSED])),
+        (HERMES, f"<tool_call>\n{CALL}\n", Part(calls=[PARSED])),
+        (HERMES, "a <tool_call>\n{\n</tool_call> b", Part(content="a<tool_call>\n{\n</tool_call> b")),
+        (HERMES, OTHER, Part(content=OTHER)),
+        (HERMES, "1 < 2 <tool", Part(content="1 < 2 <tool")),
+        (HERMES, CALL, Part(content=CALL)),
+        (calls.LLAMA, LLAMA_CALL, Part(calls=[PARSED])),
+        (calls.LLAMA, f"\n{LLAMA_CALL}; {LLAMA_CALL}", Part(calls=[PARSED] * 2)),
+        (calls.LLAMA, "The weather {is} good", Part(content="The weather {is} good")),
+        (calls.LLAMA, '{"a": 1}', Part(content='{"a": 1}')),
+        (calls.LLAMA, "{" * 5000, Part(content="{" * 5000)),
+    ],
+)  # fmt: skip
+def test_parts_do_not_depend_on_the_stream(form: CallFormat | None, text: str, expected: Part) -> None:
+    def reply() -> Reply:
+        return Reply(form, SCHEMAS, reasons=True)
+
+    assert parts_of(reply(), [text]) == expected
+    for size in (1, 3, 7):
+        cut = [text[at : at + size] for at in range(0, len(text), size)]
+        assert parts_of(reply(), cut or [""]) == expected
+        assert parts_of(reply(), [*cut, ""]) == expected
+    inside = Reply(form, SCHEMAS, reasons=True, is_reasoning=True)
+    assert parts_of(inside, ["\nhm", "\n</thi", "nk>\n\n", *text]).reasoning == "hm"
+
+
+def test_formats() -> None:
+    assert find_format(QWEN) is HERMES
+    assert find_format(LLAMA) is calls.LLAMA
+    for template, text in (
+        (CHAT, "does not use tools"),
+        ("{{ tools }} [TOOL_CALLS]", "Mistral"),
+        (QWEN + "<function=", "Qwen3-Coder"),
+        ("{{ tools }}", "unknown"),
+    ):
+        with pytest.raises(RequestError, match=text) as error:
+            find_format(template)
+        assert error.value.field == "tools"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: write_folder(tmp_path_factory.mktemp(name), template, tokens)
+        for name, template, tokens in (
+            ("qwen", QWEN, MARKS),
+            ("thinking", QWEN_THINKING, MARKS),
+            ("llama", LLAMA, ()),
+            ("unmarked", QWEN, ()),
+        )
+    }
+
+
+@pytest.fixture(scope="module")
+def clients(folders: dict[str, Path]) -> Iterator[dict[str, openai.OpenAI]]:
+    with (
+        serving(folders["qwen"]) as (qwen, _),
+        serving(folders["thinking"]) as (thinking, _),
+        serving(folders["llama"]) as (llama, _),
+        serving(folders["unmarked"]) as (unmarked, _),
+    ):
+        addresses = {"qwen": qwen, "thinking": thinking, "llama": llama, "unmarked": unmarked}
+        yield {
+            name: openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+            for name, address in addresses.items()
+        }
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama"])
+def test_prompts_equal_those_of_transformers(folders: dict[str, Path], name: str) -> None:
+    body = ChatRequest.model_validate({"model": NAME, "messages": CONVERSATION, "tools": TOOLS})
+    found = prepare_chat(body, read_model(folders[name]))
+    theirs: list[Any] = json.loads(json.dumps(CONVERSATION))
+    theirs[0]["role"] = "system"
+    theirs[2]["content"] = ""
+    function = theirs[2]["tool_calls"][0]["function"]
+    function["arguments"] = json.loads(function["arguments"])
+    tools = [{**tool, "function": {"name": "", "description": "", **tool["function"]}} for tool in TOOLS]
+    expected = AutoTokenizer.from_pretrained(folders[name]).apply_chat_template(
+        theirs, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    assert found.prompt == expected
+
+
+def streamed(parts: Any) -> tuple[dict[str, Any], str | None]:
+    """Join a stream as clients do."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    reason = None
+    for part in parts:
+        for choice in part.choices:
+            reason = choice.finish_reason or reason
+            message["content"] += choice.delta.content or ""
+            message["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or []:
+                if call.index == len(message["tool_calls"]):
+                    assert call.id.startswith("call_")
+                    message["tool_calls"].append({"name": call.function.name, "arguments": ""})
+                message["tool_calls"][call.index]["arguments"] += call.function.arguments
+    return message, reason
+
+
+def token(folder: Path, text: str) -> str:
+    return str(AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(text))
+
+
+@pytest.mark.parametrize("name", ["qwen", "thinking", "llama"])
+def test_required_calls_are_valid(
+    clients: dict[str, openai.OpenAI], folders: dict[str, Path], name: str
+) -> None:
+    client = clients[name]
+    bias = (
+        {} if name == "llama" else {token(folders[name], "</think>"): 4, "1": 5}
+    )  # ends the reasoning and the calls
+    for seed in range(3):
+        options: dict[str, Any] = {
+            "model": NAME, "messages": MESSAGES, "seed": seed, "max_tokens": 700, "logit_bias": bias, "tools": TOOLS,
+            "tool_choice": {"type": "function", "function": {"name": "weather"}} if seed else "required",
+        }  # fmt: skip
+        whole = client.chat.completions.create(**options).choices[0]
+        assert whole.finish_reason == "tool_calls", whole
+        assert whole.message.tool_calls and whole.message.content is None
+        found = []
+        for call in whole.message.tool_calls:
+            assert call.type == "function" and (not seed or call.function.name == "weather")
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+            found.append({"name": call.function.name, "arguments": call.function.arguments})
+        reasoning = getattr(whole.message, "reasoning_content", "")
+        assert reasoning or name != "thinking"
+        message, reason = streamed(client.chat.completions.create(stream=True, **options))
+        assert (message, reason) == (
+            {"content": "", "reasoning_content": reasoning, "tool_calls": found},
+            "tool_calls",
+        )
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in whole.message.tool_calls
+        ]
+        more: list[Any] = [*MESSAGES, whole.message, *results]  # as clients continue
+        answer = client.chat.completions.create(
+            model=NAME, messages=more, tools=TOOLS, max_tokens=5, temperature=0
+        )
+        assert answer.usage is not None and answer.usage.completion_tokens > 0
+
+
+def test_strict_tools(clients: dict[str, openai.OpenAI], folders: dict[str, Path]) -> None:
+    """With `strict`, the model may write a text, and each call is valid."""
+    start, think = token(folders["qwen"], "<tool_call>"), token(folders["qwen"], "<think>")
+    create = clients["qwen"].chat.completions.create
+    options: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_tokens": 1200, "tools": STRICT}
+    for several in (True, False):
+        found = create(logit_bias={start: 100}, parallel_tool_calls=several, seed=1, **options).choices[0]
+        made = found.message.tool_calls or []
+        assert made and (several or len(made) == 1)
+        for call in made:
+            assert call.type == "function"
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    text = create(
+        logit_bias={start: -100, think: -100, "1": -100}, seed=2, **{**options, "max_tokens": 30}
+    ).choices[0]
+    assert text.finish_reason == "length" and text.message.content and not text.message.tool_calls
+
+
+def test_reasoning(clients: dict[str, openai.OpenAI], folders: dict[str, Path]) -> None:
+    create = clients["thinking"].chat.completions.create
+    options: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_tokens": 60, "seed": 1}
+    bias = {token(folders["thinking"], "</think>"): 4.5}
+    found: Any = create(logit_bias=bias, **options).choices[0].message
+    assert found.reasoning_content and found.content
+    message, _ = streamed(create(logit_bias=bias, stream=True, **options))
+    assert (message["reasoning_content"], message["content"]) == (found.reasoning_content, found.content)
+    constrained = create(extra_body={"regex": "red|cat"}, **options).choices[0].message
+    assert constrained.content in ("red", "cat")
+
+
+def function(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "a", **fields}}]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "field", "text"),
+    [
+        ("qwen", {"tools": [*TOOLS, TOOLS[0]]}, "tools", "different"),
+        ("qwen", {"tools": []}, "tools", "at least 1"),
+        ("qwen", {"tools": function(name="a b")}, "tools", "pattern"),
+        ("qwen", {"tool_choice": "auto", "tools": None}, "tool_choice", "tools"),
+        ("qwen", {"parallel_tool_calls": False, "tools": None}, "parallel_tool_calls", "tools"),
+        ("qwen", {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+        ("qwen", {"tool_choice": "always"}, "tool_choice", "required"),
+        ("qwen", {"regex": "a"}, "regex", "together with tools"),
+        ("qwen", {"response_format": {"type": "json_object"}}, "response_format", "together with tools"),
+        (
+            "qwen",
+            {"tool_choice": "required", "tools": function(parameters={"type": "array", "uniqueItems": True})},
+            "tools",
+            "uniqueItems",
+        ),
+        (
+            "qwen",
+            {"messages": [{"role": "tool", "tool_call_id": "x", "content": ""}]},
+            "messages",
+            "earlier call",
+        ),
+        ("qwen", {"messages": [{"role": "user"}]}, "messages", "content"),
+        (
+            "qwen",
+            {"messages": [{"role": "user", "content": "", "tool_call_id": "a"}]},
+            "messages",
+            "tool_call_id",
+        ),
+        ("unmarked", {"tool_choice": "required"}, "tool_choice", "<tool_call>"),
+    ],
+)
+def test_invalid_fields(
+    clients: dict[str, openai.OpenAI], name: str, change: dict[str, Any], field: str, text: str
+) -> None:
+    body = {"model": NAME, "messages": MESSAGES, "max_tokens": 5, "tools": TOOLS, **change}
+    with pytest.raises(openai.BadRequestError, match=text) as error:
+        clients[name].post("/chat/completions", body=body, cast_to=object)
+    assert error.value.param == field
+
+
+def test_tool_choice(clients: dict[str, openai.OpenAI]) -> None:
+    create = clients["qwen"].chat.completions.create
+    options: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 20}
+    plain, none = create(**options), create(tools=TOOLS, tool_choice="none", **options)
+    assert none.choices[0].message == plain.choices[0].message
+    auto = create(tools=TOOLS, **options)
+    assert auto.usage is not None and plain.usage is not None
+    assert auto.usage.prompt_tokens > plain.usage.prompt_tokens
