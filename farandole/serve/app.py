@@ -9,7 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from farandole._extras import optional_import
@@ -75,6 +75,7 @@ class Server:
         self, found: ModelFolder, service: Service, name: str, limits: Limits, keys: Sequence[bytes] = ()
     ) -> None:
         self._found, self._service, self._name, self._limits = found, service, name, limits
+        self._names = [name, *service.engine.runner.adapters]
         self._texts = TokenTexts(found.tokenizer)
         self._created = int(time.time())
         self.app = self._build(keys)
@@ -106,12 +107,12 @@ class Server:
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
-            return {"object": "list", "data": [self._model()]}
+            return {"object": "list", "data": [self._model(name) for name in self._names]}
 
         @app.get("/v1/models/{name:path}")
         async def model(name: str) -> dict[str, Any]:
             self._check_model(name)
-            return self._model()
+            return self._model(name)
 
         @app.post("/tokenize")
         async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -131,9 +132,9 @@ class Server:
 
         return app
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "farandole",
@@ -141,8 +142,15 @@ class Server:
         }
 
     def _check_model(self, name: str) -> None:
-        if name != self._name:
-            raise HTTPException(404, f"model: {name!r} does not exist; this server has {self._name!r}")
+        if name not in self._names:
+            known = ", ".join(map(repr, self._names))
+            raise HTTPException(404, f"model: {name!r} does not exist; this server has {known}")
+
+    def _sampling(self, body: CompletionRequest | ChatRequest) -> Sampling:
+        """Return the parameters of the engine; `model` selects the base model or an adapter."""
+        self._check_model(body.model)
+        sampling = body.sampling()
+        return sampling if body.model == self._name else replace(sampling, lora=body.model)
 
     async def _encode(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text, without blocking the event loop."""
@@ -161,8 +169,7 @@ class Server:
     # ---- start ----
 
     async def _start_completion(self, body: CompletionRequest) -> _Job:
-        self._check_model(body.model)
-        sampling = body.sampling()
+        sampling = self._sampling(body)
         if body.stream and sampling.prompt_logprobs and sampling.n > 1:
             raise RequestError("n", "expected 1 for a stream with echo and logprobs")
         prompts = body.prompts()
@@ -177,8 +184,7 @@ class Server:
         return self._submit(body, sampling, tokens, echoes, "cmpl", "text_completion")
 
     async def _start_chat(self, body: ChatRequest) -> _Job:
-        self._check_model(body.model)
-        sampling = body.sampling()
+        sampling = self._sampling(body)
         template = self._found.template
         if template is None:
             raise RequestError("messages", f"the model has no chat template: {self._found.no_template}")
@@ -206,7 +212,7 @@ class Server:
             "id": f"{prefix}-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
-            "model": self._name,
+            "model": body.model,
         }
         choices = [
             Choice(self._texts, index, len(echoes[index // sampling.n]))

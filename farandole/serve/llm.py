@@ -11,7 +11,9 @@ from farandole.data.errors import DataError
 from farandole.serve.draft import read_draft
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import read_model
+from farandole.serve.lora import read_adapters
 from farandole.serve.request import Logprob, Output, RequestError, Sampling
+from farandole.serve.runner import Runner
 
 Prompt = str | Sequence[int]
 """Text, or tokens."""
@@ -74,6 +76,7 @@ class LLM:
         context: the maximum number of tokens of a sequence, by default the model's context.
         chat_template: a file with another chat template, or "chatml".
         draft: the folder of a draft model, for speculate="draft".
+        lora: folders of LoRA adapters by name.  A prompt selects an adapter with the field `lora` of `Sampling`.
         options: further arguments of `GenerationEngine`, such as max_running=32.
 
     Raises:
@@ -89,12 +92,13 @@ class LLM:
         context: int | None = None,
         chat_template: str = "",
         draft: str | Path | None = None,
+        lora: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
         found = read_model(folder, precision=precision, context=context, template=chat_template)
         self.tokenizer, self._found = found.tokenizer, found
         self.engine = GenerationEngine(
-            found.model,
+            Runner(found.model, adapters=read_adapters(found.model, lora or {})),
             context=found.context,
             tokenizer=found.tokenizer,
             end_tokens=found.end_tokens,

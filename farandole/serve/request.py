@@ -62,6 +62,7 @@ class Sampling:
         regex: the text matches this regular expression completely.
         grammar: the text is in the language of this grammar, in llguidance's variant of Lark's syntax.
             At most one of the three is allowed.  A text that reaches `max_tokens` can be incomplete.
+        lora: the name of the LoRA adapter with which the model computes; None for the base model.
 
     Raises:
         RequestError: if a value is out of range.
@@ -87,6 +88,7 @@ class Sampling:
     json_schema: Mapping[str, Any] | bool | None = None
     regex: str | None = None
     grammar: str | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         for name in (*_INTEGERS, *_NUMBERS):
@@ -138,7 +140,7 @@ class Sampling:
             raise RequestError("min_tokens", f"not supported together with {given[0]}; omit one of them")
         if given and self.ignore_eos:
             raise RequestError("ignore_eos", f"not supported together with {given[0]}; omit one of them")
-        for name in ("regex", "grammar"):
+        for name in ("regex", "grammar", "lora"):
             if not isinstance(value := getattr(self, name), str | None):
                 raise RequestError(name, f"expected text, got {value!r}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from farandole._extras import optional_import
@@ -24,6 +24,7 @@ from farandole.serve.draft import read_draft
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import ModelFolder, find_model, read_model
 from farandole.serve.guard import Limits, read_keys
+from farandole.serve.lora import read_adapters
 from farandole.serve.ranks import Driver, Worker
 from farandole.serve.request import RequestError
 from farandole.serve.runner import Runner
@@ -51,6 +52,7 @@ def start(
     store: str,
     speculate: str,
     draft: Path | None,
+    lora: Sequence[str],
     chat_template: str,
     api_keys: Path | None,
     max_body: float,
@@ -70,6 +72,11 @@ def start(
     comm = None if runtime is None else runtime.comm
     with _failing_together(comm):
         folder = find_model(folder)
+        adapters = parse_adapters(lora)
+        if adapters and comm is not None:
+            raise RequestError(
+                "lora", f"not supported with --tensor {comm.size}; serve merged weights instead"
+            )
         if comm is None or comm.rank == 0:
             keys = read_keys(api_keys) if api_keys is not None else []
             listener = _listen(host, port)
@@ -82,7 +89,7 @@ def start(
         draft_model = None
         if draft is not None and (comm is None or comm.rank == 0):
             draft_model = read_draft(draft, found, precision)
-    runner = _runner(found, comm)
+    runner = _runner(found, comm, adapters)
     if isinstance(runner, Worker):
         runner.follow()
         return
@@ -118,6 +125,8 @@ def start(
         draft=draft_model,
     )
     model_name = name or _name_of(found.folder)
+    if model_name in adapters:
+        raise RequestError("lora", f"expected a name other than {model_name}, the name of the base model")
 
     def end() -> None:
         web.should_exit = True
@@ -148,7 +157,9 @@ def start(
         raise service.failure
 
 
-def check_start(folder: Path, *, host: str, port: int, api_keys: Path | None, tensor: int) -> None:
+def check_start(
+    folder: Path, *, host: str, port: int, api_keys: Path | None, tensor: int, lora: Sequence[str]
+) -> None:
     """Check arguments of `start` before the ranks are launched, so that an error is reported once.
 
     Raises:
@@ -156,14 +167,33 @@ def check_start(folder: Path, *, host: str, port: int, api_keys: Path | None, te
     """
     if api_keys is not None:
         read_keys(api_keys)
+    if lora:
+        raise RequestError("lora", f"not supported with --tensor {tensor}; serve merged weights instead")
     _listen(host, port).close()
     check_width(read_model(folder, lazy=True).model, tensor)
 
 
-def _runner(found: ModelFolder, comm: Communicator | None) -> Runner:
+def parse_adapters(lora: Sequence[str]) -> dict[str, Path]:
+    """Return the folders of adapters by name, given "NAME=FOLDER" for each.
+
+    Raises:
+        RequestError: if an entry has another form, or two adapters have the same name.
+    """
+    found: dict[str, Path] = {}
+    for entry in lora:
+        name, _, folder = entry.partition("=")
+        if not (name and folder):
+            raise RequestError("lora", f"expected NAME=FOLDER, got {entry!r}")
+        if name in found:
+            raise RequestError("lora", f"expected different names, got {name} twice")
+        found[name] = Path(folder)
+    return found
+
+
+def _runner(found: ModelFolder, comm: Communicator | None, adapters: Mapping[str, Path]) -> Runner:
     """Return this rank's runner.  This is a collective call."""
     if comm is None:
-        return Runner(found.model)
+        return Runner(found.model, adapters=read_adapters(found.model, adapters))
     with _failing_together(comm):
         shard_model(found.model, comm)
     kind = Worker if comm.rank else Driver

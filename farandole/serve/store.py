@@ -52,12 +52,14 @@ class Blocks:
         most: the maximum number of positions.
         stored: the number of positions with keys and values.
         digests: the hash of the tokens up to the end of each complete page.
+        model: the name of the model that computes the keys and values.
     """
 
     most: int
     numbers: list[int] = field(default_factory=list)
     stored: int = 0
     digests: list[bytes] = field(default_factory=list)
+    model: str = ""
 
 
 class Memory:
@@ -117,11 +119,11 @@ class Store(Protocol):
         """Return the number of positions that running sequences occupy."""
         ...
 
-    def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
+    def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
         """Add a sequence of at most `most` positions, or return None if the memory is in use.
 
         If other sequences began with the same tokens, the result may already have stored positions, but always fewer
-        than there are tokens.
+        than there are tokens.  Only sequences with the same `model`, a name, share positions.
         """
         ...
 
@@ -168,7 +170,7 @@ class SlotStore:
         """Return the number of positions that running sequences occupy."""
         return sum(each.stored for each in self._sequences if each is not None)
 
-    def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
+    def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
         """Add a sequence in the next slot; see `Store.add`."""
         running = [each for each in self._sequences if each is not None]
         longest = max([most, *(each.most for each in running)])
@@ -267,12 +269,12 @@ class PageStore:
         """Return the number of positions in pages that running sequences use."""
         return (self._pages - len(self._free) - len(self._cached)) * TILE
 
-    def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
+    def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
         """Add a sequence; see `Store.add`."""
         found: list[int] = []
         digests: list[bytes] = []
         if self._sharing and share:
-            for digest in _digests(tokens[: (len(tokens) - 1) // TILE * TILE]):
+            for digest in _digests(tokens[: (len(tokens) - 1) // TILE * TILE], model.encode()):
                 if (page := self._page_of.get(digest)) is None:
                     break
                 found.append(page)
@@ -285,7 +287,7 @@ class PageStore:
             self._use(page)
         self._reserved += more
         self.shared += len(found) * TILE
-        blocks = Blocks(most, found, len(found) * TILE, digests)
+        blocks = Blocks(most, found, len(found) * TILE, digests, model)
         self._sequences.add(blocks)
         return blocks
 
@@ -307,7 +309,7 @@ class PageStore:
         if not self._sharing:
             return
         first = len(blocks.digests)
-        before = blocks.digests[-1] if blocks.digests else b""
+        before = blocks.digests[-1] if blocks.digests else blocks.model.encode()
         new = _digests(tokens[first * TILE : stored // TILE * TILE], before)
         for number, digest in enumerate(new, first):
             blocks.digests.append(digest)
@@ -352,8 +354,8 @@ class PageStore:
         self._users[page] += 1
 
 
-def _digests(tokens: Sequence[int], before: bytes = b"") -> list[bytes]:
-    """Return the hash of all tokens up to the end of each page."""
+def _digests(tokens: Sequence[int], before: bytes) -> list[bytes]:
+    """Return the hash of all tokens up to the end of each page; `before` is the hash of the tokens before."""
     found = []
     for start in range(0, len(tokens), TILE):
         content = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + TILE])
