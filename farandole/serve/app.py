@@ -215,8 +215,7 @@ class Server:
             "model": body.model,
         }
         choices = [
-            Choice(self._texts, index, len(echoes[index // sampling.n]))
-            for index in range(len(prompts) * sampling.n)
+            Choice(index, len(echoes[index // sampling.n])) for index in range(len(prompts) * sampling.n)
         ]
         return _Job(body, head, tickets, choices, echoes)
 

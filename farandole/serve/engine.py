@@ -485,6 +485,7 @@ class GenerationEngine:
             sequence.first_token = now
             self.metrics.first_token.observe(now - sequence.arrived)
         sequence.last_token = now
+        offset = 0 if sequence.text is None else sequence.text.length
         reason = None
         if token in sequence.ends:
             reason = "stop"
@@ -515,6 +516,7 @@ class GenerationEngine:
             sequence.choice,
             (token,),
             text,
+            (offset,),
             () if logprob is None else (logprob,),
             prompt_logprobs,
             reason,

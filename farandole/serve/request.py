@@ -173,6 +173,7 @@ class Output:
         choice: the sequence's number, from 0 to n - 1.
         tokens: the new tokens.
         text: the new text, which can lag behind the tokens.
+        offsets: for each new token, the number of complete characters in the text before, with text that is held back.
         logprobs: for each new token, if requested.
         prompt_logprobs: for each token of the prompt except the first, in the first output of choice 0, if requested.
         finish_reason: "stop", "length", "cancelled" or "error", in the sequence's last output.
@@ -182,6 +183,7 @@ class Output:
     choice: int
     tokens: tuple[int, ...] = ()
     text: str = ""
+    offsets: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()
     finish_reason: str | None = None
@@ -192,6 +194,7 @@ class Output:
             later,
             tokens=self.tokens + later.tokens,
             text=self.text + later.text,
+            offsets=self.offsets + later.offsets,
             logprobs=self.logprobs + later.logprobs,
             prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
         )
