@@ -108,6 +108,15 @@ def serve(
             "--draft", help="The folder of a smaller model with the same tokenizer, for --speculate draft."
         ),
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora",
+            metavar="NAME=FOLDER",
+            help="A LoRA adapter in PEFT format, which requests select with model=NAME.  Can be repeated.",
+            show_default="none",
+        ),
+    ] = None,
     chat_template: Annotated[
         str,
         typer.Option(
@@ -143,6 +152,7 @@ def serve(
       mpirun -n 2 farandole serve FOLDER       the same, under another launcher
       farandole serve FOLDER --ttft 2s --tpot 100ms
       farandole serve FOLDER --speculate draft --draft SMALLER_FOLDER
+      farandole serve FOLDER --lora french=ADAPTER_FOLDER --lora code=OTHER_FOLDER
       farandole serve FOLDER --host 0.0.0.0 --api-keys keys.txt
     """
     # import here, so that `--help` does not wait for torch
@@ -175,7 +185,7 @@ def serve(
         elif (ranks := replicas * (tensor or 1)) > 1:
             from farandole.launch.local import launch
 
-            check_start(folder, host=host, port=port, api_keys=api_keys, tensor=tensor or 1)
+            check_start(folder, host=host, port=port, api_keys=api_keys, tensor=tensor or 1, lora=lora or ())
             end = drain_timeout + END_TIMEOUT_S
             raise typer.Exit(launch("farandole", sys.argv[1:], ranks=ranks, module=True, stop_timeout_s=end))
         runtime = None
@@ -199,6 +209,7 @@ def serve(
             store=store,
             speculate=speculate,
             draft=draft,
+            lora=lora or (),
             chat_template=chat_template,
             api_keys=api_keys,
             max_body=max_body,

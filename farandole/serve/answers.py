@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
 import re
 from collections.abc import Sequence
@@ -63,10 +62,10 @@ def _byte_of_character() -> dict[str, int]:
 class Choice:
     """Collects one sequence's text and log-probabilities.
 
-    Log-probabilities are held back as long as their tokens' text, so that they do not show a stop string.
+    Log-probabilities are held back as long as their tokens' text, so that they do not show a stop string.  Tokens without
+    text are reported with the next token that has text.
     """
 
-    texts: TokenTexts
     index: int
     offset: int = 0
     text: str = ""
@@ -74,18 +73,14 @@ class Choice:
     finish_reason: str | None = None
     logprobs: list[tuple[Logprob, int]] = field(default_factory=list)
     _pending: list[tuple[Logprob, int]] = field(default_factory=list)
-    _decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("ignore"))
-    _end: int = 0
 
     def add(self, output: Output) -> tuple[str, list[tuple[Logprob, int]]]:
         """Add an output.  Returns the new text, and the new log-probabilities with offsets in the text."""
         self.text += output.text
         self.tokens += len(output.tokens)
         self.finish_reason = output.finish_reason
-        for logprob in output.logprobs:
-            self._pending.append((logprob, self._end))
-            if not self.texts.is_special(logprob.token):
-                self._end += len(self._decoder.decode(self.texts.bytes_of(logprob.token)))
+        if output.logprobs:
+            self._pending += zip(output.logprobs, output.offsets, strict=True)
         sent = len(self.text)
         everything = output.finish_reason == "length"
         ready = [each for each in self._pending if everything or each[1] < sent]

@@ -9,7 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from farandole._extras import optional_import
@@ -85,6 +85,7 @@ class Server:
         keys: Sequence[bytes] = (),
     ) -> None:
         self._found, self._service, self._name, self._limits = found, service, name, limits
+        self._names = [name, *service.engine.runner.adapters]
         self._texts = TokenTexts(found.tokenizer)
         self._created = int(time.time())
         self.app = self._build(keys)
@@ -116,12 +117,12 @@ class Server:
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
-            return {"object": "list", "data": [self._model()]}
+            return {"object": "list", "data": [self._model(name) for name in self._names]}
 
         @app.get("/v1/models/{name:path}")
         async def model(name: str) -> dict[str, Any]:
             self._check_model(name)
-            return self._model()
+            return self._model(name)
 
         @app.post("/tokenize")
         async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -159,9 +160,9 @@ class Server:
 
         return app
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "farandole",
@@ -169,8 +170,14 @@ class Server:
         }
 
     def _check_model(self, name: str) -> None:
-        if name != self._name:
-            raise HTTPException(404, f"model: {name!r} does not exist; this server has {self._name!r}")
+        if name not in self._names:
+            known = ", ".join(map(repr, self._names))
+            raise HTTPException(404, f"model: {name!r} does not exist; this server has {known}")
+
+    def _select(self, model: str, sampling: Sampling) -> Sampling:
+        """Return the parameters for the model of a request, which is the base model or an adapter."""
+        self._check_model(model)
+        return sampling if model == self._name else replace(sampling, lora=model)
 
     async def _encode(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text, without blocking the event loop."""
@@ -189,8 +196,7 @@ class Server:
     # ---- start ----
 
     async def _start_completion(self, body: CompletionRequest) -> _Job:
-        self._check_model(body.model)
-        sampling = body.sampling()
+        sampling = self._select(body.model, body.sampling())
         if body.stream and sampling.prompt_logprobs and sampling.n > 1:
             raise RequestError("n", "expected 1 for a stream with echo and logprobs")
         prompts = body.prompts()
@@ -207,16 +213,17 @@ class Server:
     async def _start_chat(self, body: ChatRequest) -> _Job:
         self._check_model(body.model)
         chat = prepare_chat(body, self._found)
+        sampling = self._select(body.model, chat.sampling)
         tokens = await self._encode(chat.prompt, False)
         try:
-            await self._check(tokens, chat.sampling)
+            await self._check(tokens, sampling)
         except RequestError as error:
             if chat.form is None or error.field != "grammar":
                 raise
             raise RequestError("tools", str(error)) from None
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         replies = [chat.reply() for _ in range(body.n)]
-        return self._submit(body, chat.sampling, [tokens], [""], "chatcmpl", kind, replies)
+        return self._submit(body, sampling, [tokens], [""], "chatcmpl", kind, replies)
 
     def _submit(
         self,
@@ -234,11 +241,10 @@ class Server:
             "id": f"{prefix}-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
-            "model": self._name,
+            "model": body.model,
         }
         choices = [
-            Choice(self._texts, index, len(echoes[index // sampling.n]))
-            for index in range(len(prompts) * sampling.n)
+            Choice(index, len(echoes[index // sampling.n])) for index in range(len(prompts) * sampling.n)
         ]
         return _Job(body, head, tickets, choices, echoes, list(replies))
 

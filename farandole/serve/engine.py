@@ -233,6 +233,9 @@ class GenerationEngine:
                 raise RequestError(name, f"expected tokens from 0 to {self.vocabulary - 1}, got {odd}")
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop", "expected no strings, because the engine has no tokenizer")
+        if sampling.lora is not None and sampling.lora not in self.runner.adapters:
+            expected = ", ".join(self.runner.adapters) or "no adapter, because none was loaded"
+            raise RequestError("lora", f"expected {expected}, got {sampling.lora!r}")
         if sampling.is_constrained:
             if self._grammars is None:
                 raise RequestError(
@@ -389,7 +392,8 @@ class GenerationEngine:
             sequence = self._waiting[0]
             sampling = sequence.sampling
             most = self._positions(sequence.prompt, sequence.most)
-            blocks = self.store.add(sequence.tokens, most, share=not sampling.prompt_logprobs)
+            share = not sampling.prompt_logprobs
+            blocks = self.store.add(sequence.tokens, most, share=share, model=sampling.lora or "")
             if blocks is None:
                 self._memory_is_full = True
                 break
@@ -417,7 +421,7 @@ class GenerationEngine:
         is_last = start + count >= len(sequence.tokens)
         wants_prompt = sequence.sampling.prompt_logprobs and sequence.choice == 0 and start < sequence.prompt
         logits = count if wants_prompt else is_last * (1 + len(sequence.proposed))
-        return Span(tokens, start, sequence.blocks.numbers, logits)
+        return Span(tokens, start, sequence.blocks.numbers, logits, sequence.sampling.lora)
 
     # ---- post-process ----
 
@@ -497,6 +501,7 @@ class GenerationEngine:
             sequence.first_token = now
             self.metrics.first_token.observe(now - sequence.arrived)
         sequence.last_token = now
+        offset = 0 if sequence.text is None else sequence.text.length
         reason = None
         if token in sequence.ends:
             reason = "stop"
@@ -527,6 +532,7 @@ class GenerationEngine:
             sequence.choice,
             (token,),
             text,
+            (offset,),
             () if logprob is None else (logprob,),
             prompt_logprobs,
             reason,

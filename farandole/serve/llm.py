@@ -83,6 +83,7 @@ class LLM:
         context: the maximum number of tokens of a sequence, by default the model's context.
         chat_template: a file with another chat template, or "chatml".
         draft: the folder of a draft model, for speculate="draft".
+        lora: folders of LoRA adapters by name.  A prompt selects an adapter with the field `lora` of `Sampling`.
         options: further arguments of `GenerationEngine`, such as max_running=32.
 
     Raises:
@@ -103,14 +104,17 @@ class LLM:
         context: int | None = None,
         chat_template: str = "",
         draft: str | Path | None = None,
+        lora: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
+        if lora and tensor > 1:
+            raise RequestError("lora", f"not supported with tensor={tensor}; use merged weights instead")
         self._ranks = ranks_for(tensor)
         found = self._ranks.read(
             find_model(folder), precision=precision, context=context, template=chat_template
         )
         self.tokenizer, self._found = found.tokenizer, found
-        runner = self._ranks.runner(found.model)
+        runner = self._ranks.runner(found.model, lora or {})
         if runner is not None:
             self.engine = GenerationEngine(
                 runner,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from farandole.launch.runtime import init
 from farandole.launch.workers import Link, Workers
 from farandole.models.sequence import Transformer
 from farandole.serve.folder import ModelFolder, read_model
+from farandole.serve.lora import read_adapters
 from farandole.serve.ranks import LocalDriver, RanksFailed, Worker
 from farandole.serve.request import RequestError
 from farandole.serve.runner import Runner
@@ -56,9 +57,13 @@ class Ranks:
         """Read a model, or this rank's shards; the arguments are those of `read_model`."""
         return read_model(folder, **options)
 
-    def runner(self, model: Transformer) -> Runner | None:
-        """Return the runner of rank 0; None on other ranks."""
-        return Runner(model)
+    def runner(self, model: Transformer, lora: Mapping[str, str | Path]) -> Runner | None:
+        """Return the runner of rank 0; None on other ranks.
+
+        Args:
+            lora: LoRA adapters by name, for one rank.
+        """
+        return Runner(model, adapters=read_adapters(model, lora))
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -99,7 +104,7 @@ class StartedRanks(Ranks):
             self.close()
             raise
 
-    def runner(self, model: Transformer) -> Runner:
+    def runner(self, model: Transformer, lora: Mapping[str, str | Path]) -> Runner:
         """Return the runner of rank 0."""
         self._driver = LocalDriver(model, self._comm)
         return self._driver
@@ -147,7 +152,7 @@ class JobRanks(Ranks):
                 check_width(read_model(folder, **options, lazy=True).model, self._comm.size)
         return read_sharded(folder, options, self._comm)
 
-    def runner(self, model: Transformer) -> Runner | None:
+    def runner(self, model: Transformer, lora: Mapping[str, str | Path]) -> Runner | None:
         """Return the runner of rank 0; None on other ranks."""
         if self.rank:
             self._worker = Worker(model, self._comm)

@@ -65,6 +65,7 @@ class Sampling:
         regex: the text matches this regular expression completely.
         grammar: the text is in the language of this grammar, in llguidance's variant of Lark's syntax.
             At most one of the three is allowed.  A text that reaches `max_tokens` can be incomplete.
+        lora: the name of the LoRA adapter with which the model computes; None for the base model.
 
     Raises:
         RequestError: if a value is out of range.
@@ -90,6 +91,7 @@ class Sampling:
     json_schema: Mapping[str, Any] | bool | None = None
     regex: str | None = None
     grammar: str | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         for name in (*_INTEGERS, *_NUMBERS):
@@ -141,7 +143,7 @@ class Sampling:
             raise RequestError("min_tokens", f"not supported together with {given[0]}; omit one of them")
         if given and self.ignore_eos:
             raise RequestError("ignore_eos", f"not supported together with {given[0]}; omit one of them")
-        for name in ("regex", "grammar"):
+        for name in ("regex", "grammar", "lora"):
             if not isinstance(value := getattr(self, name), str | None):
                 raise RequestError(name, f"expected text, got {value!r}")
 
@@ -174,6 +176,7 @@ class Output:
         choice: the sequence's number, from 0 to n - 1.
         tokens: the new tokens.
         text: the new text, which can lag behind the tokens.
+        offsets: for each new token, the number of complete characters in the text before, with text that is held back.
         logprobs: for each new token, if requested.
         prompt_logprobs: for each token of the prompt except the first, in the first output of choice 0, if requested.
         finish_reason: "stop", "length", "cancelled" or "error", in the sequence's last output.
@@ -183,6 +186,7 @@ class Output:
     choice: int
     tokens: tuple[int, ...] = ()
     text: str = ""
+    offsets: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()
     finish_reason: str | None = None
@@ -193,6 +197,7 @@ class Output:
             later,
             tokens=self.tokens + later.tokens,
             text=self.text + later.text,
+            offsets=self.offsets + later.offsets,
             logprobs=self.logprobs + later.logprobs,
             prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
         )

@@ -4,7 +4,7 @@ A library's matrix product selects its algorithm by the number of rows, and sums
 such as `exp` compute the last elements of a tensor with another approximation.  Therefore, the logits of a request
 would depend on the other requests in its batch.  Within `IndependentRows`, for fp32,
 
-- `F.linear` sums in an order that depends on the weight only;
+- `F.linear` sums in an order that depends on the weight only, and adds the updates of the rows' LoRA adapters;
 - activations and trigonometric functions run on whole vectors.
 
 Normalization, softmax and additions are independent already.  `ragged_attention` computes each query alone.
@@ -16,8 +16,8 @@ query at a time, which is slow.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,24 @@ VECTOR = 64
 PIECE = 1 << 14
 """The number of elements below which torch computes a function in one thread."""
 
+WeightKey = tuple[int, torch.Size]
+"""The address and the shape of a weight."""
+
 _ELEMENTWISE = (F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid, Tensor.cos, Tensor.sin)
+
+
+class RowUpdates(Protocol):
+    """Low-rank updates of weights: A (rank, inputs) and B (outputs, rank), by weight."""
+
+    @property
+    def updates(self) -> Mapping[WeightKey, tuple[Tensor, Tensor]]:
+        """Return the updates."""
+        ...
+
+
+def weight_key(weight: Tensor) -> WeightKey:
+    """Return the key of a weight."""
+    return weight.data_ptr(), weight.shape
 
 
 class IndependentRows(TorchFunctionMode):
@@ -49,7 +66,9 @@ class IndependentRows(TorchFunctionMode):
     def __init__(self, use_core: bool | None = None) -> None:
         super().__init__()
         self._use_core = native.available() if use_core is None else use_core
-        self._packed: dict[tuple[int, torch.Size], tuple[int, Tensor]] = {}
+        self._packed: dict[WeightKey, tuple[int, Tensor]] = {}
+        self.groups: Sequence[tuple[RowUpdates, Tensor]] = ()
+        """The updates, each with the numbers of the rows that it applies to."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -63,18 +82,25 @@ class IndependentRows(TorchFunctionMode):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x weight^T + bias, of shape (..., outputs), for `x` of shape (..., inputs)."""
-        if x.dtype != torch.float32:
-            return F.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])
-        if self._use_core:
-            result = _core_linear(rows, self._pack(weight), bias, len(weight))
-        else:
-            result = _block_linear(rows, weight, bias)
+        result = self._product(rows, weight, bias)
+        for adapter, numbers in self.groups:
+            if (update := adapter.updates.get(weight_key(weight))) is not None:
+                low = self._product(rows[numbers], update[0])
+                result[numbers] += self._product(low, update[1])
         return result.view(*x.shape[:-1], len(weight))
+
+    def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return rows weight^T + bias, of shape (rows, outputs), for `rows` of shape (rows, inputs)."""
+        if rows.dtype != torch.float32:
+            return F.linear(rows, weight, bias)
+        if self._use_core:
+            return _core_linear(rows, self._pack(weight), bias, len(weight))
+        return _block_linear(rows, weight, bias)
 
     def _pack(self, weight: Tensor) -> Tensor:
         """Return the weight in the core's format, computed again if the weight has changed."""
-        key, version = (weight.data_ptr(), weight.shape), weight._version
+        key, version = weight_key(weight), weight._version
         found = self._packed.get(key)
         if found is None or found[0] != version:
             core, own = native.library(), weight.detach().contiguous()

@@ -6,7 +6,7 @@ independently; attention reads the sequence's blocks in the store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo, Transformer
+from farandole.serve.lora import Adapter
 from farandole.serve.request import RequestError
 from farandole.serve.rows import IndependentRows, ragged_attention, write_positions
 from farandole.serve.store import LayerShape, Memory
@@ -29,12 +30,14 @@ class Span:
         start: the position of the first token.
         blocks: the numbers of the sequence's blocks.
         logits: the number of last tokens whose logits are required.
+        adapter: the name of the LoRA adapter, or None for the base model.
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     logits: int
+    adapter: str | None = None
 
 
 class _StepCache(KeyValueCache):
@@ -113,6 +116,7 @@ class Runner:
     Args:
         model: a decoder on the CPU, whose weights no longer change.
         use_core: whether to use the C core, by default if available.
+        adapters: LoRA adapters by name.
 
     Raises:
         RequestError: if the model's results would depend on the other sequences in a batch.
@@ -121,7 +125,12 @@ class Runner:
     heartbeat_s: float | None = None
     """The seconds after which an idle engine calls `beat`; None for never."""
 
-    def __init__(self, model: Transformer, use_core: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        use_core: bool | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
         for module in model.modules():
             for value in vars(module).values():
                 if isinstance(value, Rotary) and value.depends_on_length:
@@ -131,6 +140,7 @@ class Runner:
                         "batch, which is not supported; use farandole generate --prompt",
                     )
         self.model = model.eval()
+        self.adapters = dict(adapters or {})
         self.vocabulary = _vocabulary(model)
         self._use_core = use_core
         self._rows = IndependentRows(use_core)
@@ -154,6 +164,7 @@ class Runner:
             cache = _StepCache(memory, self._layers, spans, self._use_core)
             tokens = torch.tensor([[token for span in spans for token in span.tokens]])
             info = SequenceInfo(positions=cache.positions[None], cache=cache)
+            self._rows.groups = self._groups(spans, [len(span.tokens) for span in spans])
             hidden: Any = tokens
             for block in list(self.model)[:-1]:
                 hidden = block(hidden, info)
@@ -164,7 +175,18 @@ class Runner:
                 selected += range(end - span.logits, end)
             if not selected:
                 return torch.empty(0, self.vocabulary)
+            self._rows.groups = self._groups(spans, [span.logits for span in spans])
             return self._logits(hidden[:, selected], info).float()
+
+    def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Adapter, Tensor]]:
+        """Return the adapters of the spans, with the numbers of their rows; each span has a number of rows."""
+        rows: dict[str, list[int]] = {}
+        end = 0
+        for span, count in zip(spans, counts, strict=True):
+            start, end = end, end + count
+            if span.adapter is not None and count:
+                rows.setdefault(span.adapter, []).extend(range(start, end))
+        return [(self.adapters[name], torch.tensor(numbers)) for name, numbers in rows.items()]
 
     def beat(self) -> None:
         """Check the ranks that compute with this process."""

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from farandole.serve.draft import read_draft
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import find_model, read_model
 from farandole.serve.guard import Limits, read_keys
+from farandole.serve.lora import read_adapters
 from farandole.serve.ranks import Worker
 from farandole.serve.replicas import read_replica
 from farandole.serve.request import RequestError
@@ -54,6 +56,7 @@ def start(
     store: str,
     speculate: str,
     draft: Path | None,
+    lora: Sequence[str],
     chat_template: str,
     api_keys: Path | None,
     max_body: float,
@@ -74,6 +77,11 @@ def start(
     comm = None if runtime is None else runtime.comm
     with contextlib.nullcontext() if comm is None else raised_together(comm):
         folder = find_model(folder)
+        adapters = parse_adapters(lora)
+        if adapters and comm is not None:
+            raise RequestError(
+                "lora", "not supported with --tensor or --replicas; serve merged weights instead"
+            )
         if comm is None or comm.rank == 0:
             keys = read_keys(api_keys) if api_keys is not None else []
             listener = _listen(host, port)
@@ -81,7 +89,7 @@ def start(
     own: list[Runner] | Worker
     if comm is None:
         found = read_model(folder, **options)
-        own = runners = [Runner(found.model)]
+        own = runners = [Runner(found.model, adapters=read_adapters(found.model, adapters))]
         free = _free_memory()
     else:
         assert runtime is not None
@@ -129,6 +137,8 @@ def start(
         for runner, draft_model in zip(runners, drafts, strict=True)
     ]
     model_name = name or _name_of(found.folder)
+    if model_name in adapters:
+        raise RequestError("lora", f"expected a name other than {model_name}, the name of the base model")
 
     def end() -> None:
         web.should_exit = True
@@ -160,7 +170,9 @@ def start(
         raise service.failure
 
 
-def check_start(folder: Path, *, host: str, port: int, api_keys: Path | None, tensor: int) -> None:
+def check_start(
+    folder: Path, *, host: str, port: int, api_keys: Path | None, tensor: int, lora: Sequence[str]
+) -> None:
     """Check arguments of `start` before the ranks are launched, so that an error is reported once.
 
     Raises:
@@ -168,8 +180,27 @@ def check_start(folder: Path, *, host: str, port: int, api_keys: Path | None, te
     """
     if api_keys is not None:
         read_keys(api_keys)
+    if lora:
+        raise RequestError("lora", "not supported with --tensor or --replicas; serve merged weights instead")
     _listen(host, port).close()
     check_width(read_model(folder, lazy=True).model, tensor)
+
+
+def parse_adapters(lora: Sequence[str]) -> dict[str, Path]:
+    """Return the folders of adapters by name, given "NAME=FOLDER" for each.
+
+    Raises:
+        RequestError: if an entry has another form, or two adapters have the same name.
+    """
+    found: dict[str, Path] = {}
+    for entry in lora:
+        name, _, folder = entry.partition("=")
+        if not (name and folder):
+            raise RequestError("lora", f"expected NAME=FOLDER, got {entry!r}")
+        if name in found:
+            raise RequestError("lora", f"expected different names, got {name} twice")
+        found[name] = Path(folder)
+    return found
 
 
 def _free_memory() -> int:

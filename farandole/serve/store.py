@@ -52,12 +52,14 @@ class Blocks:
         most: the maximum number of positions.
         stored: the number of positions with keys and values.
         digests: the hash of the tokens up to the end of each complete page.
+        model: the name of the model that computes the keys and values.
     """
 
     most: int
     numbers: list[int] = field(default_factory=list)
     stored: int = 0
     digests: list[bytes] = field(default_factory=list)
+    model: str = ""
 
 
 class Memory:
@@ -127,11 +129,11 @@ class Store(Protocol):
         """Return the unused blocks whose content can be shared."""
         ...
 
-    def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
+    def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
         """Add a sequence of at most `most` positions, or return None if the memory is in use.
 
         If other sequences began with the same tokens, the result may already have stored positions, but always fewer
-        than there are tokens.
+        than there are tokens.  Only sequences with the same `model`, a name, share positions.
         """
         ...
 
@@ -188,7 +190,7 @@ class SlotStore:
         """Return no slots: slots are not shared."""
         return []
 
-    def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
+    def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
         """Add a sequence in the next slot; see `Store.add`."""
         running = [each for each in self._sequences if each is not None]
         longest = max([most, *(each.most for each in running)])
@@ -297,12 +299,12 @@ class PageStore:
         """Return the unused pages whose content can be shared, least recently used first."""
         return list(self._cached)
 
-    def add(self, tokens: Sequence[int], most: int, *, share: bool = True) -> Blocks | None:
+    def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
         """Add a sequence; see `Store.add`."""
         found: list[int] = []
         digests: list[bytes] = []
         if self._sharing and share:
-            for digest in _digests(tokens[: (len(tokens) - 1) // TILE * TILE]):
+            for digest in _digests(tokens[: (len(tokens) - 1) // TILE * TILE], model.encode()):
                 if (page := self._page_of.get(digest)) is None:
                     break
                 found.append(page)
@@ -315,7 +317,7 @@ class PageStore:
             self._use(page)
         self._reserved += more
         self.shared += len(found) * TILE
-        blocks = Blocks(most, found, len(found) * TILE, digests)
+        blocks = Blocks(most, found, len(found) * TILE, digests, model)
         self._sequences.add(blocks)
         return blocks
 
@@ -337,7 +339,7 @@ class PageStore:
         if not self._sharing:
             return
         first = len(blocks.digests)
-        before = blocks.digests[-1] if blocks.digests else b""
+        before = blocks.digests[-1] if blocks.digests else blocks.model.encode()
         new = _digests(tokens[first * TILE : stored // TILE * TILE], before)
         for number, digest in enumerate(new, first):
             blocks.digests.append(digest)
@@ -382,8 +384,8 @@ class PageStore:
         self._users[page] += 1
 
 
-def _digests(tokens: Sequence[int], before: bytes = b"") -> list[bytes]:
-    """Return the hash of all tokens up to the end of each page."""
+def _digests(tokens: Sequence[int], before: bytes) -> list[bytes]:
+    """Return the hash of all tokens up to the end of each page; `before` is the hash of the tokens before."""
     found = []
     for start in range(0, len(tokens), TILE):
         content = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + TILE])

@@ -32,6 +32,11 @@ class TextStream:
         new = self._stream.step(self._tokenizer, token)
         return self._advance(new) if new else ""
 
+    @property
+    def length(self) -> int:
+        """Return the number of complete characters so far, with text that is held back."""
+        return len(self._decoded)
+
     def finish(self) -> str:
         """Return the remaining text after the last token."""
         return "" if self.stopped else self._rest()

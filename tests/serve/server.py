@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from farandole.serve.app import Server
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import read_model
 from farandole.serve.guard import Limits
+from farandole.serve.lora import read_adapters
+from farandole.serve.runner import Runner
 from farandole.serve.service import Service
 from tests.forked_python import ForkedPython
 from tests.launch.jobs import environment
@@ -62,12 +64,13 @@ def serving(
     limits: Limits | None = None,
     keys: tuple[bytes, ...] = (),
     context: int | None = None,
+    lora: Mapping[str, Path] | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, Service]]:
     """Serve in a thread, and yield the address and the service."""
     found = read_model(folder, context=context)
     engine = GenerationEngine(
-        found.model,
+        Runner(found.model, adapters=read_adapters(found.model, lora or {})),
         context=found.context,
         tokenizer=found.tokenizer,
         end_tokens=found.end_tokens,

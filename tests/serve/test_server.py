@@ -255,6 +255,63 @@ def read_some(address: str, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
+CHARACTERS: list[dict[str, Any]] = [
+    {"extra_body": {"regex": "(猫é\U0001f600 ){3}"}},  # each token is a part of a character
+    {
+        "extra_body": {"regex": "(猫é\U0001f600 ){3}", "min_tokens": 0},
+        "stop": ["é\U0001f600 猫猫", "猫 é"],
+    },  # held back
+    {"extra_body": {"regex": "(猫é\U0001f600 ){3}"}, "stop": ["\U0001f600 猫"]},
+    {"extra_body": {"regex": "(猫é\U0001f600 ){3}"}, "max_tokens": 2},  # ends within a character
+    {"extra_body": {"ignore_eos": True}, "temperature": 1.5, "seed": 3, "max_tokens": 60},  # any bytes
+]
+
+
+@pytest.mark.parametrize("speculate", ["off", "lookup"])
+def test_a_stream_loses_no_token(folder: Path, speculate: str) -> None:
+    """Events without text, and log-probabilities of tokens whose text is complete or visible only later."""
+    with (
+        serving(folder, speculate=speculate) as (address, service),
+        openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        for own in CHARACTERS:
+            options: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 60, **own}
+            whole = client.chat.completions.create(
+                messages=MESSAGES, logprobs=True, top_logprobs=1, **options
+            )
+            parts = list(
+                client.chat.completions.create(
+                    messages=MESSAGES,
+                    logprobs=True,
+                    top_logprobs=1,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    **options,
+                )
+            )
+            (expected,) = whole.choices
+            choices = [part.choices[0] for part in parts if part.choices]
+            text = "".join(choice.delta.content or "" for choice in choices)
+            logprobs = [
+                each
+                for choice in choices
+                if choice.logprobs is not None
+                for each in choice.logprobs.content or []
+            ]
+            assert expected.logprobs is not None
+            assert (text, logprobs) == (expected.message.content, expected.logprobs.content)
+            assert choices[-1].finish_reason == expected.finish_reason
+            assert parts[-1].usage == whole.usage
+            content = b"".join(bytes(each.bytes or []) for each in logprobs)
+            if "stop" not in own or text.count("猫") == 3:
+                assert content.decode(errors="replace") == text
+                assert whole.usage is not None and len(logprobs) == whole.usage.completion_tokens
+            else:
+                assert text == "猫é"
+                assert content.decode(errors="ignore") == text
+        assert service.engine.metrics.generated_tokens > 200
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_disconnect_frees_the_slot(folder: Path, stream: bool) -> None:
     with serving(folder, token_budget=16) as (address, service):

@@ -11,7 +11,7 @@ A, and B is zero in the blocks that combine the rows of one layer with the ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,9 +157,18 @@ def _fused(parts: tuple[Part, ...], adapters: list[tuple[Part, Tensor, Tensor]])
     for part, a, own in adapters:
         span = part.index[0]
         assert isinstance(span, tuple)
+        wanted, found = ((a.shape[0], first.shape[1]), (span[1] - span[0], a.shape[0])), (a.shape, own.shape)
+        if found != wanted:
+            raise ValueError(
+                f"the adapter of {part.name} has matrices of {_shapes(found)}, but this model needs {_shapes(wanted)}"
+            )
         b[span[0] : span[1], at : at + a.shape[0]] = own
         at += 0 if same else a.shape[0]
     return (first if same else torch.cat([a for _, a, _ in adapters])), b
+
+
+def _shapes(shapes: Iterable[Sequence[int]]) -> str:
+    return " and ".join(" x ".join(map(str, shape)) for shape in shapes)
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -106,17 +106,35 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
             shapes, rank or scaling.  The model is then unchanged.
         ValueError: as in `add_lora`.
     """
-    model, folder = _unwrapped(model), Path(folder).expanduser()
-    config, tensors = _read(folder)
-    if (origin := origin_of(model)) is not None:
-        config, tensors = from_peft(origin, config, tensors)
-    saved = Saved(folder, config, tensors)
+    model = _unwrapped(model)
+    saved = read_adapter(model, folder)
     layers = lora_layers(model)
     lora = next(iter(layers.values())).lora if layers else lora_of(saved)
     check_fits(model, lora, saved, has_lora=bool(layers))
     if not layers:
         add_lora(model, lora)
     return put_into(model, lora, saved)
+
+
+def read_adapter(model: nn.Module, folder: str | Path) -> Saved:
+    """Read the adapter in `folder`, with the layer names of `model`.
+
+    Raises:
+        AdapterError: if files are missing or damaged, or require an unsupported feature.
+        ValueError: if the adapter changes a stack of layers, or has other shapes than layers that the model fuses.
+    """
+    folder = Path(folder).expanduser()
+    config, tensors = _read(folder)
+    if (origin := origin_of(model)) is None:
+        return Saved(folder, config, tensors)
+    saved = Saved(folder, *from_peft(origin, config, tensors))
+    for name, tensor in tensors.items():
+        if name.endswith(".lora_A.weight") and len(tensor) != config.get("r"):
+            raise AdapterError(
+                f"{folder}: {name} has rank {len(tensor)}, but {CONFIG} has r={config.get('r')}; save or download the "
+                "adapter again"
+            )
+    return saved
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

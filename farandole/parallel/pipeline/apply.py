@@ -110,7 +110,6 @@ def schedule_of(plan: Plan, micro_batches: int = 1) -> Schedule:
 
 
 def _check_plan(plan: Plan, schedule: Schedule) -> None:
-    asked = f"pipeline={plan.pipeline}"
     if plan.recompute != "none" and schedule.splits_backward:
         raise PlanError(
             f"schedule={plan.schedule!r} with recompute={plan.recompute!r}: the schedule separates weight gradients, and would "
