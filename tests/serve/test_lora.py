@@ -188,7 +188,7 @@ def test_adapters_that_cannot_be_served_are_refused(folder: Path, adapter: Path,
     result = CliRunner().invoke(app, ["serve", str(folder), "--lora", "mine"])
     assert (result.exit_code, "--lora: expected NAME=FOLDER, got 'mine'" in result.output) == (2, True)
     result = CliRunner().invoke(app, ["serve", str(folder), "--lora", f"mine={adapter}", "--tensor", "2"])
-    assert "--lora: not supported with --tensor 2; serve merged weights instead" in result.output
+    assert "--lora: not supported with --tensor or --replicas; serve merged weights instead" in result.output
 
 
 # ---- interfaces ----

@@ -14,7 +14,7 @@ import farandole
 from farandole.models.sequence import Transformer
 from farandole.serve.draft import DraftModel
 from farandole.serve.engine import GenerationEngine
-from farandole.serve.metrics import Metrics
+from farandole.serve.metrics import Metrics, prometheus_text
 from farandole.serve.ngrams import NgramProposer
 from farandole.serve.request import Output, RequestError, Sampling
 from farandole.serve.runner import Runner
@@ -297,7 +297,8 @@ def test_verified_tokens_enter_the_step_times() -> None:
     generate(engine, [1, 2] * 10, max_tokens=30, temperature=0)
     assert engine.metrics.steps < 30
     assert engine.admission._most_decodes > 2
-    assert "farandole_accepted_tokens_total" in engine.metrics.text(
+    families = engine.metrics.families(
         running=0, waiting=0, used=0, capacity=1, moves=0, limit=1, step=(0.0, 0.0, 0.0)
     )
+    assert "farandole_accepted_tokens_total" in prometheus_text(families)
     assert tokens_of([Output(0, 0, (1,)).joined(Output(0, 0, (2,)))]) == [1, 2]
