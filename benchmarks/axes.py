@@ -13,6 +13,7 @@ fused AdamW), for a GPT of 124 M parameters in fp32, 2 samples of 256 tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import farandole
-from benchmarks.measure import records_table, save, start
-from farandole.mesh import Mesh
+from benchmarks.language_steps import local_step, our_step, random_batch
+from benchmarks.measure import records_table, save, seconds_per_round, start
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.parallel import tensor
-from farandole.parallel.axes import Layouts, Position
 from farandole.plan import Plan
 
 CONFIG = GPTConfig(vocabulary=50257, context=1024, layers=12, heads=12, width=768, positions="learned")
@@ -134,51 +134,12 @@ def torch_step(mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> Callable[[], A
     return step
 
 
-def our_step(plan: Plan, batch: tuple[Tensor, Tensor]) -> Callable[[], Any]:
-    """Return a training step of farandole."""
-    torch.manual_seed(0)
-    model = build_gpt(CONFIG)
-    engine = farandole.parallelize(model, plan)
-    optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 1e-4, fused=True))
-
-    def step() -> float:
-        result = engine.forward_backward(
-            [batch], lambda output, _: output, inputs=lambda each: (each[0], None, each[1])
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        return result.loss
-
-    return step
-
-
-def ideal_step(comm: Any, batch: tuple[Tensor, Tensor]) -> Callable[[], Any]:
-    """Return a step with this rank's half of every split matrix, without communication."""
-    torch.manual_seed(0)
-    model = build_gpt(CONFIG)
-    mesh = Mesh.box(comm.size, tensor=comm.size)
-    tensor.apply(model, Position(mesh, mesh.of_rank(comm.rank)[0]), Plan(tensor=comm.size), Layouts(model))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-
-    def step() -> float:
-        total, count = model(batch[0], None, batch[1])
-        (total / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(total)
-
-    return step
-
-
 def run_rank() -> None:
     """Measure as one rank; rank 0 prints the report."""
-    import time
-
     torch.set_num_threads(1)
+    build = partial(build_gpt, CONFIG)
     with farandole.init() as runtime:
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, CONFIG.vocabulary, (ROWS, LENGTH + 1), generator=generator)
-        batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        batch = random_batch(CONFIG.vocabulary, ROWS, LENGTH, torch.Generator().manual_seed(0))
         ranks, size = list(range(runtime.size)), runtime.size
         meshes = {
             "parallelize_module over Gloo": DeviceMesh.from_group(
@@ -187,19 +148,11 @@ def run_rank() -> None:
             "parallelize_module over farandole": DeviceMesh.from_group(dist.group.WORLD, "cpu"),
         }
         steps = {
-            "ideal": ideal_step(runtime.comm, batch),
-            f"farandole tensor={size}": our_step(Plan(tensor=size), batch),
-            f"farandole tensor={size} sequence": our_step(Plan(tensor=size, sequence=True), batch),
+            "ideal": local_step(build, tensor.apply, "tensor", runtime.comm, batch),
+            f"farandole tensor={size}": our_step(build, Plan(tensor=size), batch),
+            f"farandole tensor={size} sequence": our_step(build, Plan(tensor=size, sequence=True), batch),
         } | {name: torch_step(mesh, batch) for name, mesh in meshes.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for number in range(ROUNDS + 1):
-            for name, step in steps.items():
-                runtime.comm.barrier()
-                begun = time.perf_counter()
-                step()
-                runtime.comm.barrier()
-                if number:
-                    seconds[name].append(time.perf_counter() - begun)
+        seconds = seconds_per_round(steps, runtime.comm.barrier, ROUNDS)
         if runtime.rank == 0:
             rows = summarize(seconds, f"farandole tensor={size}")
             print(records_table(rows))

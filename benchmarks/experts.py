@@ -15,8 +15,8 @@ Each rank has one thread.  The implementations take turns in one run.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +27,13 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole
-from benchmarks.measure import records_table, save, start
+from benchmarks.language_steps import adamw, local_step, our_step, random_batch
+from benchmarks.measure import records_table, save, seconds_per_round, start
 from farandole._startup import keep_freed_memory
-from farandole.mesh import Mesh
 from farandole.models.mixtral import MixtralConfig, build_mixtral
 from farandole.models.moe import Experts, Products
 from farandole.parallel import expert
-from farandole.parallel.axes import AxisCommunicator, Layouts, Position
+from farandole.parallel.axes import AxisCommunicator
 from farandole.parallel.expert import exchange_rows
 from farandole.plan import Plan
 
@@ -152,7 +152,7 @@ def torch_step(batch: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> Callab
     ignored = [*split, "rotation"]  # DistributedDataParallel cannot broadcast complex buffers
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    optimizer = adamw(model)
     own = [parameter for name, parameter in model.named_parameters() if name in split]
 
     def step() -> float:
@@ -169,47 +169,15 @@ def torch_step(batch: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> Callab
     return step
 
 
-def our_step(batch: tuple[Tensor, Tensor], ranks: int) -> Callable[[], Any]:
-    """Return a training step of farandole."""
-    torch.manual_seed(0)
-    model = build_mixtral(CONFIG)
-    engine = farandole.parallelize(model, Plan(expert=ranks))
-    optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 1e-4, fused=True))
-
-    def step() -> float:
-        result = engine.forward_backward(
-            [batch], lambda output, _: output, inputs=lambda each: (each[0], None, each[1])
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        return result.loss
-
-    return step
-
-
-def step_without_communication(batch: tuple[Tensor, Tensor], comm: Any) -> Callable[[], Any]:
-    """Return a training step of farandole's model in which a rank computes its own rows."""
-    torch.manual_seed(0)
-    model = build_mixtral(CONFIG)
-    mesh, plan = Mesh.box(comm.size, expert=comm.size), Plan(expert=comm.size)
-    expert.apply(model, Position(mesh, mesh.of_rank(comm.rank)[0]), plan, Layouts(model))
+def compute_own_rows(model: nn.Module, ranks: int) -> None:
+    """Let each rank send its rows to its own experts, without communication."""
 
     def keep_rows(rows: Tensor, counts: Tensor, products: Products, _: Any) -> tuple[Tensor, None]:
-        return products(rows, counts.view(-1, comm.size).sum(1)), None
+        return products(rows, counts.view(-1, ranks).sum(1)), None
 
     for module in model.modules():
         if isinstance(module, Experts):
             module.exchange = keep_rows
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-
-    def step() -> float:
-        total, count = model(batch[0], None, batch[1])
-        (total / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(total.detach())
-
-    return step
 
 
 def exchanges(count: int, comm: Any, group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
@@ -238,23 +206,6 @@ def exchanges(count: int, comm: Any, group: dist.ProcessGroup) -> dict[str, Call
     return {OURS: ours, GLOO: gloo, LIMIT: copy}
 
 
-def measure(
-    calls: dict[str, Callable[[], Any]], barrier: Callable[[], Any], repeats: int
-) -> dict[str, list[float]]:
-    """Return the seconds per call of each implementation in every round."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(ROUNDS + 1):
-        for name, call in calls.items():
-            barrier()
-            begun = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            barrier()
-            if number:
-                seconds[name].append((time.perf_counter() - begun) / repeats)
-    return seconds
-
-
 def row(what: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Return one row of the table: medians, and the ratio in the same round with its spread."""
     ratios = sorted(gloo / ours for ours, gloo in zip(seconds[OURS], seconds[GLOO], strict=True))
@@ -270,24 +221,29 @@ def row(what: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
 def run_rank() -> None:
     """Measure as one rank; rank 0 prints the report."""
     torch.set_num_threads(1)
+    build = partial(build_mixtral, CONFIG)
     keep_freed_memory()  # as `farandole train` does, for all implementations
     with farandole.init() as runtime:
         comm, size = runtime.comm, runtime.size
         group = dist.new_group(list(range(size)), backend="gloo")
         rows = [
-            row(f"exchange of {count} rows", measure(exchanges(count, comm, group), comm.barrier, 20))
+            row(
+                f"exchange of {count} rows",
+                seconds_per_round(exchanges(count, comm, group), comm.barrier, ROUNDS, calls=20),
+            )
             for count in SENT
         ]
         generator = torch.Generator().manual_seed(runtime.rank)
         for samples in SAMPLES:
-            tokens = torch.randint(0, CONFIG.vocabulary, (samples, LENGTH + 1), generator=generator)
-            batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            batch = random_batch(CONFIG.vocabulary, samples, LENGTH, generator)
             steps = {
-                OURS: our_step(batch, size),
+                OURS: our_step(build, Plan(expert=size), batch),
                 GLOO: torch_step(batch, group),
-                LIMIT: step_without_communication(batch, comm),
+                LIMIT: local_step(
+                    build, expert.apply, "expert", comm, batch, partial(compute_own_rows, ranks=size)
+                ),
             }
-            found = measure(steps, comm.barrier, 1)
+            found = seconds_per_round(steps, comm.barrier, ROUNDS)
             rows.append(row(f"training step, {samples * LENGTH} tokens", found))
         if runtime.rank == 0:
             print(records_table(rows))

@@ -72,6 +72,31 @@ def take_turns(
     return {name: statistics.median(samples) for name, samples in seconds.items()}
 
 
+def seconds_per_round(
+    implementations: dict[str, Implementation],
+    barrier: Callable[[], Any],
+    rounds: int,
+    *,
+    calls: int = 1,
+    warm_ups: int = 1,
+) -> dict[str, list[float]]:
+    """Return the seconds per call of each implementation in every round, until the last rank has finished.
+
+    The rounds follow `warm_ups` rounds that are not measured.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in implementations}
+    for number in range(warm_ups + rounds):
+        for name, implementation in implementations.items():
+            barrier()
+            begun = time.perf_counter()
+            for _ in range(calls):
+                implementation()
+            barrier()
+            if number >= warm_ups:
+                seconds[name].append((time.perf_counter() - begun) / calls)
+    return seconds
+
+
 def arguments(description: str) -> argparse.ArgumentParser:
     """Return the command-line parser of a benchmark."""
     parser = argparse.ArgumentParser(

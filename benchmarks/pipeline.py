@@ -30,7 +30,7 @@ from torch.autograd.function import Function
 from torch.distributed import pipelining
 
 import farandole
-from benchmarks.measure import records_table, save, start
+from benchmarks.measure import records_table, save, seconds_per_round, start
 from farandole._startup import keep_freed_memory
 from farandole.launch.runtime import Runtime
 from farandole.memory.tracker import MemoryTracker
@@ -304,22 +304,8 @@ def computing(runtime: Runtime) -> dict[str, list[dict[str, Any]]]:
             GLOO: torch_step(name, tokens, dist.new_group(ranks, backend="gloo")),
             BACKEND: torch_step(name, tokens, dist.new_group(ranks, backend="farandole")),
         }
-        speed.append(speed_row(name, take_turns(steps, runtime.comm.barrier)))
+        speed.append(speed_row(name, seconds_per_round(steps, runtime.comm.barrier, ROUNDS, warm_ups=2)))
     return {"idle": idle, "speed": speed}
-
-
-def take_turns(steps: dict[str, Callable[[], Any]], barrier: Callable[[], Any]) -> dict[str, list[float]]:
-    """Return the seconds of a step of each implementation in every round."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(ROUNDS + 2):
-        for name, step in steps.items():
-            barrier()
-            begun = time.perf_counter()
-            step()
-            barrier()
-            if number > 1:
-                seconds[name].append(time.perf_counter() - begun)
-    return seconds
 
 
 def speed_row(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
