@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -47,7 +48,9 @@ class Implementation:
 
     def __init__(self, name: str, folder: Path, ranks: int, options: argparse.Namespace) -> None:
         self.name = name
-        port = str(29500 + abs(hash(name)) % 2000)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
         cores = os.cpu_count() or 1
         self.processes = []
         for rank in range(ranks):

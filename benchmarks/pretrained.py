@@ -24,13 +24,9 @@ from benchmarks.measure import records_table, save
 
 HIDDEN, LAYERS, VOCABULARY, SHARDS = 1024, 16, 32000, "300MB"
 CHUNK = 8 << 20
-NAMES = (
-    "reading the files",
-    "farandole",
-    "farandole rank 0 of 2, zero=3",
-    "writing shared memory, rank 0 of 2",
-)
-"""The last one is the limit of the third one: each rank writes half of the bytes to new memory that both ranks share."""
+LIMIT, SHARED_LIMIT = "writing new memory", "writing shared memory, rank 0 of 2"
+NAMES = ("reading the files", "farandole", LIMIT, "farandole rank 0 of 2, zero=3", SHARED_LIMIT)
+"""The limits write as many bytes to new memory, without reading: the kernel allocates and clears its pages."""
 
 
 def write_folder(folder: Path) -> None:
@@ -76,6 +72,9 @@ def prepare(name: str, folder: Path) -> Callable[[], object]:
                         pass
 
         return read
+    nbytes = sum(path.stat().st_size for path in files_of(folder))
+    if name == LIMIT:
+        return lambda: torch.empty(nbytes, dtype=torch.uint8).fill_(1)
     import farandole
     from farandole.models.hf import from_pretrained
 
@@ -84,8 +83,7 @@ def prepare(name: str, folder: Path) -> Callable[[], object]:
     runtime = farandole.init()
     import farandole.parallel.parallelize  # an import takes a second, which is not measured
 
-    if name.startswith("writing"):
-        nbytes = sum(path.stat().st_size for path in files_of(folder))
+    if name == SHARED_LIMIT:
         shared = runtime.comm.shared(nbytes, dtype=torch.uint8)
         assert shared is not None
         return lambda: (shared.chunk(2)[runtime.rank].fill_(1), runtime.comm.barrier())

@@ -7,7 +7,6 @@ destination.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -29,8 +28,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _READ_BYTES = 8 << 20
 """The bytes per read: large enough for full disk speed, and small enough to balance the load between threads."""
-
-_HUGE_PAGE = 2 << 20
 
 _THREADS = min(4, 2 * (os.cpu_count() or 1))
 
@@ -184,16 +181,11 @@ def read(reads: Iterable[Read], progress: Callable[[int], None] | None = None) -
     """
     opened: dict[Path, BinaryIO] = {}
     mapped: dict[Path, Tensor] = {}
-    advised: set[int] = set()
     try:
         tasks: list[tuple[Callable[..., None], tuple[Any, ...], int]] = []
         for each in sorted(reads, key=lambda r: (r.entry.file, r.entry.offset)):
             if not volume(each.box):
                 continue
-            memory = each.target.untyped_storage()
-            if each.target.device.type == "cpu" and memory.data_ptr() not in advised:
-                _use_huge_pages(memory)
-                advised.add(memory.data_ptr())
             path = each.entry.file
             if path not in opened:
                 opened[path] = path.open("rb", buffering=0)
@@ -268,18 +260,6 @@ def _contiguous(file: int, each: Read, start: int) -> list[tuple[Callable[..., N
         (_converted, (file, entry, offset + at * row_bytes, target[at : at + rows]), rows * row_bytes)
         for at in range(0, len(target), rows)
     ]
-
-
-def _use_huge_pages(memory: torch.UntypedStorage) -> None:
-    """Let the kernel allocate pages of 2 MiB, where it has not yet allocated the memory.
-
-    From the page cache, a read into new memory otherwise spends most of its time on page faults.
-    """
-    start = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    nbytes = (memory.data_ptr() + memory.nbytes() - start) // _HUGE_PAGE * _HUGE_PAGE
-    if nbytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-        # the result is ignored: a kernel without huge pages refuses the advice
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
 
 
 def _into(file: int, path: Path, offset: int, target: Tensor) -> None:
