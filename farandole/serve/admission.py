@@ -4,8 +4,8 @@ The time of a step is modelled as
 
     seconds = base + per_decode * decodes + per_prompt_token * prompt tokens
 
-and the three coefficients follow the measurements of all steps.  A common factor on them follows the last few steps,
-because a machine that other processes begin or stop to use becomes slower or faster at all three.
+and the three coefficients follow the measurements of all steps.  A common factor of the three follows the last few
+steps: the whole machine becomes slower or faster when other processes start or end.
 """
 
 from __future__ import annotations
