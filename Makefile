@@ -7,7 +7,7 @@
 # make pictures   draw the pictures of the documentation whose data or code changed
 # make matrix run the tests of process groups with every installed Python and the versions TORCHES of torch, with and without a compiler
 # make wheels build the source distribution and wheels for x86_64 and aarch64 in dist/, and test them
-# make coverage  measure the branch coverage of the Python code by all tests, in all ranks, and fail below 92 %: twenty minutes
+# make coverage  measure the branch coverage of the Python code by all tests, in all ranks, and fail below 93 %: twenty minutes
 # make test-all  run test, coverage, wheels, matrix and all slow tests, including make sanitize: hours
 # make sanitize   fuzz the C core and run random operations under sanitizers: ten minutes; needs gcc and clang
 # make gpu    check every CUDA path on one NVIDIA GPU, without a network (docs/guides/gpu.md); WHEELS=folder installs missing packages
