@@ -20,11 +20,14 @@ CONTEXT.set_forkserver_preload(
         "farandole.parallel.parallelize",
         "farandole.launch.agent",
         "farandole.train.run",
+        "farandole.serve.start",
         "matplotlib.pyplot",
         "tests.forked_python",
         "tests.comm.jobs",
         "tests.pool",
-        "tests.frozen",
+        "transformers.modeling_utils",  # after tests.pool, which prepares the import of torchvision
+        "peft",
         *TENSORFLOW,
+        "tests.frozen",
     ]
 )

@@ -37,6 +37,8 @@ from tests.forking import CONTEXT
 LARGEST = 8
 START_S = 120.0
 AFTER_FAILURE_S = 3.0
+SAVE_S = 5.0 if "COVERAGE_PROCESS_CONFIG" in os.environ else 0.0
+"""The time for a process to save its coverage data, if coverage is measured."""
 
 
 class RankFailed(AssertionError):
@@ -90,17 +92,19 @@ class Pool:
         return [pickle.loads(answers[rank]) for rank in range(size)]
 
     def close(self, patience_s: float = 0.0) -> None:
-        """End the processes, and kill them after `patience_s`; the next `run` starts new processes.
+        """End the processes, and terminate them after `patience_s`; the next `run` starts new processes.
 
-        A killed process cannot save its coverage data.
+        A terminated process saves its coverage data, if coverage is measured.
         """
         for _, pipe in self._members:
             pipe.close()
-        deadline = time.monotonic() + patience_s
-        for process, _ in self._members:
-            process.join(max(0.0, deadline - time.monotonic()))
+        processes = [process for process, _ in self._members]
+        _join(processes, patience_s)
+        for process in processes:
+            process.terminate()
+        _join(processes, SAVE_S)
+        for process in processes:
             process.kill()
-        for process, _ in self._members:
             process.join()
         self._members = []
         self._store = None
@@ -175,6 +179,13 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Call the function on every rank; raise `RankFailed` after `timeout_s` seconds."""
         return self._pool.run(self.size, function, args, self.backend, timeout_s)
+
+
+def _join(processes: Sequence[ForkServerProcess], limit_s: float) -> None:
+    """Wait until all processes have ended, at most `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _raise_first(failures: dict[int, Any], stacks: dict[int, str], timeout_s: float) -> None:

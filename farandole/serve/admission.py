@@ -4,8 +4,8 @@ The time of a step is modelled as
 
     seconds = base + per_decode * decodes + per_prompt_token * prompt tokens
 
-and the three coefficients follow the measurements of all steps.  A common factor on them follows the last few steps,
-because a machine that other processes begin or stop to use becomes slower or faster at all three.
+and the three coefficients follow the measurements of all steps.  A common factor of the three follows the last few
+steps: the whole machine becomes slower or faster when other processes start or end.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StepTimes:
 
     Old measurements are forgotten only in the direction of a new one: steps without prompts do not change what is known
     about prompts.  Errors are relative to the predicted time.  Coefficients are never negative.  A measurement is first
-    divided by the current speed of the machine, as the ratio of measured to predicted times shows it.
+    divided by a common factor, the recent ratio of measured to predicted times, which follows the machine's speed.
 
     L. Cao and H. Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix",
     Automatica 36 (2000).
@@ -160,7 +160,7 @@ class Rate:
 class Admission:
     """Decides how many sequences run and how many prompt tokens a step computes.
 
-    While little is measured, both numbers grow by at most a factor of two over what was measured.
+    Each number grows to at most twice the largest value that was measured.
 
     Args:
         target: the target latencies.

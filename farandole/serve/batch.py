@@ -44,7 +44,7 @@ def generate_file(
     an interrupted run writes the same lines as an uninterrupted run.
 
     Args:
-        progress: a callback that receives the number of lines written so far, of all lines, and of new tokens.
+        progress: a callback with three arguments: the numbers of lines written so far, of all lines, and of new tokens.
 
     Returns:
         The number of lines written.

@@ -1,6 +1,6 @@
 """Constrain generated text to a JSON schema, a regular expression or a grammar, with llguidance.
 
-A grammar is compiled once.  Each sequence has its own matcher, which says before each token which tokens may follow.
+A grammar is compiled once.  Each sequence has its own matcher, which determines the tokens that may come next.
 """
 
 from __future__ import annotations

@@ -355,7 +355,7 @@ class GenerationEngine:
         return outputs
 
     def check_idle(self) -> None:
-        """Raise RuntimeError if memory is in use without a sequence, or the books of the store are inconsistent."""
+        """Raise RuntimeError if memory is in use without a sequence, or the counts of the store are inconsistent."""
         self.store.check()
         if not self._running and self.store.used:
             raise RuntimeError(f"{self.store.used} positions are in use, but no sequence is running")

@@ -27,7 +27,7 @@ class _Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_text(cls, values: Any) -> Any:
-        """Refuse text that has no encoding: JSON can write half of a surrogate pair."""
+        """Refuse text that cannot be encoded: a JSON string can contain an unpaired surrogate."""
         for name, value in values.items() if isinstance(values, dict) else ():
             try:
                 json.dumps(value, ensure_ascii=False).encode()

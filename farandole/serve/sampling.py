@@ -202,7 +202,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
-    """Return the log-probability of a token for each row of `logits`, and of the `top` most likely tokens."""
+    """Return, for each row of `logits`, the log-probabilities of a token and of the `top` most likely tokens."""
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
     if not top:

@@ -27,7 +27,7 @@ class ServiceEndedError(Exception):
 
 @dataclass(eq=False)
 class Ticket:
-    """A submitted request.  `outputs` receives the engine's outputs, the last of each sequence with a finish reason.
+    """A submitted request.  `outputs` receives the engine's outputs; a sequence's last output has a finish reason.
 
     Args:
         number: the number of the request in its engine.

@@ -70,7 +70,7 @@ def check_width(model: nn.Module, ranks: int) -> None:
     """Check on the meta device whether `ranks` ranks can divide a model.  The model cannot be used afterwards.
 
     Raises:
-        RequestError: if the ranks cannot divide the model; the message contains the nearest numbers that can.
+        RequestError: if the ranks cannot divide the model; the message names the nearest valid numbers of ranks.
     """
     mesh = Mesh.box(ranks, tensor=ranks)
     _apply(model.to("meta"), Position(mesh, mesh.of_rank(0)[0]))
@@ -82,7 +82,7 @@ def shard_model(model: Transformer, comm: Communicator) -> None:
     If the model is on the meta device, as from `from_pretrained(folder, lazy=True)`, each rank reads only its shards.
 
     Raises:
-        RequestError: if the ranks cannot divide the model; the message contains the nearest numbers that can.
+        RequestError: if the ranks cannot divide the model; the message names the nearest valid numbers of ranks.
         FolderError: if a file ends early or cannot be read.
     """
     mesh = Mesh.box(comm.size, tensor=comm.size)

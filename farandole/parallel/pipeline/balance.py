@@ -41,7 +41,7 @@ class Balance:
 
     @property
     def imbalance(self) -> float:
-        """How much the most expensive stage exceeds the mean: 0.1 for 10 %."""
+        """The excess of the most expensive stage over the mean, relative to the mean: 0.1 for 10 %."""
         mean = sum(self.costs) / len(self.costs)
         return max(self.costs) / mean - 1 if mean else 0.0
 

@@ -55,7 +55,7 @@ Completing = Callable[[Collection[int]], AbstractContextManager[None]]
 
 @dataclass
 class _Pass:
-    """What a stage keeps for the backward pass of one micro-batch."""
+    """The state that a stage keeps for the backward pass of one micro-batch."""
 
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)

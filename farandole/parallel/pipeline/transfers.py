@@ -133,7 +133,7 @@ class Transfers:
             self._send(gradient.contiguous(), self._schedule.rank_of(stage - 1, m), self._tag(message))
 
     def receive(self, code: str, stage: int, m: int) -> Any:
-        """Return what a stage needs: the previous stage's output for "F", or the gradients of its own outputs for "I".
+        """Return the input of a pass: the previous stage's output for "F", or the gradients of this stage's outputs for "I".
 
         Outputs are leaves that require gradients if the sent tensors did.
         """

@@ -221,7 +221,7 @@ def _held(starts: tuple[int, ...]) -> int:
 
 
 def _with_weights(starts: tuple[int, ...]) -> tuple[int, ...]:
-    """Add W1 and W0 in the free units of a rank, as early as possible together."""
+    """Add W1 and W0 in the two free time units of a rank, with the smallest sum of start times."""
     free = [unit for unit in range(6) if unit not in {start % 6 for start in starts}]
     _, _, second, first = starts
     choices = []

@@ -111,6 +111,15 @@ def _be_a_rank(folder: str, checks: list[Check]) -> None:
             if rank == 0 and time.monotonic() > started + 2:
                 print(f"{function}: {time.monotonic() - started:.1f} s", file=sys.stderr)
     dist.destroy_process_group()
+    _save_coverage()
+
+
+def _save_coverage() -> None:
+    """Save the coverage data, if coverage is measured: pending calls of a check end the job by MPI_Abort."""
+    coverage = sys.modules.get("coverage")
+    current = coverage and coverage.Coverage.current()
+    if current:
+        current.save()
 
 
 if __name__ == "__main__":
