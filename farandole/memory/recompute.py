@@ -85,8 +85,9 @@ def apply_recompute(
             example, from the second step on.
         loss: a function of the output, whose saved bytes are included in the counts.
         dtype: the model's dtype in training, if it differs from the current dtype.
-        blocks: the names of the blocks in which to recompute; by default all blocks.
-        kept: a function that returns the bytes to count, given the bytes saved by one forward pass; by default their sum.
+        blocks: with a budget, the names of the blocks that may be recomputed; by default all blocks.
+        kept: with a budget, a function that returns the bytes that count, given the bytes that one forward pass saves; by
+            default their sum.
 
     Raises:
         ValueError: if the mode is unknown, an argument is missing or not applicable, the model has no attention, or no
@@ -97,31 +98,27 @@ def apply_recompute(
     saved = partial(saved_bytes, model, example, loss=loss, dtype=dtype)
     repeated = partial(recomputed_flops, model, example, dtype)
     recompute_modules(model, {})
-    kept = kept or (lambda saved: saved.total)
-    names = {name for name, _ in blocks_of(model)} if blocks is None else set(blocks)
     if budget_bytes is not None:
-        return _within_budget(model, saved, repeated, budget_bytes, names, kept)
+        names = [name for name, _ in blocks_of(model)] if blocks is None else blocks
+        return _within_budget(
+            model, saved, repeated, budget_bytes, names, kept or (lambda found: found.total)
+        )
     modes: dict[str, str] = {}
     if mode == "attention":
-        modules = [name for name, _ in attention_modules(model, example, dtype)]
-        if not modules:
+        modes = {name: mode for name, _ in attention_modules(model, example, dtype)}
+        if not modes:
             raise ValueError(
                 "recompute='attention': no module of this model computes attention; use 'selective' or 'block'"
             )
-        modes = {name: mode for name in modules if blocks is None or _is_inside(name, names)}
     elif mode != "none":
-        modes = {name: mode for name, _ in blocks_of(model) if name in names}
+        modes = {name: mode for name, _ in blocks_of(model)}
     if example is None:
         recompute_modules(model, modes)
         return Recomputed(mode, modes)
-    before = kept(saved())
+    before = saved().total
     recompute_modules(model, modes)
     flops = sum(repeated().values())
-    return Recomputed(mode, modes, before, kept(saved()), flops)
-
-
-def _is_inside(name: str, blocks: Collection[str]) -> bool:
-    return any(name == block or name.startswith(f"{block}.") for block in blocks)
+    return Recomputed(mode, modes, before, saved().total, flops)
 
 
 def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None:

@@ -37,7 +37,7 @@ from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.matrix_products import use_fast_products
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.pipeline import apply as pipeline
-from farandole.parallel.pipeline.recompute import RankActivations
+from farandole.parallel.pipeline.memory import RankActivations
 from farandole.parallel.precision import TYPES, check_float8, check_float8_sizes, use_float8
 from farandole.parallel.whole_parameters import check_model
 from farandole.parallel.zero.initial_values import Initialise, broadcast_from_first, is_deferred
@@ -57,6 +57,7 @@ def parallelize(
     *,
     example: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
+    memory: int | None = None,
     initialise: Initialise | None = None,
     diagnose: bool = False,
     watch: bool = False,
@@ -74,6 +75,8 @@ def parallelize(
         example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations, and
             `pipeline` measures the time of blocks in memory, to divide them into stages.
         loss: a function of the output for this measurement.
+        memory: with `pipeline` > 1 and `example`, the bytes that a rank may have for its parameters and for the activations
+            of the micro-batches in flight.  Among the divisions into stages that fit, the fastest one is used.
         initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
         diagnose: with `precision="fp16"`, check the outputs of blocks in every step, so that the report of the first
@@ -95,6 +98,7 @@ def parallelize(
     with agreed_errors(comm):
         sizes = plan.sizes(comm.size)
         _check(model, plan, diagnose=diagnose)
+        _check_memory(plan, memory, example)
         if plan.lora is not None:
             _add_lora(model, plan.lora)
         converted: list[str] = []
@@ -105,12 +109,14 @@ def parallelize(
     stages = None
     with agreed_errors(comm):
         check_float8_sizes(model, converted)
-        if plan.pipeline == 1:
+        # while the model is complete, because no rank can run a model in stages alone
+        if plan.pipeline == 1 or plan.recompute != "auto":
             _recompute(model, plan, example, loss)
-        else:
-            division = pipeline.measured_division(model, position, plan, example)
-            # while the model is complete, because no rank can run a model in stages alone
-            _recompute(model, plan, example, loss, pipeline.activations_of(model, position, plan, division))
+        if plan.pipeline > 1:
+            division = pipeline.measured_division(model, position, plan, example, memory, _compute_type(plan))
+            if plan.recompute == "auto":
+                own = pipeline.activations_of(model, position, plan, division)
+                _recompute(model, plan, example, loss, own)
             stages = pipeline.apply(model, position, plan, layouts, division)
     options: dict[str, Any] = {
         "zero": plan.zero,
@@ -167,6 +173,23 @@ def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
         raise PlanError(
             f"lora.base={plan.lora.base!r} with {axis}={getattr(plan, axis)}: quantized weights are supported only with data "
             f"parallelism; nearest plan: lora.base=None, or {axis}=1 with more ranks on the data axis"
+        )
+
+
+def _check_memory(plan: Plan, memory: int | None, example: Any) -> None:
+    if memory is None:
+        return
+    if plan.pipeline == 1:
+        raise PlanError(
+            f"memory={memory} with pipeline=1: only the division into stages uses it; nearest plan: pipeline=2"
+        )
+    if plan.recompute == "auto":
+        raise PlanError(
+            f"memory={memory} with recompute='auto', which has a budget of its own: use recompute='block', or omit memory"
+        )
+    if example is None:
+        raise PlanError(
+            f"memory={memory} requires example=(the input of one micro-batch) to measure activations"
         )
 
 
@@ -252,13 +275,13 @@ def _recompute(
             budget_bytes=plan.activation_bytes,
             dtype=_compute_type(plan),
             blocks=None if activations is None else activations.blocks,
-            kept=activations.bytes if activations is not None and plan.recompute == "auto" else None,
+            kept=None if activations is None else activations.bytes,
         )
     except ValueError as error:
         raise PlanError(str(error).replace("budget_bytes", "activation_bytes")) from error
     if done.modules:
         kept = ""
-        in_step = activations is None or plan.recompute == "auto"
+        in_step = plan.pipeline == 1 or activations is not None  # otherwise the bytes are those of all stages
         if in_step and done.before is not None and done.after is not None:
             who = "each rank" if activations is None else "this rank"
             kept = f": {who} keeps {size(done.after)} of activations instead of {size(done.before)}"

@@ -22,7 +22,7 @@ from farandole.memory.recompute import apply_recompute
 from farandole.parallel.axes import Layouts
 from farandole.parallel.pipeline.apply import MEASURED, schedule_of
 from farandole.parallel.pipeline.balance import Balance
-from farandole.parallel.pipeline.recompute import RankActivations
+from farandole.parallel.pipeline.memory import RankActivations
 from farandole.parallel.pipeline.schedule import Action, Backward, BackwardInput, Forward
 from farandole.parallel.pipeline.simulate import Costs, Timeline, simulate
 from farandole.parallel.pipeline.stage import Stage, shallow_copy, split

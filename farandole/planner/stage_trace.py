@@ -11,7 +11,7 @@ of a stage and the gradient of its output count from the start of the action tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from farandole.memory.dry_run import call_arguments, device_of, fake_model
 from farandole.memory.recompute import apply_recompute, recompute_modules
 from farandole.memory.tracker import MAPPED_FROM_BYTES, MemoryTracker
 from farandole.parallel.pipeline.apply import MEASURED
-from farandole.parallel.pipeline.backward import SplitBackward
+from farandole.parallel.pipeline.backward import SavedTensors, SplitBackward
 from farandole.parallel.pipeline.balance import tensors_of
 from farandole.parallel.pipeline.stage import Stage
 from farandole.parallel.pipeline.transfers import Shapes, TensorShape
@@ -222,9 +222,11 @@ class _Pass:
             recorder = _Recorder(tracker, ends, len(self._runs), numbers, [] if sent is None else sent)
             with recorder.action(FORWARD):
                 hidden = None if stage.is_first else self._received(self._shapes, self._single)
-                output = stage.run(hidden, *arguments)
-                if stage.is_last:
-                    output = _loss(self._workload.loss, output)
+                saved = SavedTensors()
+                with saved.hooks() if halves else nullcontext():
+                    output = stage.run(hidden, *arguments)
+                    if stage.is_last:
+                        output = _loss(self._workload.loss, output)
                 result = [TensorShape.of(each) for each in tensors_or_none(output)]
                 alone = isinstance(output, Tensor)
                 outputs = [each for each in tensors_of(output) if each.requires_grad]
@@ -251,7 +253,7 @@ class _Pass:
                     split = None
                     given = gradients()
                     if outputs:
-                        split = SplitBackward(outputs, inputs)
+                        split = SplitBackward(outputs, inputs, saved)
                         outputs = []
                         split.input_gradients(given)
                     del outputs, inputs, given

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -13,7 +14,7 @@ from farandole.parallel.axes import Layouts, Position
 from farandole.parallel.lora.description import describe_adapter
 from farandole.parallel.pipeline.balance import Balance, measure_blocks
 from farandole.parallel.pipeline.batch_norm import BatchNormStatistics, tracking_layers
-from farandole.parallel.pipeline.recompute import RankActivations, steady
+from farandole.parallel.pipeline.memory import AUTO, RankActivations, block_sizes, steady
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
 from farandole.parallel.pipeline.stage import divide, shallow_copy, split
@@ -29,19 +30,28 @@ REPLICA_AXES = ("data", "mirror")
 """The axes along which ranks run the same stages on different samples."""
 
 
-def measured_division(model: nn.Module, position: Position, plan: Plan, example: Any = None) -> Balance:
+def measured_division(
+    model: nn.Module,
+    position: Position,
+    plan: Plan,
+    example: Any = None,
+    memory: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Balance:
     """Divide the blocks of a model into stages, before stages are removed.  This is a collective call.
 
     Args:
         model: a model that `check` accepts.
         example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
             default, and if the model is on the meta device, the cost of a block is that of `balance.parameter_costs`.
+        memory: the maximum bytes of the parameters and activations of a rank; requires `example`.
+        dtype: the type in which the model computes.
 
     Raises:
-        PlanError: if the model has too few blocks.
+        PlanError: if the model has too few blocks, or no division fits in `memory`.
     """
-    sequential, costs = _sequential(model), None
-    if example is not None and is_deferred(model) and plan.recompute not in MEASURED:
+    sequential, schedule, costs, sizes = _sequential(model), schedule_of(plan), None, None
+    if example is not None and is_deferred(model) and memory is None and plan.recompute not in MEASURED:
         raise PlanError(
             "example= with a model on the meta device: blocks without values cannot be measured; omit example, or create the "
             "model in memory"
@@ -49,7 +59,9 @@ def measured_division(model: nn.Module, position: Position, plan: Plan, example:
     if example is not None and not is_deferred(model) and position.groups is not None:
         seconds = [cost.seconds for cost in measure_blocks(sequential, example)]
         costs = position.groups.comm.broadcast_object(seconds)  # ranks measure different times
-    return divide(sequential, schedule_of(plan), costs)
+    if memory is not None:
+        sizes = block_sizes(sequential, schedule, example, dtype)
+    return divide(sequential, schedule, costs, sizes, memory)
 
 
 def activations_of(model: nn.Module, position: Position, plan: Plan, division: Balance) -> RankActivations:
@@ -116,7 +128,7 @@ def _check_plan(plan: Plan, schedule: Schedule) -> None:
             "recompute activations twice; nearest plan: schedule='1f1b'"
         )
     if plan.recompute == "auto":
-        steady(schedule)
+        steady(schedule, AUTO)
 
 
 def _sequential(model: nn.Module) -> nn.Sequential:

@@ -1,6 +1,9 @@
 """Split a backward pass into input gradients and weight gradients, through autograd.
 
-    split = SplitBackward(outputs, inputs)
+    saved = SavedTensors()
+    with saved.hooks():
+        outputs = stage(*inputs)
+    split = SplitBackward(outputs, inputs, saved)
     gradients = split.input_gradients(output_gradients)     # other ranks wait for these
     ...
     split.weight_gradients()                                # accumulates into `.grad`
@@ -12,23 +15,90 @@ only, and keeps the gradients that arrive at branches.  The second half starts a
 parameters only.  Autograd skips outputs that are not needed, so that no product is computed twice.  It starts at once at all
 branches with the same parameters, such as the products of several experts whose weights are one parameter.
 
-The first half also computes the gradients of parameters that cannot wait: those of a custom `autograd.Function`, which computes
-all its gradients at once, and those of several branches one of which is reachable from another, such as a layer that is called
-twice.  If no input requires a gradient, as in the first stage, the second half is the complete backward pass.
+The first half also computes the gradients of some parameters: those of a custom `autograd.Function`, which computes all its
+gradients at once; those of several branches one of which is reachable from another, such as a layer that is called twice; and
+vectors, such as the weights of a normalization, whose gradients take little time but would keep two hidden states.  If no
+input requires a gradient, as in the first stage, the second half is the complete backward pass.
+
+Between the halves, a linear layer keeps its input and the gradient of its output.  The first half releases the tensors that
+only path functions have saved, such as the inputs of activation functions and of attention.  Therefore a transformer needs no
+more memory than before the first half.
 
 The idea is that of `torch.distributed.pipelining` (Qi et al., 2023, "Zero Bubble Pipeline Parallelism", describe the schedule).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+
+
+class _Saved:
+    """A tensor that a function has saved, until it is released."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()  # an output would keep its own graph alive
+        self.version = tensor._version
+
+
+class SavedTensors:
+    """The tensors that autograd saves in one forward pass under `hooks`, of which the first half releases some."""
+
+    def __init__(self) -> None:
+        self._is_releasing = False
+        self._in_branch: set[int] = set()  # threads, because autograd has one for each device
+        self._used: dict[int, list[_Saved]] = {}
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Return the hooks for the forward pass."""
+        return saved_tensors_hooks(_Saved, self._unpack)
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if saved.tensor is None:
+            raise RuntimeError("a second backward pass over the input gradients of a pipeline stage")
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "a tensor needed by the backward pass was modified in place after it was saved; use an out-of-place operation"
+            )
+        thread = threading.get_ident()
+        if self._is_releasing and thread not in self._in_branch:
+            self._used.setdefault(thread, []).append(saved)
+        return saved.tensor
+
+    @contextmanager
+    def releasing(self) -> Iterator[None]:
+        """Return a context for the first half, which releases what functions other than branches have used."""
+        self._is_releasing = True
+        try:
+            yield
+        finally:
+            self._is_releasing = False
+            for thread in list(self._used):
+                self._release(thread)
+
+    def enter_branch(self) -> None:
+        """Note that a branch starts in this thread, after the functions that have used tensors before."""
+        thread = threading.get_ident()
+        self._release(thread)
+        self._in_branch.add(thread)
+
+    def leave_branch(self, *_: Any) -> None:
+        """Note that the branch has ended."""
+        self._in_branch.discard(threading.get_ident())
+
+    def _release(self, thread: int) -> None:
+        for saved in self._used.pop(thread, ()):
+            saved.tensor = None
 
 
 @dataclass(frozen=True)
@@ -45,10 +115,14 @@ class SplitBackward:
     Args:
         outputs: the outputs that require gradients.
         inputs: the leaves for which `input_gradients` computes gradients.
+        saved: the tensors that the forward pass has saved; by default, none are released between the halves.
     """
 
-    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: SavedTensors | None = None
+    ) -> None:
         self._outputs, self._inputs = list(outputs), list(inputs)
+        self._saved = saved or SavedTensors()
         self._branches: list[_Branch] = []
         self._arrived: dict[Node, dict[int, Tensor]] = {}
         self._whole: tuple[list[Tensor], list[Tensor]] | None = None
@@ -65,6 +139,7 @@ class SplitBackward:
         for node in (node for branch in self._branches for node in branch.nodes):
             if node in graph.path:
                 handles.append(node.register_prehook(self._keep(node)))
+                handles.append(node.register_hook(self._saved.leave_branch))
                 continue
             for output, gradient in zip(outputs, gradients, strict=True):
                 if _node(output) is node:
@@ -72,9 +147,10 @@ class SplitBackward:
                     before = arrived.get(output.output_nr)
                     arrived[output.output_nr] = gradient if before is None else before + gradient
         try:
-            torch.autograd.backward(
-                outputs, list(gradients), inputs=[*self._inputs, *at_once], retain_graph=True
-            )
+            with self._saved.releasing():
+                torch.autograd.backward(
+                    outputs, list(gradients), inputs=[*self._inputs, *at_once], retain_graph=True
+                )
         finally:
             for handle in handles:
                 handle.remove()
@@ -103,6 +179,7 @@ class SplitBackward:
 
     def _keep(self, node: Node) -> Any:
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
+            self._saved.enter_branch()
             self._arrived[node] = {n: each for n, each in enumerate(gradients) if each is not None}
 
         return keep
@@ -150,11 +227,18 @@ class _Graph:
         for number, nodes in enumerate(groups):
             leaves = dict.fromkeys(leaf for node in nodes for leaf in found[node])
             parameters = [self._parameters[leaf] for leaf in leaves]
-            if number in in_sequence or any(isinstance(cast(object, n), BackwardCFunction) for n in nodes):
+            is_custom = any(isinstance(cast(object, node), BackwardCFunction) for node in nodes)
+            has_vectors = all(self._has_vectors(node, found[node]) for node in nodes)
+            if number in in_sequence or is_custom or has_vectors:
                 at_once += parameters
             else:
                 branches.append(_Branch(nodes, parameters))
         return branches, at_once
+
+    def _has_vectors(self, node: Node, leaves: Collection[Node]) -> bool:
+        """Return whether all parameters behind a function are its own arguments, and vectors."""
+        direct = {behind for behind, _ in node.next_functions}
+        return all(leaf in direct and self._parameters[leaf].dim() < 2 for leaf in leaves)
 
     def _in_sequence(self, groups: Sequence[Sequence[Node]]) -> set[int]:
         """Return the numbers of the groups in which a function is reachable from another one through the path."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farandole.data.wording import size
 from farandole.models.moe import MixtureOfExperts
 from farandole.parallel.pipeline.schedule import ScheduleError
 
@@ -34,10 +35,11 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Balance:
-    """Stages as ranges of blocks, with the cost of each stage."""
+    """Stages as ranges of blocks, with the cost of each stage, and its size in bytes if it was limited."""
 
     ranges: tuple[range, ...]
     costs: tuple[float, ...]
+    sizes: tuple[float, ...] = ()
 
     @property
     def imbalance(self) -> float:
@@ -51,21 +53,24 @@ class Balance:
             f"{blocks.start}-{blocks.stop - 1} ({100 * cost / total:.0f} %)"
             for blocks, cost in zip(self.ranges, self.costs, strict=True)
         )
-        return f"blocks of the stages: {stages}; the slowest stage exceeds the mean by {100 * self.imbalance:.0f} %"
+        limited = (
+            f"; at most {size(max(self.sizes))} of parameters and activations on a rank" if self.sizes else ""
+        )
+        return f"blocks of the stages: {stages}; the slowest stage exceeds the mean by {100 * self.imbalance:.0f} %{limited}"
 
 
 def balance(
     costs: Sequence[float],
     stages: int,
     *,
-    sizes: Sequence[float] | None = None,
+    sizes: Sequence[Sequence[float]] | None = None,
     memory: float | None = None,
 ) -> Balance:
     """Divide consecutive blocks into non-empty stages with the smallest maximum cost.
 
     Args:
         costs: the cost of each block.
-        sizes: the size of each block, for `memory`.
+        sizes: for each stage, the size that each block would have in this stage, for `memory`.
         memory: the maximum size of a stage.
 
     Raises:
@@ -76,31 +81,52 @@ def balance(
         raise ScheduleError(
             f"{blocks} blocks cannot be divided into {stages} stages; nearest: {max(1, blocks)} stages"
         )
-    total, size = [0.0, *accumulate(costs)], [0.0, *accumulate(sizes or [0.0] * blocks)]
-    infinite = float("inf")
+    total, infinite = [0.0, *accumulate(costs)], float("inf")
+    held_before = [[0.0, *accumulate(row)] for row in sizes or [[0.0] * blocks] * stages]
 
-    def cost(start: int, end: int) -> float:
-        fits = memory is None or size[end] - size[start] <= memory
+    def cost(stage: int, start: int, end: int) -> float:
+        fits = memory is None or held_before[stage][end] - held_before[stage][start] <= memory
         return total[end] - total[start] if fits else infinite
 
     # best[end] is the smallest maximum of the stages so far, if they contain the blocks before `end`
-    best = [cost(0, end) if end else infinite for end in range(blocks + 1)]
+    best = [cost(0, 0, end) if end else infinite for end in range(blocks + 1)]
     starts: list[list[int]] = []
-    for _ in range(1, stages):
+    for stage in range(1, stages):
         choices = [
-            min(((max(best[start], cost(start, end)), start) for start in range(end)), default=(infinite, 0))
+            min(
+                ((max(best[start], cost(stage, start, end)), start) for start in range(end)),
+                default=(infinite, 0),
+            )
             for end in range(blocks + 1)
         ]
         best = [value for value, _ in choices]
         starts.append([start for _, start in choices])
     if best[blocks] == infinite:
-        raise ScheduleError(f"no division into {stages} stages fits in {memory:g} per stage; use more stages")
+        least = _least_memory(held_before, blocks)
+        raise ScheduleError(
+            f"no division into {stages} stages fits in {memory:g} per stage; the least is {least:g}, or use more stages"
+        )
     ends = [blocks]
     for row in reversed(starts):
         ends.append(row[ends[-1]])
     bounds = [0, *reversed(ends)]
     ranges = tuple(range(start, end) for start, end in zip(bounds, bounds[1:], strict=False))
-    return Balance(ranges, tuple(total[each.stop] - total[each.start] for each in ranges))
+    held = tuple(row[each.stop] - row[each.start] for row, each in zip(held_before, ranges, strict=True))
+    return Balance(
+        ranges, tuple(total[each.stop] - total[each.start] for each in ranges), held if sizes else ()
+    )
+
+
+def _least_memory(size: Sequence[Sequence[float]], blocks: int) -> float:
+    """Return the smallest maximum size of a stage, given the size of the first blocks in each stage."""
+    infinite = float("inf")
+    best = [size[0][end] if end else infinite for end in range(blocks + 1)]
+    for row in size[1:]:
+        best = [
+            min((max(best[start], row[end] - row[start]) for start in range(end)), default=infinite)
+            for end in range(blocks + 1)
+        ]
+    return best[blocks]
 
 
 def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list[BlockCost]:

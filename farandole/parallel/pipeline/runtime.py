@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from farandole.mesh import Mesh
 from farandole.parallel.axes import AxisCommunicator
 from farandole.parallel.lora.description import Adapter
-from farandole.parallel.pipeline.backward import SplitBackward
+from farandole.parallel.pipeline.backward import SavedTensors, SplitBackward
 from farandole.parallel.pipeline.balance import tensors_of
 from farandole.parallel.pipeline.batch_norm import BatchNormStatistics
 from farandole.parallel.pipeline.schedule import (
@@ -59,6 +59,7 @@ class _Pass:
 
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    saved: SavedTensors | None = None
     split: SplitBackward | None = None
 
 
@@ -248,16 +249,18 @@ class _Step:
 
     def _forward(self, stage: int, m: int) -> None:
         hidden = self._receive("F", stage, m, stage - 1) if stage else None
-        with self._statistics.of(m):
-            output = self._stages[stage].run(hidden, *self._batches[m])
-        if stage == self._schedule.stages - 1:
-            output = self._loss(output, m)
-        else:
-            _check_output(output, stage)
+        saved = SavedTensors() if self._schedule.splits_backward and torch.is_grad_enabled() else None
+        with nullcontext() if saved is None else saved.hooks():
+            with self._statistics.of(m):
+                output = self._stages[stage].run(hidden, *self._batches[m])
+            if stage == self._schedule.stages - 1:
+                output = self._loss(output, m)
+            else:
+                _check_output(output, stage)
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         if torch.is_grad_enabled():
             inputs = [tensor for tensor in tensors_of(hidden) if tensor.requires_grad]
-            self._passes[stage, m] = _Pass(inputs, outputs)
+            self._passes[stage, m] = _Pass(inputs, outputs, saved)
         if stage < self._schedule.stages - 1:
             self._send_output(stage, m, output)
 
@@ -274,7 +277,7 @@ class _Step:
         inputs = found.inputs
         own: list[Tensor | None] = [None] * len(inputs)
         if found.outputs:
-            found.split = SplitBackward(found.outputs, inputs)
+            found.split = SplitBackward(found.outputs, inputs, found.saved)
             found.outputs, found.inputs = [], []
             own = found.split.input_gradients(gradients)
         self._send_gradients(stage, m, inputs, own)

@@ -156,17 +156,24 @@ def blocks_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
     return [(name, block) for name, block in model._modules.items() if block is not None]
 
 
-def divide(model: nn.Sequential, schedule: Schedule, costs: Sequence[float] | None = None) -> Balance:
+def divide(
+    model: nn.Sequential,
+    schedule: Schedule,
+    costs: Sequence[float] | None = None,
+    sizes: Sequence[Sequence[float]] | None = None,
+    memory: float | None = None,
+) -> Balance:
     """Divide the blocks of a model into the stages of a schedule.
 
     Args:
         costs: the cost of each block; by default, the number of its parameters.
+        sizes, memory: as for `balance`.
 
     Raises:
-        PlanError: if the model has too few blocks.
+        PlanError: if the model has too few blocks, or no division fits.
     """
     try:
-        return balance(costs or parameter_costs(model), schedule.stages)
+        return balance(costs or parameter_costs(model), schedule.stages, sizes=sizes, memory=memory)
     except ScheduleError as error:
         raise PlanError(f"pipeline={schedule.ranks}, schedule={schedule.name!r}: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from farandole.memory.tracker import MemoryTracker
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.moe import Experts, MixtureOfExperts, TopKRouter
 from farandole.models.sequence import SequenceInfo
-from farandole.parallel.pipeline.backward import SplitBackward
+from farandole.parallel.pipeline.backward import SavedTensors, SplitBackward
 
 
 class Several(nn.Module):
@@ -42,9 +44,9 @@ class Parallel(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, length: int = 16) -> None:
         super().__init__()
-        self.model = build_gpt(GPTConfig(29, 16, 2, 4, 16))
+        self.model = build_gpt(GPTConfig(29, length, 2, 4, 16 if length == 16 else 64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         info = SequenceInfo()
@@ -116,8 +118,10 @@ def test_both_halves_together_are_a_backward_pass(name):
     expected_inputs = [each.grad for each in inputs]
     for parameter in model.parameters():
         parameter.grad = None
-    inputs = _leaves(shapes)
-    split = SplitBackward(model(*inputs), inputs)
+    inputs, saved = _leaves(shapes), SavedTensors()
+    with saved.hooks():
+        outputs = model(*inputs)
+    split = SplitBackward(outputs, inputs, saved)
     seen: list[Tensor] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -132,7 +136,12 @@ def test_both_halves_together_are_a_backward_pass(name):
     assert {id(p) for p in seen} == {id(p) for p in model.parameters() if p.requires_grad}
     assert halves.get_total_flops() == whole.get_total_flops()
     names = {n for n, p in model.named_parameters() if id(p) in early}
-    assert names == {"several": {"linear.weight", "linear.bias"}, "custom": {"weight"}}.get(name, set())
+    norms = {n for n, p in model.named_parameters() if "norm" in n}
+    assert names == {
+        "several": {"linear.weight", "linear.bias"},
+        "custom": {"weight"},
+        "norm": {"inner.0.weight", "inner.0.bias"},
+    }.get(name, norms)
 
 
 def test_a_loss_that_frees_its_gradients_runs_once():
@@ -161,6 +170,44 @@ def test_without_inputs_the_second_half_is_the_backward_pass():
     assert model.weight.grad is None
     split.weight_gradients()
     torch.testing.assert_close(model.weight.grad, torch.full((2, 3), 4.0))
+
+
+def _peak(model: nn.Module, inputs: Tensor, *, halves: bool, release: bool = False) -> int:
+    """Return the peak memory of a forward and a backward pass, without parameters, inputs and gradients of parameters."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    saved = SavedTensors()
+    with MemoryTracker((*model.parameters(), *gradients, inputs)) as tracker:
+        with saved.hooks() if release else nullcontext():
+            outputs = model(inputs)
+        given = [torch.ones_like(output) for output in outputs]
+        if halves:
+            split = SplitBackward(outputs, [inputs], saved)
+            del outputs
+            split.input_gradients(given)
+            del given
+            split.weight_gradients()
+        else:
+            torch.autograd.backward(outputs, given)
+    return tracker.peak
+
+
+def test_a_transformer_needs_little_more_memory_between_the_halves():
+    model, inputs = Blocks(128), torch.randn(4, 128, 64, requires_grad=True)
+    whole = _peak(model, inputs, halves=False)
+    assert _peak(model, inputs, halves=True) > 1.4 * whole
+    assert _peak(model, inputs, halves=True, release=True) < 1.2 * whole
+
+
+def test_a_saved_tensor_that_has_changed_is_found():
+    saved, inputs = SavedTensors(), torch.randn(4, 3, requires_grad=True)
+    with saved.hooks():
+        hidden = inputs.exp()
+    split = SplitBackward([hidden], [inputs], saved)
+    hidden.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        split.input_gradients([torch.ones(4, 3)])
 
 
 def test_the_second_half_releases_the_graph():

@@ -27,12 +27,13 @@ def _divisions(blocks: int, stages: int):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
 def test_no_division_has_a_smaller_maximum(costs, data):
     stages = data.draw(st.integers(1, len(costs)))
-    sizes = data.draw(st.lists(st.integers(1, 5), min_size=len(costs), max_size=len(costs)))
+    row = st.lists(st.integers(1, 5), min_size=len(costs), max_size=len(costs))
+    sizes = data.draw(st.lists(row, min_size=stages, max_size=stages))
     memory = data.draw(st.integers(3, 20))
     fitting = [
         max(sum(costs[b] for b in blocks) for blocks in division)
         for division in _divisions(len(costs), stages)
-        if all(sum(sizes[b] for b in blocks) <= memory for blocks in division)
+        if all(sum(size[b] for b in blocks) <= memory for size, blocks in zip(sizes, division, strict=True))
     ]
     if not fitting:
         with pytest.raises(ScheduleError, match="use more stages"):

@@ -86,12 +86,12 @@ def test_stages_recompute_their_blocks(ranks: Any) -> None:
         compare(results, alone(name, 3))
 
 
-def _peak(rank: int, size: int, plan: Plan) -> tuple[int, int]:
+def _peak(rank: int, size: int, plan: Plan, memory: int | None = None) -> tuple[int, int]:
     """Return the peak of all tensors in a step without the model and the gradients, and the number of recomputed blocks."""
     model = build_gpt(GPTConfig(29, 128, 8, 4, 64))
     tokens = torch.randint(0, 29, (4, 128))
-    example = tokens if plan.recompute == "auto" else None
-    engine = farandole.parallelize(model, plan, example=example)
+    example = tokens if memory or plan.recompute == "auto" else None
+    engine = farandole.parallelize(model, plan, example=example, memory=memory)
     samples = [(tokens.clone(), tokens) for _ in range(6)]
     engine.forward_backward(samples, loss)
     engine.zero_grad()
@@ -116,26 +116,55 @@ def test_each_rank_recomputes_within_its_budget(ranks: Any, schedule: str) -> No
         assert after[0][1] > after[1][1]
 
 
-def _refusal(rank: int, size: int, plan: Plan) -> str:
+def test_a_model_is_divided_within_the_memory_of_a_rank(ranks: Any) -> None:
+    """Rank 0 has activations of two micro-batches, and therefore gets fewer blocks than in a division by time."""
+    memory = 16 << 20
+    before = [peak for peak, _ in ranks(2).run(_peak, Plan(pipeline=2))]
+    after = [peak for peak, _ in ranks(2).run(_peak, Plan(pipeline=2), memory)]
+    assert before[0] > 1.2 * memory
+    assert max(after) < 1.1 * memory, (before, after)
+
+
+def test_separate_weight_gradients_do_not_need_more_memory(ranks: Any) -> None:
+    """In a transformer, what an input gradient releases makes up for the gradients that wait."""
+    gems, gems_w = (
+        max(peak for peak, _ in ranks(4).run(_peak, Plan(pipeline=4, schedule=schedule)))
+        for schedule in ("gems", "gems-w")
+    )
+    assert gems_w < 1.1 * gems
+
+
+def _refusal(rank: int, size: int, plan: Plan, options: dict[str, Any]) -> str:
     model = build("gpt")
     with pytest.raises(PlanError) as error:
-        farandole.parallelize(model, plan, example=torch.ones(1, 5, dtype=torch.int64))
+        farandole.parallelize(model, plan, **{"example": torch.ones(1, 5, dtype=torch.int64), **options})
     return str(error.value)
 
 
+BUDGET: dict[str, Any] = {"recompute": "auto", "activation_bytes": 9}
+
+
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("plan", "options", "message"),
     [
         (
-            Plan(pipeline=2, recompute="auto", activation_bytes=9, schedule="gpipe"),
-            "activations of all micro-batches.*nearest plan: schedule='1f1b'",
+            Plan(pipeline=2, schedule="gpipe", **BUDGET),
+            {},
+            "recompute='auto': .*activations of all micro-batches.*nearest plan: schedule='1f1b'",
         ),
-        (Plan(pipeline=2, recompute="auto", activation_bytes=9), "use at least activation_bytes="),
-        (Plan(pipeline=2, recompute="block", schedule="zb-v"), "nearest plan: schedule='1f1b'"),
+        (Plan(pipeline=2, **BUDGET), {}, "use at least activation_bytes="),
+        (Plan(pipeline=2, recompute="block", schedule="zb-v"), {}, "nearest plan: schedule='1f1b'"),
+        (Plan(pipeline=2, schedule="gpipe"), {"memory": 1 << 20}, "memory=.*nearest plan: schedule='1f1b'"),
+        (Plan(pipeline=2), {"memory": 9}, r"fits in 9 per stage; the least is \d+"),
+        (Plan(pipeline=2), {"memory": 9, "example": None}, "memory=9 requires example="),
+        (Plan(pipeline=2, **BUDGET), {"memory": 9}, "a budget of its own"),
+        (Plan(), {"memory": 9}, "memory=9 with pipeline=1"),
     ],
 )
-def test_recomputation_that_does_not_suit_a_pipeline_is_refused(ranks: Any, plan: Plan, message: str) -> None:
-    for found in ranks(2).run(_refusal, plan):
+def test_budgets_that_do_not_suit_a_pipeline_are_refused(
+    ranks: Any, plan: Plan, options: dict[str, Any], message: str
+) -> None:
+    for found in ranks(plan.pipeline).run(_refusal, plan, options):
         assert re.search(message, found), found
 
 

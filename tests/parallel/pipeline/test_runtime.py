@@ -124,10 +124,7 @@ def _refused(rank: int, size: int, kind: str, plan: Plan) -> str:
     [
         ("tanh", {}, "the blocks of pipeline rank 1 have no parameters; nearest plan: pipeline=1"),
         ("gpt", {"schedule": "1f1"}, "unknown schedule '1f1'; did you mean 1f1b"),
-        ("gpt", {"precision": "fp8"}, "stages support fp32, bf16 and fp16; nearest plan: precision='bf16'"),
-        ("gpt", {"recompute": "attention"}, "nearest plan: recompute='selective'"),
-        ("gpt", {"offload": "disk:/tmp"}, "nearest plan: offload='none'"),
-        ("gpt", {"swap": "disk:/tmp"}, "nearest plan: swap='none'"),
+        ("gpt", {"recompute": "attention"}, "recompute='attention' requires an example"),
         ("gpt", {"schedule": "zb-h1", "recompute": "block"}, "nearest plan: schedule='1f1b'"),
         (
             "gpt",
