@@ -15,7 +15,17 @@ END_TIMEOUT_S = 30
 """The seconds that the ranks may take to end after `--drain-timeout`."""
 
 
+ENCODER_OPTIONS = (
+    "folder", "port", "host", "name", "precision", "context", "max_waiting", "token_budget", "api_keys", "max_body",
+    "request_timeout", "drain_timeout",
+)  # fmt: skip
+"""The options for a model that computes embeddings."""
+ENCODER_DEFAULTS = {"max_waiting": 2048, "token_budget": 4096}
+"""The defaults that differ for such a model."""
+
+
 def serve(
+    ctx: typer.Context,
     folder: Annotated[
         Path,
         typer.Argument(
@@ -138,11 +148,11 @@ def serve(
         typer.Option("--drain-timeout", min=0, help="Seconds that running requests may take after SIGTERM."),
     ] = 60,
 ) -> None:
-    """Serve a language model through OpenAI's interface.
+    """Serve a language model or an encoder through OpenAI's interface.
 
     The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics, and has a page
     with the current load and a chat at /.  It listens on this machine only, unless --host is given.  SIGTERM ends it
-    after the running requests.
+    after the running requests.  The server of an encoder (BERT) answers /v1/embeddings instead.
 
     \b
       farandole serve runs --port 8000
@@ -160,8 +170,9 @@ def serve(
     from farandole.launch.environments import find_placement
     from farandole.launch.placement import ALONE, LaunchError
     from farandole.models.hf.fields import FolderError
+    from farandole.serve.encoder import is_encoder
     from farandole.serve.request import RequestError
-    from farandole.serve.start import check_start, start
+    from farandole.serve.start import check_start, start, start_encoder
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError
 
@@ -169,6 +180,23 @@ def serve(
     try:
         placement = find_placement(os.environ)
         rank = placement.rank
+        if is_encoder(folder.expanduser()):
+            if placement.size > 1:
+                raise FolderError(
+                    f"{folder} has an encoder, which one rank serves, got {placement.size} ranks"
+                )
+            sources = {option: ctx.get_parameter_source(option) for option in ctx.params}
+            given = {
+                option
+                for option, source in sources.items()
+                if source is not None and source.name == "COMMANDLINE"
+            }
+            if others := sorted(given - set(ENCODER_OPTIONS)):
+                raise RequestError(others[0], "not supported for an encoder, which computes embeddings")
+            options = {option: ctx.params[option] for option in ENCODER_OPTIONS}
+            options |= {option: value for option, value in ENCODER_DEFAULTS.items() if option not in given}
+            start_encoder(**options)
+            return
         if placement is not ALONE:
             if placement.size % replicas:
                 raise RequestError(

@@ -20,4 +20,8 @@ calls.py     the formats of tool calls, and their grammars
 reply.py     divides a text into reasoning, content and tool calls
 page.py      the page at `/`
 app.py       the HTTP server
+web.py       what the HTTP servers share
+encoder.py   computes embeddings with a BERT
+embedding.py  runs an encoder in a thread for the server
+embedding_app.py  the HTTP server for embeddings
 """

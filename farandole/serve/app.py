@@ -5,34 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from farandole._extras import optional_import
 
 with optional_import():
     from fastapi import FastAPI, Request
-    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
 
 from farandole.serve.answers import Choice, TokenTexts, chat_logprobs, completion_logprobs, usage
 from farandole.serve.chat import delta_of, message_of, prepare_chat
-from farandole.serve.engine import QueueFullError
 from farandole.serve.folder import ModelFolder
-from farandole.serve.guard import Guard, Limits
+from farandole.serve.guard import Limits
 from farandole.serve.metrics import prometheus_text
 from farandole.serve.page import read_page
 from farandole.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from farandole.serve.reply import Reply
 from farandole.serve.request import RequestError, Sampling
-from farandole.serve.service import ReplicatedService, Service, ServiceEndedError, Ticket
-
-T = TypeVar("T")
+from farandole.serve.service import ReplicatedService, Service, Ticket
+from farandole.serve.web import error_answer, error_body, new_app, unless_disconnected
 
 
 @dataclass(frozen=True)
@@ -97,15 +93,7 @@ class Server:
             yield
             self._service.close()
 
-        # the pages with the documentation of FastAPI load scripts from other servers
-        app = FastAPI(title="farandole serve", lifespan=lifespan, docs_url=None, redoc_url=None)
-        app.add_middleware(Guard, limits=self._limits, keys=keys)
-        app.add_exception_handler(RequestValidationError, _on_invalid)
-        app.add_exception_handler(HTTPException, _on_http_error)
-        app.add_exception_handler(RequestError, _on_request_error)
-        app.add_exception_handler(QueueFullError, _on_full)
-        app.add_exception_handler(ServiceEndedError, _on_end)
-        app.add_exception_handler(Exception, _on_failure)
+        app = new_app(lifespan, self._limits, keys)
 
         @app.post("/v1/completions")
         async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -259,9 +247,9 @@ class Server:
             )
         try:
             async with asyncio.timeout(self._limits.request_s):
-                return await _unless_disconnected(request, self._collect(job))
+                return await unless_disconnected(request, self._collect(job))
         except TimeoutError:
-            return _error(504, f"the request took more than {self._limits.request_s:g} s", "timeout")
+            return error_answer(504, f"the request took more than {self._limits.request_s:g} s", "timeout")
         finally:
             self._service.cancel(job.tickets)
 
@@ -274,7 +262,7 @@ class Server:
             while left:
                 output = await ticket.outputs.get()
                 if output.finish_reason == "error":
-                    return _error(*self._failure())
+                    return error_answer(*self._failure())
                 prompt_logprobs[number] += output.prompt_logprobs
                 job.choices[number * n + output.choice].add(output)
                 left -= output.finish_reason is not None
@@ -313,7 +301,7 @@ class Server:
                         yield event
             except TimeoutError:
                 message = f"the request took more than {self._limits.request_s:g} s"
-                yield _event({"error": _error_body(message, "timeout")})
+                yield _event({"error": error_body(message, "timeout")})
             yield "data: [DONE]\n\n"
         finally:
             self._service.cancel(job.tickets)
@@ -337,7 +325,7 @@ class Server:
         async for number, output in _merged(job.tickets):
             if output.finish_reason == "error":
                 _, message, code = self._failure()
-                yield _event({"error": _error_body(message, code)})
+                yield _event({"error": error_body(message, code)})
                 return
             choice = job.choices[number * n + output.choice]
             text, logprobs = choice.add(output)
@@ -408,79 +396,6 @@ async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Any]]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _unless_disconnected(request: Request, answer: Coroutine[Any, Any, T]) -> T | Response:
-    """Return the answer, or cancel it when the client disconnects."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else Response(status_code=499)
-    finally:
-        work.cancel()
-        gone.cancel()
-
-
-# ---- errors ----
-
-
-def _error_body(message: str, code: str, param: str | None = None, kind: str = "") -> dict[str, Any]:
-    return {"message": message, "type": kind or code, "param": param, "code": code}
-
-
-def _error(
-    status: int, message: str, code: str, param: str | None = None, headers: dict[str, str] | None = None
-) -> JSONResponse:
-    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
-    return JSONResponse({"error": _error_body(message, code, param, kind)}, status, headers)
-
-
-def _on_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return _error(400, f"body: expected JSON, got invalid JSON: {first['ctx']['error']}", "invalid_json")
-    if isinstance(cause := first.get("ctx", {}).get("error"), RequestError):
-        return _on_request_error(request, cause)
-    # the place is, for example, ("body", "prompt", "str"), with the type of a union at the end
-    place = [str(part) for part in first["loc"][1:]]
-    field = place[0] if place else "body"
-    reason = first["msg"]
-    if first["type"] == "extra_forbidden":
-        field, reason = ".".join(place), "this field is not supported"
-    return _error(400, f"{field}: {reason}", "invalid_value", field)
-
-
-def _on_http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = "model_not_found" if str(error.detail).startswith("model: ") else "invalid_request"
-    return _error(error.status_code, str(error.detail), code, "model" if code == "model_not_found" else None)
-
-
-def _on_request_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    code = "context_length_exceeded" if "does not fit" in str(error) else "invalid_value"
-    return _error(400, str(error), code, error.field)
-
-
-def _on_failure(_: Request, __: Exception) -> Response:
-    return _error(500, "the server failed; see its log", "internal_error")
-
-
-def _on_end(_: Request, error: Exception) -> Response:
-    return _error(503, str(error), "service_ended")
-
-
-def _on_full(_: Request, error: Exception) -> Response:
-    assert isinstance(error, QueueFullError)
-    seconds = max(1, math.ceil(error.retry_after))
-    message = f"{error}; try again after {seconds} s"
-    return _error(429, message, "queue_full", headers={"Retry-After": str(seconds)})
 
 
 def _event(content: dict[str, Any]) -> str:

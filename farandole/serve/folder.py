@@ -109,6 +109,23 @@ def _hugging_face(path: Path, precision: str, lazy: bool) -> tuple[Transformer, 
         raise FolderError(
             f"{path} has a {origin.architecture.name} model, which does not generate text; expected a decoder"
         )
+    tokenizer = read_tokenizer(path)
+    limit = next(
+        (origin.values[name] for name in ("max_position_embeddings", "n_positions") if name in origin.values),
+        getattr(origin.config, "context", 0),
+    )
+    if not limit:
+        raise FolderError(f"{path / CONFIG} has no max_position_embeddings, which limits the context")
+    model = from_pretrained(path, dtype=PRECISIONS[precision], lazy=lazy).eval()
+    return model, tokenizer, int(limit), ""
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face folder, without padding and truncation.
+
+    Raises:
+        FolderError: if the file is missing or damaged.
+    """
     if not (path / TOKENIZER).is_file():
         raise FolderError(
             f"{path} has no {TOKENIZER}; save the tokenizer with transformers' AutoTokenizer.save_pretrained"
@@ -117,16 +134,9 @@ def _hugging_face(path: Path, precision: str, lazy: bool) -> tuple[Transformer, 
         tokenizer = load_tokenizer(path / TOKENIZER)
     except Exception as error:  # the library raises plain Exception
         raise FolderError(f"{path / TOKENIZER} is damaged: {error}; download the file again") from None
-    limit = next(
-        (origin.values[name] for name in ("max_position_embeddings", "n_positions") if name in origin.values),
-        getattr(origin.config, "context", 0),
-    )
-    if not limit:
-        raise FolderError(f"{path / CONFIG} has no max_position_embeddings, which limits the context")
-    model = from_pretrained(path, dtype=PRECISIONS[precision], lazy=lazy).eval()
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return model, tokenizer, int(limit), ""
+    return tokenizer
 
 
 def _end_tokens(path: Path, tokenizer: Tokenizer) -> frozenset[int]:

@@ -16,7 +16,9 @@ from farandole.serve.request import MAX_CHOICES, MAX_LOGPROBS, RequestError, Sam
 Tokens = Annotated[list[int], Field(min_length=1)]
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """The base of all requests and their parts."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
@@ -36,13 +38,13 @@ class _Fields(BaseModel):
         return values
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """Options of a stream."""
 
     include_usage: bool = False
 
 
-class JSONSchema(_Fields):
+class JSONSchema(Fields):
     """A named schema, which the output always follows."""
 
     name: str
@@ -50,7 +52,7 @@ class JSONSchema(_Fields):
     strict: bool = True
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(Fields):
     """The format of the output."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -66,7 +68,7 @@ class ResponseFormat(_Fields):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class _Generation(_Fields):
+class _Generation(Fields):
     """Fields that completions and chat completions share."""
 
     model: str
@@ -153,21 +155,21 @@ class CompletionRequest(_Generation):
         return self._sampling(max_tokens, self.logprobs, self.echo and self.logprobs is not None)
 
 
-class TextPart(_Fields):
+class TextPart(Fields):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Fields):
+class FunctionCall(Fields):
     """A call of a function; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Fields):
+class ToolCall(Fields):
     """A tool call of the assistant."""
 
     id: str
@@ -188,7 +190,7 @@ class ToolCall(_Fields):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class Message(_Fields):
+class Message(Fields):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -228,7 +230,7 @@ class Message(_Fields):
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class Function(_Fields):
+class Function(Fields):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: Name
@@ -237,7 +239,7 @@ class Function(_Fields):
     strict: bool = False
 
 
-class Tool(_Fields):
+class Tool(Fields):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -249,13 +251,13 @@ class Tool(_Fields):
         return {"type": self.type, "function": function}
 
 
-class FunctionName(_Fields):
+class FunctionName(Fields):
     """The name of a function."""
 
     name: Name
 
 
-class NamedTool(_Fields):
+class NamedTool(Fields):
     """The tool that the model must call."""
 
     type: Literal["function"]
@@ -313,7 +315,7 @@ class ChatRequest(_Generation):
         return self._sampling(most, (self.top_logprobs or 0) if self.logprobs else None, False)
 
 
-class TokenizeRequest(_Fields):
+class TokenizeRequest(Fields):
     """The fields of POST /tokenize."""
 
     prompt: str

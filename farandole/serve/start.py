@@ -24,6 +24,9 @@ from farandole.launch.runtime import Runtime
 from farandole.mesh import Mesh
 from farandole.serve.app import Server
 from farandole.serve.draft import read_draft
+from farandole.serve.embedding import EmbeddingService
+from farandole.serve.embedding_app import EmbeddingServer
+from farandole.serve.encoder import read_encoder
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import find_model, read_model
 from farandole.serve.guard import Limits, read_keys
@@ -231,3 +234,50 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise RequestError("port", f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
+
+
+def start_encoder(
+    folder: Path,
+    *,
+    host: str,
+    port: int,
+    name: str,
+    precision: str,
+    context: int | None,
+    max_waiting: int,
+    token_budget: int,
+    api_keys: Path | None,
+    max_body: float,
+    request_timeout: float,
+    drain_timeout: int,
+) -> None:
+    """Serve the embeddings of an encoder until a signal; see `farandole serve --help` for the arguments.
+
+    Raises:
+        RequestError: if an argument is invalid.
+        FolderError: if the folder cannot be read.
+    """
+    keys = read_keys(api_keys) if api_keys is not None else []
+    listener = _listen(host, port)
+    encoder = read_encoder(folder.expanduser(), precision=precision, context=context)
+    service = EmbeddingService(encoder, max_waiting=max_waiting, token_budget=token_budget)
+    model_name = name or _name_of(encoder.folder)
+    limits = Limits(body_bytes=int(max_body * (1 << 20)), request_s=request_timeout)
+    app = EmbeddingServer(service, model_name, limits, keys).app
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=drain_timeout,
+        server_header=False,
+    )
+    listener.listen(2048)
+    address = listener.getsockname()
+    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    notify(
+        f"serving embeddings of {model_name} on http://{shown}:{address[1]} ({precision}, context {encoder.context}, "
+        f"{encoder.width} values, pooling: {encoder.pooling})"
+    )
+    if not keys and not address[0].startswith("127.") and address[0] != "::1":
+        notify("anyone who can reach this address can use the model: --api-keys FILE requires keys")
+    uvicorn.Server(config).run(sockets=[listener])

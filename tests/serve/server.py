@@ -77,7 +77,13 @@ def serving(
         **options,
     )
     service = Service(engine)
-    app = Server(found, service, NAME, limits or Limits(), keys).app
+    with running(Server(found, service, NAME, limits or Limits(), keys).app) as address:
+        yield address, service
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    """Run a server in a thread, and yield the address."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
@@ -87,7 +93,7 @@ def serving(
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", service
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()

@@ -1,0 +1,168 @@
+"""Compute embeddings in a thread, for clients in an asyncio event loop.
+
+The thread computes all waiting sequences together, up to `token_budget` tokens at a time, and sleeps while there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from farandole.serve.encoder import Encoder
+from farandole.serve.engine import QueueFullError
+from farandole.serve.request import RequestError
+
+log = logging.getLogger(__name__)
+
+
+class EmbeddingError(RuntimeError):
+    """The encoder failed."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A sequence that waits; `result` belongs to the event loop."""
+
+    tokens: Sequence[int]
+    result: asyncio.Future[Tensor]
+
+
+class EmbeddingService:
+    """Runs an encoder in a thread.
+
+    Args:
+        max_waiting: the maximum number of sequences that wait.
+        token_budget: the maximum number of tokens per batch; a longer sequence is a batch of its own.
+    """
+
+    def __init__(self, encoder: Encoder, *, max_waiting: int = 2048, token_budget: int = 4096) -> None:
+        self.encoder, self.max_waiting, self.token_budget = encoder, max_waiting, token_budget
+        self.sequences = self.tokens = self.batches = self.refused = 0
+        self.seconds = 0.0
+        self._condition = threading.Condition()
+        self._waiting: deque[_Job] = deque()
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="farandole-encoder", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread.  Call from the event loop that receives the embeddings."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after its batch."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the thread is running."""
+        return self._thread.is_alive()
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of sequences that wait."""
+        return len(self._waiting)
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raise RequestError if the encoder cannot embed a sequence."""
+        encoder = self.encoder
+        if not tokens:
+            raise RequestError("input", "expected at least one token, got none")
+        if len(tokens) > encoder.context:
+            raise RequestError(
+                "input",
+                f"an input of {len(tokens)} tokens does not fit in the context of {encoder.context} tokens",
+            )
+        if min(tokens) < 0 or max(tokens) >= encoder.vocabulary:
+            raise RequestError("input", f"expected tokens from 0 to {encoder.vocabulary - 1}")
+
+    def submit(self, sequences: Sequence[Sequence[int]]) -> list[asyncio.Future[Tensor]]:
+        """Add sequences to the queue: all or none.  Call from the event loop.
+
+        Returns:
+            The fp32 embeddings (width), in order.  Cancelled embeddings are not computed.  If the encoder fails, an
+            embedding raises EmbeddingError.
+
+        Raises:
+            RequestError: if the encoder cannot embed a sequence.
+            QueueFullError: if too many sequences are waiting.
+        """
+        for tokens in sequences:
+            self.check(tokens)
+        if len(sequences) > self.max_waiting:
+            raise RequestError("input", f"expected at most {self.max_waiting} inputs, got {len(sequences)}")
+        loop = asyncio.get_running_loop()
+        jobs = [_Job(tokens, loop.create_future()) for tokens in sequences]
+        with self._condition:
+            if len(self._waiting) + len(jobs) > self.max_waiting:
+                self.refused += 1
+                per_sequence = self.seconds / max(self.sequences, 1)
+                raise QueueFullError(
+                    f"{len(self._waiting)} sequences are waiting, and at most {self.max_waiting} may wait",
+                    per_sequence * len(self._waiting),
+                )
+            self._waiting.extend(jobs)
+            self._condition.notify()
+        return [job.result for job in jobs]
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        while batch := self._next():
+            start = time.perf_counter()
+            try:
+                found: Sequence[Tensor] | None = list(self.encoder.embed([job.tokens for job in batch]))
+            except Exception:
+                log.exception("a batch of embeddings failed; its requests get an error")
+                found = None
+            self.seconds += time.perf_counter() - start
+            self.batches += 1
+            self.sequences += len(batch)
+            self.tokens += sum(len(job.tokens) for job in batch)
+            self._deliver(batch, found)
+
+    def _next(self) -> list[_Job]:
+        """Wait for sequences, and return the next batch, or [] after `close`."""
+        batch: list[_Job] = []
+        with self._condition:
+            while not batch and not self._closed:
+                tokens = 0
+                while self._waiting and (
+                    not batch or tokens + len(self._waiting[0].tokens) <= self.token_budget
+                ):
+                    job = self._waiting.popleft()
+                    if not job.result.cancelled():
+                        batch.append(job)
+                        tokens += len(job.tokens)
+                if not batch:
+                    self._condition.wait()
+        return [] if self._closed else batch
+
+    def _deliver(self, batch: Sequence[_Job], found: Sequence[Tensor] | None) -> None:
+        """Set the results in the event loop, in one call per batch."""
+
+        def put() -> None:
+            for number, job in enumerate(batch):
+                if job.result.cancelled():
+                    continue
+                if found is None:
+                    job.result.set_exception(EmbeddingError)
+                else:
+                    job.result.set_result(found[number])
+
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(put)
+        except RuntimeError:  # the event loop is closed
+            log.debug("embeddings were dropped, because the event loop is closed")
