@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,23 +56,39 @@ def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
     Raises:
         BenchError: if ranks cannot be started.
     """
+    return Speeds(**measured("farandole.bench.machine", ranks, _FORMAT, remeasure=remeasure))
+
+
+def measured(module: str, ranks: int, kind: str | int, *, remeasure: bool = False) -> Any:
+    """Return the JSON that `ranks` ranks of a module write (at most one per core), cached unless `remeasure`.
+
+    Args:
+        module: the module, whose argument is the file.
+        kind: the kind of the measurement.
+
+    Raises:
+        BenchError: if ranks cannot be started.
+    """
     together = min(ranks, usable_cores())
-    kept = _cache_file(together)
+    kept = _cache_file(together, kind)
     if not remeasure and kept.is_file():
-        return Speeds(**json.loads(kept.read_text()))
+        return json.loads(kept.read_text())
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "speeds.json")
-        if launch("farandole.bench.machine", [str(answer)], ranks=together, module=True):
-            raise BenchError("the speed of this machine could not be measured; pass --flops and --bandwidth")
-        found = Speeds(**json.loads(answer.read_text()))
+        if launch(module, [str(answer)], ranks=together, module=True):
+            raise BenchError(
+                "the speed of this machine could not be measured; see the error message above, or describe the machine "
+                "with options"
+            )
+        text = answer.read_text()
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(asdict(found)))
-    return found
+    kept.write_text(text)
+    return json.loads(text)
 
 
-def _cache_file(ranks: int) -> Path:
+def _cache_file(ranks: int, kind: str | int) -> Path:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    about = [_FORMAT, platform.node(), platform.machine(), usable_cores(), ranks, torch.__version__, devices]
+    about = [kind, platform.node(), platform.machine(), usable_cores(), ranks, torch.__version__, devices]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     return default_cache() / "machines" / f"{key}.json"
 

@@ -86,7 +86,7 @@ _FLOPS_PER_BYTE = 200
 
 The data sheets give 156 for an A100 (312 TFLOP/s, 2 TB/s) and 295 for an H100."""
 
-_CONTEXT_BYTES = 600 << 20
+CONTEXT_BYTES = 600 << 20
 """The approximate accelerator memory of a process before its first tensor; depends on the loaded kernels."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECASE)
@@ -131,7 +131,7 @@ def plan(setup: PlanSetup) -> Planned:
     Raises:
         ConfigError, PlanError, BenchError: if options are invalid.
     """
-    request = read_request(_words(setup), resume=False)
+    request = read_request(run_words(setup), resume=False)
     config = load_config(request.source, request.overrides)
     ranks = setup.ranks or default_ranks(config)
     if ranks % setup.nodes:
@@ -172,7 +172,7 @@ def plan(setup: PlanSetup) -> Planned:
     return Planned(config, workload, machine, ranks, estimates)
 
 
-def _words(setup: PlanSetup) -> list[str]:
+def run_words(setup: PlanSetup) -> list[str]:
     """Return the words of the run; expand hf:FOLDER to train the model in a Hugging Face folder with config.json."""
     words: list[str] = []
     for word in setup.words:
@@ -445,7 +445,7 @@ def _accelerated(setup: PlanSetup) -> Machine:
         stream=setup.flops / _FLOPS_PER_BYTE,
         bandwidth=setup.bandwidth,
         host_bandwidth=setup.host_bandwidth,
-        process=_CONTEXT_BYTES,
+        process=CONTEXT_BYTES,
         libraries=0,
         hosts=setup.nodes,
         shared=False,

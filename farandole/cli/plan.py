@@ -10,14 +10,24 @@ from farandole.cli.config import complete_words
 
 if TYPE_CHECKING:
     from farandole.bench.planning import Planned, PlanSetup
+    from farandole.bench.serving.plan import ServingPlanSetup
+
+
+SERVING = (
+    *("words", "serve", "ranks", "memory", "tensor", "precision", "flops", "memory_bandwidth", "bandwidth"),
+    *("prompt_tokens", "output_tokens", "max_running", "accelerators", "measure", "check", "json"),
+)
+"""The parameters that apply with --serve."""
+ONLY_SERVING = ("memory_bandwidth", "prompt_tokens", "output_tokens", "max_running")
 
 
 def plan(
+    context_: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[PRESET] [KEY=VALUE]...",
-            help="The training run: the same arguments as for farandole train.",
+            help="The training run, or the model to serve: the same arguments as for farandole train.",
             show_default=False,
             autocompletion=complete_words,
         ),
@@ -156,6 +166,31 @@ def plan(
             show_default="--bandwidth applies between hosts too",
         ),
     ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Predict how the ranks serve the model, instead of training it.")
+    ] = False,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=1, help="With --serve: mean tokens of a prompt.")
+    ] = 512,
+    output_tokens: Annotated[
+        int, typer.Option("--output-tokens", min=1, help="With --serve: mean tokens of an output.")
+    ] = 128,
+    max_running: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="With --serve: sequences in the batch of a replica.  Repeatable.",
+            show_default="1, 4, 16, ...",
+        ),
+    ] = None,
+    memory_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="With --serve: bandwidth of a rank's memory in bytes/s, such as 3.35T.",
+            show_default="measured",
+        ),
+    ] = None,
     accelerators: Annotated[
         bool,
         typer.Option(
@@ -196,6 +231,11 @@ def plan(
       farandole plan tiny plan.zero=1 --check       run the best plan and compare
 
     \b
+    Plan a server: memory of keys and values, latencies and tokens per second, for replicas on one or several ranks:
+      farandole plan --serve hf:FOLDER -n 2 --prompt-tokens 512 --output-tokens 128
+      farandole plan --serve hf:llama-8b -n 8 --accelerators --memory 80GiB --flops 600T --memory-bandwidth 3.3T --bandwidth 300G
+
+    \b
     Plan for a model from a Hugging Face folder (only config.json is required):
       farandole plan hf:llama-8b -n 64 --nodes 8 --accelerators --memory 80GiB --flops 400T --bandwidth 300G --host-bandwidth 50G model.context=4096
     """
@@ -213,17 +253,39 @@ def plan(
     from farandole.bench.planning import PlanSetup, parse_number
     from farandole.bench.setup import BenchError
 
+    def number(option: str, text: str | None, base: int = 1000) -> float | None:
+        return None if text is None else parse_number(option, text, base)
+
     try:
+        _check_options(context_, serve=serve)
+        if serve:
+            from farandole.bench.serving.plan import ServingPlanSetup
+            from farandole.planner.serving import Mix
+
+            least = number("--memory", memory, 1024)
+            serving = ServingPlanSetup(
+                words=tuple(words or ()),
+                mix=Mix(prompt_tokens, output_tokens),
+                ranks=ranks or 1,
+                memory=None if least is None else int(least),
+                flops=number("--flops", flops),
+                memory_bandwidth=number("--memory-bandwidth", memory_bandwidth),
+                bandwidth=number("--bandwidth", bandwidth),
+                tensor=tensor or (),
+                precision=precision or (),
+                running=max_running or (),
+                accelerators=accelerators,
+                remeasure=measure,
+            )
+            raise typer.Exit(_answer_serving(serving, json, is_checked=check))
         setup = PlanSetup(
             words=tuple(words or ()),
             ranks=ranks,
             nodes=nodes,
             memory=None if memory is None else int(parse_number("--memory", memory, 1024)),
-            flops=None if flops is None else parse_number("--flops", flops, 1000),
-            bandwidth=None if bandwidth is None else parse_number("--bandwidth", bandwidth, 1000),
-            host_bandwidth=None
-            if host_bandwidth is None
-            else parse_number("--host-bandwidth", host_bandwidth, 1000),
+            flops=number("--flops", flops),
+            bandwidth=number("--bandwidth", bandwidth),
+            host_bandwidth=number("--host-bandwidth", host_bandwidth),
             choices={
                 "tensor": tensor or [],
                 "sequence": [] if sequence is None else [sequence],
@@ -259,6 +321,21 @@ def _check_words(words: list[str]) -> None:
         load_config(request.source, request.overrides)
 
 
+def _check_options(context: typer.Context, *, serve: bool) -> None:
+    """Raise BenchError for options that apply only with, or only without, --serve."""
+    from farandole.bench.setup import BenchError
+
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is None or source.name == "DEFAULT":
+            continue
+        option = "--" + name.replace("_", "-")
+        if serve and name not in SERVING:
+            raise BenchError(f"{option} is for training; omit {option} or --serve")
+        if not serve and name in ONLY_SERVING:
+            raise BenchError(f"{option} requires --serve")
+
+
 def _refuse(error: Exception) -> NoReturn:
     """Print the error, and exit."""
     typer.echo(f"farandole plan: {error}", err=True)
@@ -285,6 +362,32 @@ def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int 
     console.print()
     console.print(table)
     return 0 if close else 1
+
+
+def _answer_serving(setup: ServingPlanSetup, json: str | None, *, is_checked: bool) -> int:
+    """Print the predictions for a server, and return the exit status: 1 if no choice fits."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from farandole.bench.serving.plan import check, checked_table, dump, plan_serving, table
+    from farandole.bench.setup import BenchError
+
+    planned = plan_serving(setup)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # do not wrap lines in a pipe or a file
+    console.print(table(planned))
+    if json is not None:
+        try:
+            Path(json).write_text(dump(planned) + "\n")
+        except OSError as error:
+            raise BenchError(f"cannot write {json}: {error}; choose another path") from error
+    if is_checked:
+        found = check(planned)
+        console.print()
+        console.print(checked_table(found, planned.replicas(found[0][0])))
+    return 0 if any(one.running <= one.fits for one in planned.estimates) else 1
 
 
 def _write(planned: Planned, json: str | None, picture: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of servers with OpenAI's interface.
+"""The benchmark of servers with OpenAI's interface, and the planner's measurements.
 
 run.py      measures all scenarios
 setup.py    the options
@@ -7,4 +7,7 @@ client.py   sends requests, and records when each part of an answer arrives
 limit.py    the shortest possible times, from weights, bandwidth and arithmetic
 results.py  statistics and the report
 picture.py  the picture
+plan.py     predicts the speed of ranks that serve a model (`farandole plan --serve`)
+speeds.py   measures the speeds of this machine for the prediction
+plan_check.py  measures one rank, to check the prediction
 """

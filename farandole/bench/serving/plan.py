@@ -1,0 +1,241 @@
+"""Predict how ranks serve a model, for `farandole plan --serve`, and check the prediction."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from farandole.bench.planning import CONTEXT_BYTES, PlanSetup, run_words
+from farandole.bench.serving.plan_check import Measured, Order
+from farandole.bench.serving.speeds import PRECISIONS, speeds
+from farandole.bench.setup import BenchError
+from farandole.data.wording import counted
+from farandole.launch.control_groups import available_memory
+from farandole.launch.local import launch
+from farandole.models.sequence import Transformer
+from farandole.plan import PlanError
+from farandole.planner.serving import (
+    Mix,
+    ServedPart,
+    ServingEstimate,
+    ServingMachine,
+    estimate_serving,
+    running_choices,
+)
+from farandole.train.config import load_config
+from farandole.train.start import read_request
+from farandole.train.workload import workload_of
+
+MOST_RUNNING = 256
+"""The largest number of running sequences to consider by default."""
+
+
+@dataclass(frozen=True)
+class ServingPlanSetup:
+    """Options of `farandole plan --serve`.
+
+    `words` describe the model, as for a training run.  `memory` (bytes), `flops`, `memory_bandwidth` and `bandwidth` (bytes
+    per second) are per rank; with `accelerators`, all four are required, and otherwise this machine's values are
+    measured.  `tensor`, `precision` and `running` are the choices to consider.
+    """
+
+    words: tuple[str, ...]
+    mix: Mix
+    ranks: int = 1
+    memory: int | None = None
+    flops: float | None = None
+    memory_bandwidth: float | None = None
+    bandwidth: float | None = None
+    tensor: Sequence[int] = ()
+    precision: Sequence[str] = ()
+    running: Sequence[int] = ()
+    accelerators: bool = False
+    remeasure: bool = False
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """The predictions for all choices, and the replicas of each."""
+
+    setup: ServingPlanSetup
+    machine: ServingMachine
+    estimates: list[ServingEstimate]
+
+    def replicas(self, estimate: ServingEstimate) -> int:
+        """Return the number of replicas on all ranks."""
+        return self.setup.ranks // estimate.part.tensor
+
+
+def plan_serving(setup: ServingPlanSetup) -> ServingPlan:
+    """Predict every choice: the precision, the ranks that divide the model, and the running sequences.
+
+    Raises:
+        ConfigError, PlanError, BenchError: if options are invalid.
+    """
+    for name in setup.precision:
+        if name not in PRECISIONS:
+            raise BenchError(f"--precision {name}: expected one of {', '.join(PRECISIONS)} with --serve")
+    model = _model(setup.words)
+    machine = _machine(setup)
+    precisions = setup.precision or (["bf16"] if setup.accelerators else ["fp32"])
+    found: list[ServingEstimate] = []
+    refusal: PlanError | None = None
+    for precision in precisions:
+        for tensor in setup.tensor or [n for n in (1, 2, 4, 8) if setup.ranks % n == 0]:
+            if setup.ranks % tensor:
+                raise BenchError(f"--tensor {tensor} is not a divisor of --ranks {setup.ranks}")
+            try:
+                part = ServedPart.of(model, tensor, precision)
+            except PlanError as error:
+                refusal = error
+                continue
+            fits = estimate_serving(part, machine, setup.mix, 1).fits
+            for running in setup.running or running_choices(max(1, min(fits, MOST_RUNNING))):
+                found.append(estimate_serving(part, machine, setup.mix, running))
+    if not found and refusal is not None:
+        raise refusal
+    return ServingPlan(setup, machine, found)
+
+
+def _model(words: Sequence[str]) -> Transformer:
+    request = read_request(run_words(PlanSetup(tuple(words))), resume=False)
+    config = load_config(request.source, request.overrides)
+    model = workload_of(config, 1).model
+    if config.task not in ("text", "sft") or not isinstance(model, Transformer):
+        raise BenchError(f"--serve: expected a model that generates text, got task={config.task!r}")
+    return model
+
+
+def _machine(setup: ServingPlanSetup) -> ServingMachine:
+    if not setup.accelerators:
+        if torch.cuda.is_available():
+            raise BenchError("--serve measures CPU hosts only; describe the accelerators with --accelerators")
+        if given := [
+            name for name in ("flops", "memory_bandwidth", "bandwidth") if getattr(setup, name) is not None
+        ]:
+            raise BenchError(f"--{given[0].replace('_', '-')} requires --accelerators, with --serve")
+        measured = speeds(setup.ranks, remeasure=setup.remeasure)
+        return measured.machine(setup.memory or available_memory() // setup.ranks)
+    if (
+        setup.memory is None
+        or setup.flops is None
+        or setup.memory_bandwidth is None
+        or (setup.bandwidth is None and setup.ranks > 1)
+    ):
+        raise BenchError(
+            "--serve --accelerators requires --memory, --flops and --memory-bandwidth, and --bandwidth for several ranks"
+        )
+    return ServingMachine.of_accelerator(
+        memory=setup.memory,
+        flops=setup.flops,
+        read=setup.memory_bandwidth,
+        bandwidth=setup.bandwidth or 1e12,
+        process=CONTEXT_BYTES,
+    )
+
+
+def table(plan: ServingPlan) -> Table:
+    """Return the table of all predictions."""
+    setup = plan.setup
+    title = (
+        f"{counted(setup.ranks, 'rank')}, prompts of {setup.mix.prompt} tokens, outputs of {setup.mix.output} tokens; "
+        f"{plan.machine.memory / (1 << 30):.1f} GiB per rank"
+    )
+    found = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
+    for name in (
+        "precision",
+        "tensor",
+        "replicas",
+        "weights GiB",
+        "KV KiB/token",
+        "fit",
+        "running",
+        "TTFT ms",
+        "TPOT ms",
+        "tokens/s per rank",
+        "tokens/s",
+        "requests/s",
+    ):
+        found.add_column(name, justify="left" if name == "precision" else "right", no_wrap=True)
+    for one in plan.estimates:
+        replicas = plan.replicas(one)
+        total = replicas * one.tokens_per_s
+        speed = (
+            [
+                f"{1e3 * one.ttft:,.3g}",
+                f"{1e3 * one.tpot:.3g}",
+                f"{total / setup.ranks:,.0f}",
+                f"{total:,.0f}",
+                f"{replicas * one.requests_per_s:.3g}",
+            ]
+            if one.running <= one.fits
+            else ["does not fit", "", "", "", ""]
+        )
+        found.add_row(
+            one.part.precision,
+            str(one.part.tensor),
+            str(replicas),
+            f"{one.weight_bytes / (1 << 30):.3g}",
+            f"{one.part.kv_bytes / 1024:.3g}",
+            f"{one.fits:,}",
+            str(one.running),
+            *speed,
+        )
+    return found
+
+
+def dump(plan: ServingPlan) -> str:
+    """Return the machine and all predictions as JSON."""
+    plans = [{**asdict(one), "replicas": plan.replicas(one)} for one in plan.estimates]
+    content = {"setup": asdict(plan.setup), "machine": asdict(plan.machine), "plans": plans}
+    return json.dumps(content, indent=1, default=str)
+
+
+def check(plan: ServingPlan) -> list[tuple[ServingEstimate, Measured]]:
+    """Serve with the first precision and mesh of the plan on this machine; return predictions and measurements.
+
+    Raises:
+        BenchError: if a rank fails, or the plan is for another machine.
+    """
+    first = plan.estimates[0].part
+    alike = [one for one in plan.estimates if one.part == first and one.running <= one.fits]
+    if plan.setup.accelerators or not alike:
+        raise BenchError("--check requires a plan for this machine that fits")
+    words = tuple(run_words(PlanSetup(plan.setup.words)))
+    runs = tuple(one.running for one in alike)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "measured.json")
+        order = Order(words, first.tensor, first.precision, asdict(plan.setup.mix), runs, str(answer))
+        if launch("farandole.bench.serving.plan_check", [order.dump()], ranks=plan.setup.ranks, module=True):
+            raise BenchError("--check failed: a rank ended; see its error message above")
+        return [
+            (one, Measured(**found)) for one, found in zip(alike, json.loads(answer.read_text()), strict=True)
+        ]
+
+
+def checked_table(found: Sequence[tuple[ServingEstimate, Measured]], replicas: int) -> Table:
+    """Return the predicted and measured speeds, and the errors."""
+    result = Table(
+        title="predicted / measured (error)", title_justify="left", title_style="", box=None, pad_edge=False
+    )
+    for name in ("running", "TTFT ms", "TPOT ms", "tokens/s"):
+        result.add_column(name, justify="right", no_wrap=True)
+    for one, measured in found:
+        result.add_row(
+            str(one.running),
+            _compared(1e3 * one.ttft, 1e3 * measured.ttft),
+            _compared(1e3 * one.tpot, 1e3 * measured.tpot),
+            _compared(replicas * one.tokens_per_s, measured.tokens_per_s),
+        )
+    return result
+
+
+def _compared(predicted: Any, measured: float) -> str:
+    return f"{predicted:,.3g} / {measured:,.3g} ({predicted / measured - 1:+.0%})"

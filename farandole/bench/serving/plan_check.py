@@ -1,0 +1,163 @@
+"""One rank of `farandole plan --serve --check`: serve random prompts with random weights, and measure the speed.
+
+    python -m farandole.bench.serving.plan_check ORDER
+
+ORDER is JSON.  Rank 0 writes a list of `Measured`, one for each number of running sequences.  The first rank of each
+replica drives its own engine.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import farandole
+from farandole._startup import keep_freed_memory
+from farandole.comm.communicator import Communicator
+from farandole.launch.runtime import Runtime
+from farandole.models.sequence import Transformer
+from farandole.parallel.precision import TYPES
+from farandole.planner.serving import Mix
+from farandole.serve.engine import GenerationEngine
+from farandole.serve.ranks import LocalDriver, Worker
+from farandole.serve.request import Sampling
+from farandole.serve.runner import Runner
+from farandole.serve.shards import shard_model
+from farandole.train.config import load_config
+from farandole.train.folders import build_language_model
+from farandole.train.start import read_request
+
+ROUNDS = 2
+"""The requests per running sequence that are measured."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The model, the mesh, the requests, and the file for the measurements."""
+
+    words: Sequence[str]
+    tensor: int
+    precision: str
+    mix: Mapping[str, int]
+    running: Sequence[int]
+    answer: str
+
+    def dump(self) -> str:
+        """Return the order as JSON."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Mean seconds to the first token and per output token, and the tokens per second of all replicas."""
+
+    ttft: float
+    tpot: float
+    tokens_per_s: float
+
+
+def measure(order: Order, runtime: Runtime) -> list[Measured]:
+    """Serve with each number of running sequences; return the measurements of all replicas together."""
+    keep_freed_memory()
+    request = read_request(list(order.words), resume=False)
+    model = build_language_model(load_config(request.source, request.overrides))
+    assert isinstance(model, Transformer)
+    model = model.to(TYPES[order.precision]).eval()
+    comm = runtime.comm.split(runtime.rank // order.tensor)
+    assert comm is not None
+    found: list[Measured] = []
+    if order.tensor > 1:
+        shard_model(model, comm)
+    if comm.rank:
+        worker = Worker(model, comm)
+        for _ in order.running:
+            runtime.comm.barrier()
+            worker.follow()
+            found.append(Measured(0.0, 0.0, 0.0))
+    else:
+        runner = Runner(model) if order.tensor == 1 else LocalDriver(model, comm)
+        mix = Mix(**order.mix)
+        engine = GenerationEngine(
+            runner,
+            context=mix.prompt + mix.output,
+            max_running=max(order.running),
+            token_budget=max(256, 2 * max(order.running)),
+        )
+        for running in order.running:
+            runtime.comm.barrier()
+            found.append(_serve(engine, mix, running))
+            if isinstance(runner, LocalDriver):
+                runner.pause()
+    return _together(runtime.comm, found, order.tensor)
+
+
+def _serve(engine: GenerationEngine, mix: Mix, running: int) -> Measured:
+    """Keep `running` sequences in the batch, and measure the requests after the first ones."""
+    choose = random.Random(running)
+    started: dict[int, float] = {}
+    first: dict[int, float] = {}
+    ttft, tpot, steps = [], [], []
+
+    def add(output: int) -> None:
+        prompt = [choose.randrange(engine.vocabulary) for _ in range(mix.prompt)]
+        number = engine.add(prompt, Sampling(max_tokens=output, ignore_eos=True))
+        started[number] = time.perf_counter()
+
+    for number in range(running):  # the first ones end at different times
+        add(1 + (mix.output - 1) * (number + 1) // running)
+    ended = tokens = 0
+    begin = time.perf_counter()
+    while ended < (1 + ROUNDS) * running:
+        before = time.perf_counter()
+        outputs = engine.step()
+        now = time.perf_counter()
+        tokens += len(outputs)
+        steps.append(now - before)
+        for output in outputs:
+            first.setdefault(output.request, now)
+            if output.finish_reason is None:
+                continue
+            ended += 1
+            if ended > running:
+                ttft.append(first[output.request] - started[output.request])
+                tpot.append((now - first[output.request]) / max(1, mix.output - 1))
+            elif ended == running:
+                begin, tokens = now, 0
+                steps.clear()
+            add(mix.output)
+    seconds = time.perf_counter() - begin
+    engine.cancel_all()
+    # a request that arrives at any time waits for half a step
+    waiting = statistics.fmean(steps) / 2 if running > 1 else 0.0
+    return Measured(statistics.fmean(ttft) + waiting, statistics.fmean(tpot), tokens / seconds)
+
+
+def _together(comm: Communicator, own: Sequence[Measured], width: int) -> list[Measured]:
+    every = comm.all_gather_object(list(own))[::width]
+    return [
+        Measured(
+            statistics.fmean(each.ttft for each in replicas),
+            statistics.fmean(each.tpot for each in replicas),
+            sum(each.tokens_per_s for each in replicas),
+        )
+        for replicas in zip(*every, strict=True)
+    ]
+
+
+def main(text: str) -> None:
+    """Run an order as one of the launched ranks."""
+    order = Order(**json.loads(text))
+    with farandole.init() as runtime:
+        found = measure(order, runtime)
+        if runtime.rank == 0:
+            Path(order.answer).write_text(json.dumps([asdict(each) for each in found]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

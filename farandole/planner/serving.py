@@ -1,0 +1,307 @@
+"""Predict the memory and the speed of a generation engine that serves a model.
+
+    part = ServedPart.of(model, tensor=2, precision="bf16")
+    estimate_serving(part, machine, Mix(prompt=512, output=128), running=16).tokens_per_s
+
+A step computes one token of each running sequence, and the prompts of new sequences.  Its time is the sum of
+
+products       a matrix product reads its weights once for all rows of the step
+attention      reads the keys and values of all running sequences
+communication  tensor parallelism all-reduces the hidden states of all tokens, several times per layer
+overhead       of each layer and of each sequence, which does not depend on the size of the model
+
+In the steady state, as many sequences start as end.  A replica with B running sequences, prompts of P tokens and outputs
+of N tokens therefore computes, in the time of one sequence, N steps with B sequences, and B prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farandole.memory.dry_run import device_of, fake_model
+from farandole.models.moe import MixtureOfExperts
+from farandole.models.sequence import KeyValueCache, SequenceInfo, Transformer
+from farandole.parallel.precision import TYPES
+from farandole.parallel.tensor import sharded_logits
+from farandole.plan import Plan, PlanError
+from farandole.planner.workload import Workload
+
+PAGE = 16
+"""The positions by which the memory of a sequence grows."""
+ACCELERATOR_LATENCY_S = 10e-6
+"""The assumed seconds of a small all-reduce between accelerators of a host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingMachine:
+    """One rank's share of a machine while all ranks compute.
+
+    Args:
+        memory: bytes that a rank may use.
+        products: by precision, the seconds per weight of a product with this number of rows, in ascending order.  Between
+            the points, seconds are a linear function of the rows; above the last, they are proportional to the rows.
+        read: bytes per second with which attention reads keys and values.
+        flops: floating-point operations per second in the attention of prompts, by precision.
+        bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
+        latency: seconds of an all-reduce of a few bytes.
+        step, layer, sequence: seconds per step, per layer of a step, and per sequence of a step, in addition to the rest.
+        process: bytes of a process without a model.
+        copies: by precision, the number of copies of the multiplied weights.
+    """
+
+    memory: int
+    products: Mapping[str, Sequence[tuple[int, float]]]
+    read: float
+    flops: Mapping[str, float]
+    bandwidth: float
+    latency: float = 0.0
+    step: float = 0.0
+    layer: float = 0.0
+    sequence: float = 0.0
+    process: int = 0
+    copies: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_accelerator(
+        cls, *, memory: int, flops: float, read: float, bandwidth: float, process: int
+    ) -> ServingMachine:
+        """Return an accelerator with published speeds: a product takes the time of its reads or of its operations."""
+        products = {}
+        for name in ("fp32", "bf16", "fp16"):
+            reading = TYPES[name].itemsize / read
+            knee = max(1, int(reading * flops / 2))
+            products[name] = [(knee, reading), (knee + 1, 2 * (knee + 1) / flops)]
+        return cls(
+            memory=memory,
+            products=products,
+            read=read,
+            flops=dict.fromkeys(products, flops),
+            bandwidth=bandwidth,
+            latency=ACCELERATOR_LATENCY_S,
+            process=process,
+        )
+
+    def product_s(self, precision: str, rows: float) -> float:
+        """Return the seconds per weight of a product with this number of rows."""
+        points = self.products[precision]
+        if rows <= points[0][0]:
+            return points[0][1]
+        for (before, low), (after, high) in zip(points, points[1:], strict=False):
+            if rows <= after:
+                return low + (high - low) * (rows - before) / (after - before)
+        last, seconds = points[-1]
+        return seconds * rows / last
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The requests: the mean number of tokens of a prompt and of an output."""
+
+    prompt: int
+    output: int
+
+    @property
+    def positions(self) -> int:
+        """Return the positions whose keys and values a sequence stores; its last token needs none."""
+        return -(-(self.prompt + self.output - 1) // PAGE) * PAGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedPart:
+    """One rank's part of a model.
+
+    Args:
+        precision: the precision of weights, keys and values.
+        tensor: the number of ranks that divide the model.
+        layers: the number of attention layers.
+        weights: all parameters, including tables that are not multiplied.
+        body: the weights that each token is multiplied with, without experts and the head.
+        experts: the weights of all experts.
+        expert_count, expert_top: the number of experts of a layer, and of experts of a token.
+        head: the weights that each token with logits is multiplied with.
+        kv_bytes: the bytes of keys and values per position.
+        attention: the operations of attention per token and position.
+        messages: the all-reduces of a step.
+        sent: the bytes that this rank sends per token of a step.
+    """
+
+    precision: str
+    tensor: int
+    layers: int
+    weights: int
+    body: int
+    experts: int
+    expert_count: int
+    expert_top: int
+    head: int
+    kv_bytes: int
+    attention: int
+    messages: int
+    sent: float
+
+    @classmethod
+    def of(cls, model: Transformer, tensor: int, precision: str) -> ServedPart:
+        """Return rank 0's part of a model, which may be on the meta device.
+
+        Raises:
+            PlanError: if the ranks cannot divide the model; the message contains the nearest plans.
+        """
+        tokens = torch.zeros(1, 1, dtype=torch.int64)
+        work = Workload(model=model, example=tokens).split(Plan(tensor=tensor), tensor)
+        own: Any = work.model
+        probe = _Probe()
+        with (
+            torch.no_grad(),
+            sharded_logits(own),
+            fake_model(own, tokens, device_of(own), TYPES[precision]) as fake,
+        ):
+            own(fake, SequenceInfo(cache=probe))
+        moes = [module for module in own[1:-1].modules() if isinstance(module, MixtureOfExperts)]
+        experts = sum(_count(each.experts) for each in moes)
+        sent = work.sent or []
+        return cls(
+            precision=precision,
+            tensor=tensor,
+            layers=probe.layers,
+            weights=_count(own),
+            body=_count(own[1:-1]) - experts,
+            experts=experts,
+            expert_count=moes[0].experts.count if moes else 1,
+            expert_top=moes[0].router.top if moes else 1,
+            head=_count(own[-1]),
+            kv_bytes=probe.kv_bytes,
+            attention=probe.operations,
+            messages=len(sent),
+            sent=sum(nbytes for _, nbytes in sent),
+        )
+
+
+class _Probe(KeyValueCache):
+    """Counts the keys, values and operations of all attention layers for one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.kv_bytes = self.operations = 0
+
+    def append(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Count a layer."""
+        self.layers += 1
+        self.kv_bytes += key.nbytes + value.nbytes
+        return key, value
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        """Count the operations, and return an output (1, heads, tokens, value width)."""
+        heads = query.shape[1]
+        self.operations += 2 * heads * (query.shape[3] + value.shape[3])
+        return query.new_zeros(1, heads, query.shape[2], value.shape[3])
+
+
+@dataclass(frozen=True)
+class ServingEstimate:
+    """The prediction for one replica, on the rank with the largest part.
+
+    Args:
+        running: the number of running sequences.
+        weight_bytes: the bytes of the weights, including copies.
+        fits: the number of sequences whose keys and values fit in memory.
+        ttft: seconds from the arrival to the first token, if no other request waits.
+        tpot: seconds per output token after the first, with the prompts of other requests.
+        tokens_per_s: output tokens of the replica per second.
+        requests_per_s: requests of the replica per second.
+    """
+
+    part: ServedPart
+    running: int
+    weight_bytes: int
+    fits: int
+    ttft: float
+    tpot: float
+    tokens_per_s: float
+    requests_per_s: float
+
+
+def estimate_serving(
+    part: ServedPart, machine: ServingMachine, mix: Mix, running: int, *, token_budget: int = 256
+) -> ServingEstimate:
+    """Return the prediction for a replica with this number of running sequences.
+
+    Args:
+        token_budget: the maximum number of tokens of a step.
+    """
+    decode = _decode_s(part, machine, mix, running)
+    room = max(1, (token_budget or max(256, 2 * running)) - running + 1)
+    pieces = -(-mix.prompt // room)
+    prompt = _prompt_s(part, machine, mix.prompt, pieces, running)
+    steps = mix.output - 1 + pieces
+    total = steps * decode + running * prompt
+    waiting = total / steps / 2 if running > 1 else 0.0
+    copied = (machine.copies.get(part.precision, 1) - 1) * (part.body + part.experts + part.head)
+    weight_bytes = (part.weights + copied) * TYPES[part.precision].itemsize
+    return ServingEstimate(
+        part,
+        running,
+        weight_bytes,
+        kv_memory(part, machine, weight_bytes) // (mix.positions * part.kv_bytes),
+        ttft=waiting + pieces * decode + prompt,
+        tpot=decode + (running - 1) * prompt / steps,
+        tokens_per_s=running * mix.output / total,
+        requests_per_s=running / total,
+    )
+
+
+def kv_memory(part: ServedPart, machine: ServingMachine, weight_bytes: int) -> int:
+    """Return the bytes of a rank that remain for keys and values."""
+    return max(0, machine.memory - machine.process - weight_bytes)
+
+
+def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int) -> float:
+    """Return the seconds of a step with one token of each sequence, in the middle of its output."""
+    positions = running * (mix.prompt + mix.output / 2)
+    attention = max(
+        positions * part.kv_bytes / machine.read,
+        positions * part.attention / machine.flops[part.precision],
+    )
+    products = _products_s(part, machine, running) + part.head * machine.product_s(part.precision, running)
+    overhead = machine.step + part.layers * machine.layer + running * machine.sequence
+    return products + attention + overhead + _communication_s(part, machine, running)
+
+
+def _prompt_s(part: ServedPart, machine: ServingMachine, tokens: int, pieces: int, running: int) -> float:
+    """Return the seconds by which a prompt makes its steps longer, compared with one more decoded token."""
+    others = running - 1
+    rows = others + tokens / pieces
+    products = pieces * (_products_s(part, machine, rows) - _products_s(part, machine, running))
+    attention = part.attention * tokens * (tokens + 1) / 2 / machine.flops[part.precision]
+    sent = (tokens - pieces) * part.sent / machine.bandwidth
+    return max(0.0, products) + attention + sent
+
+
+def _products_s(part: ServedPart, machine: ServingMachine, rows: float) -> float:
+    """Return the seconds of all products but the head, for a step with this number of tokens."""
+    dense = part.body * machine.product_s(part.precision, rows)
+    if not part.experts:
+        return dense
+    share = part.expert_top / part.expert_count
+    used = 1 - math.pow(1 - share, rows)  # the part of the experts that at least one token uses
+    return dense + used * part.experts * machine.product_s(part.precision, max(1.0, rows * share / used))
+
+
+def _communication_s(part: ServedPart, machine: ServingMachine, tokens: float) -> float:
+    return part.messages * machine.latency + tokens * part.sent / machine.bandwidth
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def running_choices(most: int) -> list[int]:
+    """Return 1, 4, 16, 64, ... up to `most`, and `most`."""
+    if most < 1:
+        raise PlanError("running: expected at least 1 sequence, got 0; use more memory")
+    return sorted({*(4**power for power in range(20) if 4**power <= most), most})
