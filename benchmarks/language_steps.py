@@ -63,7 +63,9 @@ def local_step(
         change: a function that changes the split model.
     """
     torch.manual_seed(0)
-    model, mesh = build(), Mesh.box(comm.size, **plan.sizes(comm.size))
+    model = build()
+    sizes: dict[str, Any] = plan.sizes(comm.size)
+    mesh = Mesh.box(comm.size, **sizes)
     apply(model, Position(mesh, mesh.of_rank(comm.rank)[0]), plan, Layouts(model))
     change(model)
     optimizer = adamw(model)
