@@ -148,7 +148,7 @@ def run_rank() -> None:
             "parallelize_module over farandole": DeviceMesh.from_group(dist.group.WORLD, "cpu"),
         }
         steps = {
-            "ideal": local_step(build, tensor.apply, "tensor", runtime.comm, batch),
+            "ideal": local_step(build, tensor.apply, Plan(tensor=size), runtime.comm, batch),
             f"farandole tensor={size}": our_step(build, Plan(tensor=size), batch),
             f"farandole tensor={size} sequence": our_step(build, Plan(tensor=size, sequence=True), batch),
         } | {name: torch_step(mesh, batch) for name, mesh in meshes.items()}

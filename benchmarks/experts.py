@@ -240,7 +240,7 @@ def run_rank() -> None:
                 OURS: our_step(build, Plan(expert=size), batch),
                 GLOO: torch_step(batch, group),
                 LIMIT: local_step(
-                    build, expert.apply, "expert", comm, batch, partial(compute_own_rows, ranks=size)
+                    build, expert.apply, Plan(expert=size), comm, batch, partial(compute_own_rows, ranks=size)
                 ),
             }
             found = seconds_per_round(steps, comm.barrier, ROUNDS)

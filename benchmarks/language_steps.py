@@ -51,21 +51,22 @@ def our_step(build: Callable[[], nn.Module], plan: Plan, batch: tuple[Tensor, Te
 def local_step(
     build: Callable[[], nn.Module],
     apply: Apply,
-    axis: str,
+    plan: Plan,
     comm: Communicator,
     batch: tuple[Tensor, Tensor],
     change: Callable[[nn.Module], None] = lambda model: None,
 ) -> Callable[[], Any]:
-    """Return a training step with this rank's part of a model that an axis splits over all ranks, without communication.
+    """Return a training step with this rank's part of a model that an axis of `plan` splits, without communication.
 
     Args:
         apply: the function of the axis.
         change: a function that changes the split model.
     """
     torch.manual_seed(0)
-    model, sizes = build(), {axis: comm.size}
+    model = build()
+    sizes: dict[str, Any] = plan.sizes(comm.size)
     mesh = Mesh.box(comm.size, **sizes)
-    apply(model, Position(mesh, mesh.of_rank(comm.rank)[0]), Plan(**sizes), Layouts(model))
+    apply(model, Position(mesh, mesh.of_rank(comm.rank)[0]), plan, Layouts(model))
     change(model)
     optimizer = adamw(model)
 

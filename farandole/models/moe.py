@@ -77,7 +77,10 @@ class Router(nn.Module):
     """Selects `top` of `experts` experts for each token; subclasses implement `route`."""
 
     load: Tensor
-    """The number of tokens for each expert since the last call of `take_load`, and the number of dropped tokens."""
+    """The number of tokens for each expert since the last call of `take_loads`, and the number of dropped tokens."""
+
+    copies = 1
+    """The number of processes that compute this router for the same tokens, and sum its gradients."""
 
     def __init__(self, width: int, experts: int, top: int) -> None:
         super().__init__()
@@ -93,10 +96,15 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """Select experts for tokens (tokens, width)."""
         routing = self.route(x)
-        if self.training:
+        if self.counts_load:
             with torch.no_grad():
                 self.load[:-1] += load_of(routing.experts, len(self.weight))
         return routing
+
+    @property
+    def counts_load(self) -> bool:
+        """Whether this call counts tokens: in training mode, except for a recomputation in a backward pass."""
+        return self.training and torch._C._current_graph_task_id() == -1
 
 
 class TopKRouter(Router):
@@ -236,7 +244,9 @@ def take_loads(
     device = next(model.parameters()).device
     every = torch.cat(
         [
-            routers[name].load if name in routers else torch.zeros(count + 1, device=device)
+            routers[name].load / routers[name].copies
+            if name in routers
+            else torch.zeros(count + 1, device=device)
             for name, count in experts.items()
         ]
     )
@@ -393,9 +403,6 @@ class MixtureOfExperts(nn.Module):
         balance: how the load of the experts is kept balanced.
     """
 
-    copies = 1
-    """The number of processes that compute this router and sum its gradients."""
-
     def __init__(
         self,
         router: Router,
@@ -422,7 +429,7 @@ class MixtureOfExperts(nn.Module):
         result = mixed.view_as(x)
         if info is not None and info.router_losses is not None and self.balance.has_losses:
             loss = self._loss(routing, len(x), info)
-            result = info.router_losses.attach(result, loss, self.copies)
+            result = info.router_losses.attach(result, loss, self.router.copies)
         return result
 
     def _kept(self, experts: Tensor, sequences: int) -> Tensor | None:
@@ -432,8 +439,9 @@ class MixtureOfExperts(nn.Module):
         count = self.experts.count
         capacity = math.ceil(self.balance.capacity * experts.numel() / sequences / count)
         kept = kept_within(capacity, experts, sequences, count)
-        with torch.no_grad():
-            self.router.load[-1] += (~kept).sum()
+        if self.router.counts_load:
+            with torch.no_grad():
+                self.router.load[-1] += (~kept).sum()
         return kept
 
     def _loss(self, routing: Routing, batch: int, info: SequenceInfo) -> Tensor:

@@ -18,9 +18,11 @@ pass.  Modules of the model can be called in the loss function, because their ca
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,15 +44,20 @@ def reason_to_refuse(layout: Layout, mesh: Mesh, rank: int) -> str | None:
     if layout.shards:
         axes = " and ".join(axis for axis, _ in layout.shards)
         return f"this rank has only its part of the parameter ({axes} parallelism)"
+    if not _counts_once(replace(layout, name="", shape=()), mesh, rank):
+        return "its gradients are summed over ranks that compute the same loss, which would count the loss several times"
+    return None
+
+
+@functools.lru_cache(maxsize=64)  # many parameters have the same layout
+def _counts_once(layout: Layout, mesh: Mesh, rank: int) -> bool:
+    """Return whether the reduction of an unsharded parameter's gradient counts the loss of each replica once."""
     reduction = layout.reduction(mesh, ())
     counted: dict[int, float] = defaultdict(float)
     for each in reduction.columns[reduction.column_of(rank)]:
         counted[mesh.replica_of(each)] += reduction.weights[each]
     # gradients are averaged over the ranks of a replica that the number of losses counts, such as those of the context axis
-    copies = mesh.losses / mesh.replicas
-    if any(count != copies for count in counted.values()):
-        return "its gradients are summed over ranks that compute the same loss, which would count the loss several times"
-    return None
+    return all(count == mesh.losses / mesh.replicas for count in counted.values())
 
 
 class LossParameters:

@@ -191,7 +191,7 @@ def _adjust_attention(module: SelfAttention, position: Position) -> None:
 
 def _share_router_losses(module: MixtureOfExperts, position: Position) -> None:
     """Divide the gradients of router losses, because all ranks compute the router and their gradients are summed."""
-    module.copies = position.size(AXIS)
+    module.router.copies = position.size(AXIS)
 
 
 RULES: dict[type[nn.Module], Rule] = {

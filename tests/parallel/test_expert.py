@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import farandole
+from farandole.models.moe import take_loads
 from farandole.plan import Plan, PlanError
 from tests.parallel.plans import build, compare, inputs_of, train
 
@@ -24,6 +25,36 @@ def test_ranks_that_share_experts_train_as_one_process(ranks: Any, name: str, ba
     ]:
         alone = ranks(1).run(train, name, Plan(), plan.sizes(size)["data"] * plan.expert)[0]
         compare(ranks(size, backend).run(train, name, plan), alone, name, plan, size)
+
+
+def _loads(rank: int, size: int, plan: Plan, replicas: int) -> dict[str, tuple[list[float], float]]:
+    """Return the tokens of each expert and the share of dropped tokens in a step, for each router."""
+    engine = farandole.parallelize(model := build("capacity"), plan)
+    mine = range(replicas)[engine.mesh.replica_of(rank) :: engine.mesh.replicas]
+    engine.forward_backward(
+        [inputs_of("capacity", 0, number) for number in mine],
+        lambda output, _: output,
+        lambda batch: {"inputs": batch[0], "targets": batch[1]},
+    )
+    loads = take_loads(model, engine.comm.all_reduce)
+    engine.close()
+    return {name: (load.tokens.tolist(), load.dropped) for name, load in loads.items()}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(expert=2),
+        Plan(expert=2, recompute="block"),
+        Plan(tensor=2, sequence=True),
+        Plan(tensor=2, expert=2, recompute="selective"),
+    ],
+)
+def test_loads_count_each_token_once(ranks: Any, plan: Plan) -> None:
+    (expected,) = ranks(1).run(_loads, Plan(data=1), 2)
+    assert all(sum(tokens) == 2 * 2 * 9 * 2 and dropped > 0 for tokens, dropped in expected.values())
+    for found in ranks(plan.tensor * plan.expert).run(_loads, plan, 2):
+        assert found == expected
 
 
 def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
