@@ -21,8 +21,8 @@ vectors, such as the weights of a normalization, whose gradients take little tim
 input requires a gradient, as in the first stage, the second half is the complete backward pass.
 
 Between the halves, a linear layer keeps its input and the gradient of its output.  The first half releases the tensors that
-only path functions have saved, such as the inputs of activation functions and of attention.  Therefore a transformer needs no
-more memory than before the first half.
+only path functions have saved, such as the inputs of activation functions and of attention.  Therefore a transformer needs
+little more memory than before the first half.
 
 The idea is that of `torch.distributed.pipelining` (Qi et al., 2023, "Zero Bubble Pipeline Parallelism", describe the schedule).
 """
