@@ -7,6 +7,10 @@ rows.py      products and attention whose results do not depend on the other row
 sampling.py  draws the next tokens of all sequences
 constraint.py  constrains the tokens to a schema, a regular expression or a grammar
 text.py      converts tokens to text as they arrive, and finds stop strings
+speculation.py  verifies several proposed tokens per step, where this pays
+ngrams.py    proposes tokens from a sequence's own tokens
+draft.py     proposes tokens with a draft model
+lora.py      reads the LoRA adapters that requests select
 folder.py    reads a model, its tokenizer and its chat template from a folder
 llm.py       generates text offline
 llm_ranks.py the ranks that divide the model of an offline program

@@ -87,10 +87,9 @@ class DraftProposer:
             return None
         return max(len(state.tokens) - 1 - state.computed, 0)
 
-    def seconds(self) -> tuple[float, float]:
-        """Return the measured time of a pass, and the additional time per sequence."""
-        base, each, _ = self._times.coefficients
-        return base, each
+    def seconds(self) -> tuple[float, float, float]:
+        """Return the measured time of a pass, per sequence and per token of the backlog."""
+        return self._times.coefficients
 
     def propose(self, states: Sequence[Drafted], counts: Sequence[int]) -> list[list[int]]:
         """Return proposals; see `Proposer.propose`."""

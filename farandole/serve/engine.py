@@ -8,11 +8,12 @@
 
 A step is: schedule, run, post-process.  There are no prefill and decode phases.  Each sequence has a number of tokens
 and a number of computed tokens, and each step computes the next tokens of some sequences, at most `token_budget` in
-all: first one token of every sequence that generates, then the tokens of prompts, in order of arrival.  A request
-therefore joins the running batch at the next step, and a long prompt does not delay the others by more than one step.
+all: first one token of every sequence that generates, and proposed tokens after it (`speculation.py`), then the tokens
+of prompts, in order of arrival.  A request therefore joins the running batch at the next step, and a long prompt does
+not delay the others by more than one step.
 
 In fp32, the greedy tokens of a request, and the logits from which they are selected, do not depend on the other
-requests (`rows.py`).
+requests or on proposed tokens (`rows.py`).
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ class NgramProposer:
         """Return 0 if the last tokens occurred before, else None."""
         return None if self._find(state) is None else 0
 
-    def seconds(self) -> tuple[float, float]:
-        """Return the time of a proposal, which is negligible."""
-        return 0.0, 0.0
+    def seconds(self) -> tuple[float, float, float]:
+        """Return zeros: the time of a proposal is negligible."""
+        return 0.0, 0.0, 0.0
 
     def propose(self, states: Sequence[History], counts: Sequence[int]) -> list[list[int]]:
         """Return proposals; see `Proposer.propose`."""

@@ -26,6 +26,10 @@ MAX_PROPOSED = 16
 """The maximum number of proposed tokens per sequence and step."""
 PROBE_STEPS = 64
 """The number of steps without a proposal after which one token is proposed, to measure the acceptance again."""
+LEAST_GAIN = 1.1
+"""The factor by which proposals must be expected to increase the tokens per second; less is within the error."""
+BACKLOG_STEPS = 16
+"""The number of steps in which the time for a backlog must pay."""
 
 
 class Proposer(Protocol):
@@ -48,8 +52,10 @@ class Proposer(Protocol):
         """Return the number of tokens to compute before the next proposal, or None if no proposal is possible."""
         ...
 
-    def seconds(self) -> tuple[float, float]:
-        """Return the measured time per proposed token, for all sequences together, and in addition for each."""
+    def seconds(self) -> tuple[float, float, float]:
+        """Return the measured times of a proposed token, for all sequences together and in addition for each, and of a token
+        in the backlog.
+        """
         ...
 
     def propose(self, states: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
@@ -69,6 +75,22 @@ class Speculation:
     state: Any
     accepted: Rate
     probed: int = field(default=0)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A sequence for which tokens can be proposed.
+
+    Args:
+        number: the number of the sequence in the step.
+        limit: the maximum number of proposed tokens.
+        backlog: the number of tokens to compute before.
+    """
+
+    number: int
+    speculation: Speculation
+    limit: int
+    backlog: int
 
 
 class Speculator:
@@ -108,33 +130,27 @@ class Speculator:
         """
         self._steps += 1
         found: list[list[int]] = [[] for _ in decoding]
-        backlogs = [
-            self._proposer.backlog(each.state) if limit > 0 else None
-            for each, limit in zip(decoding, limits, strict=True)
-        ]
-        candidates = [number for number, backlog in enumerate(backlogs) if backlog is not None]
+        candidates = []
+        for number, (speculation, limit) in enumerate(zip(decoding, limits, strict=True)):
+            backlog = self._proposer.backlog(speculation.state) if limit > 0 else None
+            if backlog is not None:
+                candidates.append(_Candidate(number, speculation, min(limit, MAX_PROPOSED), backlog))
         if not candidates or budget < 1:
             return found
-        rates = [decoding[number].accepted.value for number in candidates]
-        counts = self._counts(
-            rates, [min(limits[number], MAX_PROPOSED) for number in candidates], len(decoding), step, budget
-        )
+        counts = self._counts(candidates, len(decoding), step, budget)
         if not any(counts):
             if self._steps - self._last_proposal < PROBE_STEPS:
                 return found
-            probed = min(
-                range(len(candidates)),
-                key=lambda at: (backlogs[candidates[at]], decoding[candidates[at]].probed),
-            )
-            decoding[candidates[probed]].probed = self._steps
-            counts[probed] = 1
+            probed = min(candidates, key=lambda each: (each.backlog, each.speculation.probed))
+            probed.speculation.probed = self._steps
+            counts[candidates.index(probed)] = 1
         self._last_proposal = self._steps
-        chosen = [(number, count) for number, count in zip(candidates, counts, strict=True) if count]
+        chosen = [(each, count) for each, count in zip(candidates, counts, strict=True) if count]
         proposals = self._proposer.propose(
-            [decoding[number].state for number, _ in chosen], [count for _, count in chosen]
+            [each.speculation.state for each, _ in chosen], [count for _, count in chosen]
         )
-        for (number, _), proposal in zip(chosen, proposals, strict=True):
-            found[number] = proposal
+        for (each, _), proposal in zip(chosen, proposals, strict=True):
+            found[each.number] = proposal
         return found
 
     def observe(self, speculation: Speculation, proposed: int, accepted: int) -> None:
@@ -145,39 +161,37 @@ class Speculator:
             self._accepted.add(accepted, trials)
 
     def _counts(
-        self,
-        rates: Sequence[float],
-        limits: Sequence[int],
-        decoding: int,
-        step: tuple[float, float],
-        budget: int,
+        self, candidates: Sequence[_Candidate], decoding: int, step: tuple[float, float], budget: int
     ) -> list[int]:
         """Return the number of tokens for each candidate that maximizes the expected tokens per second."""
-        pass_base, pass_each = self._proposer.seconds()
+        counts = [0] * len(candidates)
         base, each = step
         tokens, seconds = float(decoding), base + each * decoding
-        counts = [0] * len(rates)
         if seconds <= 0:  # nothing is measured
             return counts
+        pass_base, pass_each, per_backlog = self._proposer.seconds()
         cost = each + pass_each
         # a token with a lower chance than this one would reduce the tokens per second
         least = cost * tokens / seconds
         options = []
-        for number, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
+        for at, candidate in enumerate(candidates):
+            rate = candidate.speculation.accepted.value
             chance = rate
-            for depth in range(1, limit + 1):
+            for depth in range(1, candidate.limit + 1):
                 if chance <= least:
                     break
-                options.append((-chance, depth, number))
+                options.append((-chance, depth, at))
                 chance *= rate
         options.sort()
-        best, used, passes = tokens / seconds, 0, 0
-        for at, (chance, depth, _) in enumerate(options[:budget], 1):
+        best, used, passes = LEAST_GAIN * tokens / seconds, 0, 0
+        for number, (chance, depth, at) in enumerate(options[:budget], 1):
             tokens -= chance
             seconds += cost + pass_base * max(depth - passes, 0)
+            if depth == 1:
+                seconds += per_backlog * candidates[at].backlog / BACKLOG_STEPS
             passes = max(passes, depth)
             if tokens / seconds > best:
-                best, used = tokens / seconds, at
-        for _, depth, number in options[:used]:
-            counts[number] = max(counts[number], depth)
+                best, used = tokens / seconds, number
+        for _, depth, at in options[:used]:
+            counts[at] = max(counts[at], depth)
         return counts

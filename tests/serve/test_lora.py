@@ -200,6 +200,8 @@ def test_prompts_and_requests_select_adapters(folder: Path, adapter: Path) -> No
         llm.generate(["say red"], max_tokens=12, temperature=0, lora=lora)[0].text for lora in (None, "mine")
     )
     assert base != mine
+    half = farandole.LLM(folder, precision="bf16", lora={"mine": adapter}, speculate="lookup")
+    assert half.generate(["say red"], max_tokens=12, temperature=0, lora="mine")[0].text != base
     with pytest.raises(RequestError, match="lora: expected mine, got 'other'"):
         llm.generate(["say red"], lora="other")
     with pytest.raises(RequestError, match="expected no adapter, because none was loaded, got 'mine'"):

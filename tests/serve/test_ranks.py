@@ -18,9 +18,11 @@ import torch
 
 from farandole.comm.communicator import Communicator
 from farandole.models.hf import from_pretrained
+from farandole.serve.draft import DraftModel
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.ranks import LocalDriver, Worker
 from farandole.serve.request import Logprob, RequestError, Sampling
+from farandole.serve.runner import Runner
 from farandole.serve.shards import check_width, shard_model
 from tests.serve.models import CONTEXT, LAYERS, models, vocabulary
 from tests.serve.server import NAME, command, write_folder
@@ -50,7 +52,7 @@ def traffic(engine: GenerationEngine, prompts: list[list[int]], **options: Any) 
     return [found[number] for number in sorted(found)]
 
 
-def on_ranks(rank: int, size: int, folder: str, store: str, prompts: list[list[int]]) -> Any:
+def on_ranks(rank: int, size: int, folder: str, store: str, prompts: list[list[int]], draft: str = "") -> Any:
     """Return the results of the requests together, and of each request alone."""
     comm = Communicator(torch.distributed.group.WORLD)
     model = from_pretrained(folder, lazy=True).eval()
@@ -59,8 +61,12 @@ def on_ranks(rank: int, size: int, folder: str, store: str, prompts: list[list[i
         Worker(model, comm).follow()
         return None
     driver = LocalDriver(model, comm)
-    engine = GenerationEngine(driver, context=CONTEXT, store=store, token_budget=16, max_running=3)
+    options: dict[str, Any] = {"context": CONTEXT, "store": store, "token_budget": 16, "max_running": 3}
+    if draft:
+        options |= {"speculate": "draft", "draft": DraftModel(Runner(from_pretrained(draft).eval()), CONTEXT)}
+    engine = GenerationEngine(driver, **options)
     together = traffic(engine, prompts)
+    assert not draft or engine.metrics.accepted_tokens
     # log-probabilities of the prompt disable the reuse of keys and values
     alone = [traffic(engine, [prompt], prompt_logprobs=True)[0] for prompt in prompts]
     driver.beat()
@@ -82,6 +88,12 @@ def test_two_ranks_generate_the_tokens_of_one(ranks: Any, case: Case, store: str
     for own, other in zip(together, expected, strict=True):
         assert [each.token for each in own] == [each.token for each in other]
         assert [each.logprob for each in own] == pytest.approx([each.logprob for each in other], abs=BOUND)
+
+
+def test_two_ranks_verify_the_tokens_of_a_draft_model(ranks: Any) -> None:
+    folder = str(models("llama")[1].pretrained.folder)  # type: ignore[union-attr]
+    (together, alone), _ = ranks(2).run(on_ranks, folder, "pages", [[3, 4, 5, 6], [7] * 20], folder)
+    assert together == alone
 
 
 def test_widths_that_do_not_divide_the_heads_are_refused() -> None:

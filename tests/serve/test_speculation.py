@@ -30,10 +30,10 @@ class AlwaysPropose(Speculator):
 
     choose = random.Random(0)
 
-    def _counts(self, rates: Any, limits: Any, decoding: int, step: Any, budget: int) -> list[int]:
-        counts = []
-        for limit in limits:
-            counts.append(min(self.choose.randint(1, 8), limit, budget - sum(counts)))
+    def _counts(self, candidates: Any, decoding: int, step: Any, budget: int) -> list[int]:
+        counts: list[int] = []
+        for each in candidates:
+            counts.append(min(self.choose.randint(1, 8), each.limit, budget - sum(counts)))
         return counts
 
 
@@ -240,14 +240,14 @@ def test_the_tokens_after_the_last_occurrence_are_proposed() -> None:
 class Counter(NgramProposer):
     """A proposer that is always ready, with a cost."""
 
-    def __init__(self, base: float = 0.0, each: float = 0.0) -> None:
-        self._seconds = base, each
+    def __init__(self, base: float = 0.0, tokens: int = 0) -> None:
+        self._base, self._tokens = base, tokens
 
     def backlog(self, state: Any) -> int | None:
-        return 0
+        return self._tokens
 
-    def seconds(self) -> tuple[float, float]:
-        return self._seconds
+    def seconds(self) -> tuple[float, float, float]:
+        return self._base, 0.0, 1.0
 
     def propose(self, states: Any, counts: Any) -> list[list[int]]:
         return [[7] * count for count in counts]
@@ -277,6 +277,10 @@ def test_proposals_follow_the_measured_costs() -> None:
     # a pass of a draft model must pay, too
     assert lengths(0.5, 1, 20, Counter(base=1.0))[0] <= lengths(0.5, 1, 20, Counter())[0]
     assert lengths(0.9, 1, 20, Counter(base=25.0)) == [0]
+    assert lengths(0.9, 1, 20, Counter(tokens=4000)) == [0]
+    assert lengths(0.9, 1, 20, Counter(tokens=20))[0] > 4
+    # a gain below 10 % is not enough
+    assert lengths(0.5, 16, 20, Counter()) == [0] * 16
     assert sum(lengths(1.0, 16, 20, Counter(), budget=5)) == 5
 
 
