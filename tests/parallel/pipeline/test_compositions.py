@@ -86,12 +86,19 @@ def test_stages_recompute_their_blocks(ranks: Any) -> None:
         compare(results, alone(name, 3))
 
 
+def _fill(name: str, block: torch.nn.Module) -> None:
+    for tensor in (*block.parameters(), *block.buffers()):
+        tensor.zero_()
+
+
 def _peak(rank: int, size: int, plan: Plan, memory: int | None = None) -> tuple[int, int]:
     """Return the peak of all tensors in a step without the model and the gradients, and the number of recomputed blocks."""
-    model = build_gpt(GPTConfig(29, 128, 8, 4, 64))
+    auto = plan.recompute == "auto"
+    with torch.device("meta" if auto else "cpu"):  # a model on the meta device is divided by parameters, not by time
+        model = build_gpt(GPTConfig(29, 128, 8, 4, 64))
     tokens = torch.randint(0, 29, (4, 128))
-    example = tokens if memory or plan.recompute == "auto" else None
-    engine = farandole.parallelize(model, plan, example=example, memory=memory)
+    example, initialise = tokens if memory or auto else None, _fill if auto else None
+    engine = farandole.parallelize(model, plan, example=example, memory=memory, initialise=initialise)
     samples = [(tokens.clone(), tokens) for _ in range(6)]
     engine.forward_backward(samples, loss)
     engine.zero_grad()
