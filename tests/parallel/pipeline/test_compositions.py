@@ -94,7 +94,8 @@ def _fill(name: str, block: torch.nn.Module) -> None:
 def _peak(rank: int, size: int, plan: Plan, memory: int | None = None) -> tuple[int, int]:
     """Return the peak of all tensors in a step without the model and the gradients, and the number of recomputed blocks."""
     auto = plan.recompute == "auto"
-    with torch.device("meta" if auto else "cpu"):  # a model on the meta device is divided by parameters, not by time
+    # a model on the meta device is divided by parameters, not by time
+    with torch.device("meta" if auto else "cpu"):
         model = build_gpt(GPTConfig(29, 128, 8, 4, 64))
     tokens = torch.randint(0, 29, (4, 128))
     example, initialise = tokens if memory or auto else None, _fill if auto else None
