@@ -144,6 +144,10 @@ class Bucket:
                 parameter.grad = self._gradient_view(index) if self._in_place else None
         self.received[index] = True
 
+    def holds(self, index: int, gradient: Tensor | None) -> bool:
+        """Return whether `gradient` is the part of the buffer in which autograd accumulates the gradient of a parameter."""
+        return self._in_place and self.received[index] and gradient is self._shown[index]
+
     def is_complete(self, index: int) -> bool:
         """Mark parameter `index` as complete in this pass; return whether all expected parameters are complete."""
         self._arrived.add(index)

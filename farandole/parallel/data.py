@@ -280,6 +280,8 @@ class GradientReducer:
                 )
             if not self._in_pass:
                 self._begin_pass()
+            elif not (self._reduces or self._completing or queue.next) and bucket.holds(index, parameter.grad):
+                return  # the common case in all micro-batches between the first and the last
             elif (
                 self._gatherer is None
                 and self._places[number] < queue.next
