@@ -278,9 +278,10 @@ class GradientReducer:
                     f"{self._name(parameter)} has a hook that would change a gradient under reduction: call "
                     f"register_post_accumulate_grad_hook before parallelize, or use register_hook"
                 )
+            is_accumulating = not (self._reduces or self._completing or queue.next)
             if not self._in_pass:
                 self._begin_pass()
-            elif not (self._reduces or self._completing or queue.next) and bucket.holds(index, parameter.grad):
+            elif is_accumulating and bucket.holds(index, parameter.grad):
                 return  # the common case in all micro-batches between the first and the last
             elif (
                 self._gatherer is None

@@ -64,21 +64,20 @@ class StepTimes:
     """Recursive least squares for the times of steps, with constant memory.
 
     Old measurements are forgotten only in the direction of a new one: steps without prompts do not change what is known
-    about prompts.  Errors are relative to the predicted time.  Coefficients are never negative.  A measurement is first
-    divided by a common factor, the recent ratio of measured to predicted times, which follows the machine's speed.
+    about prompts.  Errors are relative to the predicted time.  Coefficients are never negative.  Before a measurement is added,
+    all coefficients are multiplied by a power of the ratio of the measured to the predicted time, to follow the machine's speed.
 
     L. Cao and H. Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix",
     Automatica 36 (2000).
 
     Args:
         forgetting: the weight of old measurements, in the direction of a new one, after that measurement.
-        speed: the exponent with which the ratio of one measured time to its prediction changes the common factor.
+        speed: the exponent of this ratio.
     """
 
     def __init__(self, forgetting: float = 0.95, speed: float = 0.2) -> None:
         self._forgetting = forgetting
         self._speed = speed
-        self._factor = 1.0
         self._solution = np.zeros(3)  # of the least squares without the constraint
         self._information = np.zeros((3, 3))
         self._constrained = np.zeros(3)
@@ -87,14 +86,11 @@ class StepTimes:
     @property
     def coefficients(self) -> tuple[float, float, float]:
         """Return `base`, `per_decode` and `per_prompt_token` in seconds."""
-        base, per_decode, per_prompt_token = (self._factor * self._constrained / _SCALE).tolist()
+        base, per_decode, per_prompt_token = (self._constrained / _SCALE).tolist()
         return base, per_decode, per_prompt_token
 
     def predict(self, decodes: float, prompt_tokens: float) -> float:
         """Return the seconds of a step; 0 before the first measurement."""
-        return self._factor * self._fitted(decodes, prompt_tokens)
-
-    def _fitted(self, decodes: float, prompt_tokens: float) -> float:
         return float(self._constrained @ ((1.0, decodes, prompt_tokens) / _SCALE))
 
     def add(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
@@ -105,9 +101,8 @@ class StepTimes:
             seconds = min(
                 max(seconds, predicted / 4), predicted * 4
             )  # one pause of the machine must not decide
-            self._factor *= (seconds / predicted) ** self._speed
-        seconds /= self._factor
-        predicted = max(self._fitted(decodes, prompt_tokens), seconds / 4)
+            self._multiply((seconds / predicted) ** self._speed)
+        predicted = max(self.predict(decodes, prompt_tokens), seconds / 4)
         row = (1.0, decodes, prompt_tokens) / _SCALE / predicted
         if not self._steps:
             self._information = 1e-6 * row.max() ** 2 * np.eye(3)
@@ -118,6 +113,11 @@ class StepTimes:
         self._solution = self._solution + np.linalg.solve(self._information, row) * error
         self._constrained = _nonnegative(self._information, self._solution)
         self._steps += 1
+
+    def _multiply(self, factor: float) -> None:
+        """Multiply all coefficients, and the times that the earlier measurements are relative to."""
+        self._solution, self._constrained = factor * self._solution, factor * self._constrained
+        self._information /= factor**2
 
 
 def _nonnegative(information: np.ndarray, solution: np.ndarray) -> np.ndarray:

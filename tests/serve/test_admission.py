@@ -84,6 +84,19 @@ def test_coefficients_are_finite_and_never_negative() -> None:
         assert all(0 <= each < 1e6 for each in times.coefficients)
 
 
+def test_the_fit_remains_in_range_for_a_long_time() -> None:
+    """Noise whose mean logarithm is not zero must not accumulate, or the numbers underflow after 100,000 steps."""
+    times, choose = StepTimes(), random.Random(0)
+    scales = []
+    for step in range(20_000):
+        decodes, prompt_tokens = choose.randrange(5), choose.randrange(60) * (choose.random() < 0.4)
+        times.add(decodes, prompt_tokens, seconds_of(decodes, prompt_tokens) * choose.lognormvariate(0, 0.4))
+        if not step % 1000:
+            scales.append(float(abs(times._information).max()))
+    assert max(scales[1:]) < 1000 * min(scales[1:])
+    assert seconds_of(2, 0) / 4 < times.predict(2, 0) < 4 * seconds_of(2, 0)
+
+
 def test_without_a_target_the_limits_are_those_of_the_engine() -> None:
     admission = Admission(Target(), 16, 256)
     feed(admission, 100)
