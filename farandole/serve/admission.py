@@ -106,13 +106,28 @@ class StepTimes:
         row = (1.0, decodes, prompt_tokens) / _SCALE / predicted
         if not self._steps:
             self._information = 1e-6 * row.max() ** 2 * np.eye(3)
+        try:
+            with np.errstate(divide="raise", invalid="raise", over="raise"):
+                self._update(row, seconds / predicted)
+            self._steps += 1
+        except (FloatingPointError, np.linalg.LinAlgError):
+            self._restart()
+
+    def _update(self, row: np.ndarray, measured: float) -> None:
+        """Add a measurement relative to its prediction."""
         known = self._information @ row
-        self._information -= (1 - self._forgetting) / (row @ known) * np.outer(known, known)
-        self._information += np.outer(row, row)
-        error = seconds / predicted - row @ self._solution
-        self._solution = self._solution + np.linalg.solve(self._information, row) * error
-        self._constrained = _nonnegative(self._information, self._solution)
-        self._steps += 1
+        information = self._information - (1 - self._forgetting) / (row @ known) * np.outer(known, known)
+        information += np.outer(row, row)
+        error = measured - row @ self._solution
+        solution = self._solution + np.linalg.solve(information, row) * error
+        self._constrained = _nonnegative(information, solution)
+        self._information, self._solution = information, solution
+
+    def _restart(self) -> None:
+        """Fit new measurements only, from the last coefficients: the earlier ones no longer determine a solution."""
+        if not np.isfinite(self._constrained).all():
+            self._constrained = np.zeros(3)
+        self._solution, self._steps = self._constrained.copy(), 0
 
     def _multiply(self, factor: float) -> None:
         """Multiply all coefficients, and the times that the earlier measurements are relative to."""
