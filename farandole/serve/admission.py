@@ -65,14 +65,16 @@ class StepTimes:
 
     Old measurements are forgotten only in the direction of a new one: steps without prompts do not change what is known
     about prompts.  Errors are relative to the predicted time.  Coefficients are never negative.  Before a measurement is added,
-    all coefficients are multiplied by a power of the ratio of the measured to the predicted time, to follow the machine's speed.
+    all coefficients are multiplied by 1 + speed x (measured / predicted - 1), to follow the machine's speed.  The mean of this factor
+    is 1, as least squares make the mean of the ratio 1; a factor with another mean would change, step by step, the coefficients that
+    the measurements do not determine.
 
     L. Cao and H. Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix",
     Automatica 36 (2000).
 
     Args:
         forgetting: the weight of old measurements, in the direction of a new one, after that measurement.
-        speed: the exponent of this ratio.
+        speed: see above.
     """
 
     def __init__(self, forgetting: float = 0.95, speed: float = 0.2) -> None:
@@ -101,7 +103,7 @@ class StepTimes:
             seconds = min(
                 max(seconds, predicted / 4), predicted * 4
             )  # one pause of the machine must not decide
-            self._multiply((seconds / predicted) ** self._speed)
+            self._multiply(1 + self._speed * (seconds / predicted - 1))
         predicted = max(self.predict(decodes, prompt_tokens), seconds / 4)
         row = (1.0, decodes, prompt_tokens) / _SCALE / predicted
         if not self._steps:
