@@ -235,8 +235,8 @@ def estimate_serving(
         token_budget: the maximum number of tokens of a step.
     """
     decode = _decode_s(part, machine, mix, running)
-    room = max(1, (token_budget or max(256, 2 * running)) - running + 1)
-    pieces = -(-mix.prompt // room)
+    per_step = max(1, (token_budget or max(256, 2 * running)) - running + 1)
+    pieces = -(-mix.prompt // per_step)
     prompt = _prompt_s(part, machine, mix.prompt, pieces, running)
     steps = mix.output - 1 + pieces
     total = steps * decode + running * prompt

@@ -100,9 +100,8 @@ class StepTimes:
         if seconds <= 0:
             return
         if self._steps >= 20 and (predicted := self.predict(decodes, prompt_tokens)):
-            seconds = min(
-                max(seconds, predicted / 4), predicted * 4
-            )  # one pause of the machine must not decide
+            # one pause of the machine must not decide
+            seconds = min(max(seconds, predicted / 4), predicted * 4)
             self._multiply(1 + self._speed * (seconds / predicted - 1))
         predicted = max(self.predict(decodes, prompt_tokens), seconds / 4)
         row = (1.0, decodes, prompt_tokens) / _SCALE / predicted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from farandole.comm import Communicator
 from tests.comm.hosts import hierarchical_group
 from tests.pool import Ranks
 
-Borrow = Callable[[int], Ranks]
+RanksOf = Callable[[int], Ranks]
 
 Spans = tuple[list[slice], list[slice]]
 """The parts of one tensor that a collective reads, and those that it writes."""
@@ -42,47 +43,60 @@ def overlaps(count: int, rank: int, size: int) -> Iterator[tuple[str, Spans]]:
         yield "all_to_all", (parts(count, size, start), parts(count, size))
 
 
+WAYS = ("list", "blocking", "asynchronous", "persistent")
+"""How an operation runs; except for the first, adjacent parts are passed as one tensor."""
+
+
 def call(
-    comm: Communicator, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], whole: bool
+    comm: Communicator, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], way: str
 ) -> None:
-    """Run an operation; `whole`: pass adjacent parts as one tensor, else as a list."""
+    """Run an operation."""
 
     def joined(tensors: Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
-        if not whole or len(tensors) == 1:
+        if way == "list":
             return tensors
         return torch.as_strided(tensors[0], (sum(map(len, tensors)),), (1,))
 
+    last = comm.size - 1
+    named: dict[str, Any] = {}
+    arguments: tuple[Any, ...]
     match name:
         case "all_gather":
-            comm.all_gather(joined(outputs), inputs[0])
+            arguments = joined(outputs), inputs[0]
         case "gather":
-            comm.gather(inputs[0], outputs if comm.rank == comm.size - 1 else None, comm.size - 1)
+            arguments = inputs[0], outputs if comm.rank == last else None, last
         case "reduce_scatter":
-            comm.reduce_scatter(outputs[0], joined(inputs), "sum")
+            arguments = outputs[0], joined(inputs), "sum"
         case "scatter":
-            comm.scatter(outputs[0], inputs if comm.rank == 0 else None, 0)
+            arguments = outputs[0], inputs if comm.rank == 0 else None, 0
         case "all_to_all":
-            comm.all_to_all(joined(outputs), joined(inputs))
+            arguments = joined(outputs), joined(inputs)
         case _:
-            getattr(comm, name)(inputs[0], "sum", output=outputs[0])
+            arguments, named = (inputs[0], "sum"), {"output": outputs[0]}
+    if way == "persistent":
+        getattr(comm, f"{name}_init")(*arguments, **named)()
+    elif way == "asynchronous":
+        getattr(comm, name)(*arguments, **named, async_op=True).wait()
+    else:
+        getattr(comm, name)(*arguments, **named)
 
 
-def check_overlaps(
-    comm: Communicator, counts: Sequence[int], allocates: bool = False, lists: bool = True
-) -> None:
+def check_overlaps(comm: Communicator, counts: Sequence[int], allocates: bool = False) -> None:
     """Compare every overlapping call with the same call on separate tensors."""
     for count in counts:
         length = 2 * comm.size * count
         values = (torch.arange(length) % 1000 + 1000.0 * comm.rank).float()
         for name, (reads, writes) in overlaps(count, comm.rank, comm.size):
-            for whole in (True, False) if lists else (True,):
-                expected, source = values.clone(), values.clone()
-                call(comm, name, [source[span] for span in reads], [expected[span] for span in writes], whole)
+            expected, source = values.clone(), values.clone()
+            call(
+                comm, name, [source[span] for span in reads], [expected[span] for span in writes], "blocking"
+            )
+            for way in WAYS:
                 tensor = comm.empty(length) if allocates else torch.empty(length)
                 tensor.copy_(values)
-                call(comm, name, [tensor[span] for span in reads], [tensor[span] for span in writes], whole)
+                call(comm, name, [tensor[span] for span in reads], [tensor[span] for span in writes], way)
                 for span in writes:
-                    assert torch.equal(tensor[span], expected[span]), (name, count, whole, reads, writes)
+                    assert torch.equal(tensor[span], expected[span]), (name, count, way, reads, writes)
 
 
 def check_on_this_host(rank: int, size: int, allocates: bool) -> None:
@@ -91,7 +105,7 @@ def check_on_this_host(rank: int, size: int, allocates: bool) -> None:
 
 @pytest.mark.parametrize("allocates", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_on_one_host(ranks: Borrow, size: int, allocates: bool) -> None:
+def test_on_one_host(ranks: RanksOf, size: int, allocates: bool) -> None:
     ranks(size).run(check_on_this_host, allocates)
 
 
@@ -99,7 +113,7 @@ def check_on_hosts(rank: int, size: int) -> None:
     check_overlaps(Communicator(hierarchical_group([0, 0, 1], rank)), [3, 3000, 90_000])
 
 
-def test_on_two_hosts(ranks: Borrow) -> None:
+def test_on_two_hosts(ranks: RanksOf) -> None:
     ranks(3).run(check_on_hosts)
 
 
@@ -107,7 +121,7 @@ def check_over_gloo(rank: int, size: int) -> None:
     check_overlaps(Communicator(dist.new_group(backend="gloo")), [3, 3000])
 
 
-def test_over_gloo(ranks: Borrow) -> None:
+def test_over_gloo(ranks: RanksOf) -> None:
     ranks(3).run(check_over_gloo)
 
 
@@ -127,6 +141,6 @@ def check_uneven_exchange_in_place(rank: int, size: int, allocates: bool) -> Non
 
 
 @pytest.mark.parametrize("allocates", [False, True])
-def test_uneven_all_to_all_in_place(ranks: Borrow, allocates: bool) -> None:
+def test_uneven_all_to_all_in_place(ranks: RanksOf, allocates: bool) -> None:
     for size in (2, 3, 4):
         ranks(size).run(check_uneven_exchange_in_place, allocates)
