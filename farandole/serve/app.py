@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 import time
@@ -15,20 +14,18 @@ from farandole._extras import optional_import
 
 with optional_import():
     from fastapi import FastAPI, Request
-    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-    from starlette.exceptions import HTTPException
+    from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from farandole.serve.answers import Choice, TokenTexts, chat_logprobs, completion_logprobs, usage
 from farandole.serve.chat import delta_of, message_of, prepare_chat
 from farandole.serve.folder import ModelFolder
 from farandole.serve.guard import Limits
-from farandole.serve.metrics import prometheus_text
 from farandole.serve.page import read_page
-from farandole.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from farandole.serve.protocol import ChatRequest, CompletionRequest
 from farandole.serve.reply import Reply
 from farandole.serve.request import RequestError, Sampling
 from farandole.serve.service import ReplicatedService, Service, Ticket
-from farandole.serve.web import error_answer, error_body, new_app, unless_disconnected
+from farandole.serve.web import ModelServer, error_answer, error_body, unless_disconnected
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class _Job:
         return usage(self.prompt_tokens, sum(choice.tokens for choice in self.choices))
 
 
-class Server:
+class Server(ModelServer):
     """Answers HTTP requests.
 
     Args:
@@ -80,21 +77,13 @@ class Server:
         limits: Limits,
         keys: Sequence[bytes] = (),
     ) -> None:
-        self._found, self._service, self._name, self._limits = found, service, name, limits
-        self._names = [name, *service.engine.runner.adapters]
+        names = [name, *service.engine.runner.adapters]
+        super().__init__(service, names, found.tokenizer, found.context, limits, keys)
+        self._found, self._service = found, service
         self._texts = TokenTexts(found.tokenizer)
-        self._created = int(time.time())
-        self.app = self._build(keys)
+        self._add_endpoints(self.app)
 
-    def _build(self, keys: Sequence[bytes]) -> FastAPI:
-        @contextlib.asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            self._service.start()
-            yield
-            self._service.close()
-
-        app = new_app(lifespan, self._limits, keys)
-
+    def _add_endpoints(self, app: FastAPI) -> None:
         @app.post("/v1/completions")
         async def completions(body: CompletionRequest, request: Request) -> Response:
             return await self._answer(request, await self._start_completion(body))
@@ -102,33 +91,6 @@ class Server:
         @app.post("/v1/chat/completions")
         async def chat(body: ChatRequest, request: Request) -> Response:
             return await self._answer(request, await self._start_chat(body))
-
-        @app.get("/v1/models")
-        async def models() -> dict[str, Any]:
-            return {"object": "list", "data": [self._model(name) for name in self._names]}
-
-        @app.get("/v1/models/{name:path}")
-        async def model(name: str) -> dict[str, Any]:
-            self._check_model(name)
-            return self._model(name)
-
-        @app.post("/tokenize")
-        async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-            if body.model is not None:
-                self._check_model(body.model)
-            tokens = await self._encode(body.prompt, body.add_special_tokens)
-            return {"tokens": tokens, "count": len(tokens), "max_model_len": self._found.context}
-
-        @app.get("/health")
-        async def health() -> Response:
-            alive = self._service.is_alive
-            return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
-
-        @app.get("/metrics")
-        async def metrics() -> Response:
-            return PlainTextResponse(
-                prometheus_text(self._service.metrics()), media_type="text/plain; version=0.0.4"
-            )
 
         @app.get("/stats")
         async def stats() -> Response:
@@ -146,32 +108,10 @@ class Server:
         async def page() -> Response:
             return HTMLResponse(document, headers=headers)
 
-        return app
-
-    def _model(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "farandole",
-            "max_model_len": self._found.context,
-        }
-
-    def _check_model(self, name: str) -> None:
-        if name not in self._names:
-            known = ", ".join(map(repr, self._names))
-            raise HTTPException(404, f"model: {name!r} does not exist; this server has {known}")
-
     def _select(self, model: str, sampling: Sampling) -> Sampling:
         """Return the parameters for the model of a request, which is the base model or an adapter."""
         self._check_model(model)
         return sampling if model == self._name else replace(sampling, lora=model)
-
-    async def _encode(self, text: str, special: bool) -> list[int]:
-        """Return the tokens of a text, without blocking the event loop."""
-        encoding = await asyncio.to_thread(self._found.tokenizer.encode, text, add_special_tokens=special)
-        tokens: list[int] = encoding.ids
-        return tokens
 
     async def _check(self, prompt: list[int], sampling: Sampling) -> None:
         """Check a request.  Large grammars are compiled without blocking the event loop."""
@@ -189,7 +129,8 @@ class Server:
             raise RequestError("n", "expected 1 for a stream with echo and logprobs")
         prompts = body.prompts()
         tokens = [
-            await self._encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in prompts
+            (await self._encode([prompt], True))[0] if isinstance(prompt, str) else prompt
+            for prompt in prompts
         ]
         echoes = []
         for prompt, own in zip(prompts, tokens, strict=True):
@@ -202,7 +143,7 @@ class Server:
         self._check_model(body.model)
         chat = prepare_chat(body, self._found)
         sampling = self._select(body.model, chat.sampling)
-        tokens = await self._encode(chat.prompt, False)
+        (tokens,) = await self._encode([chat.prompt], False)
         try:
             await self._check(tokens, sampling)
         except RequestError as error:

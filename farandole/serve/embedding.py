@@ -17,6 +17,7 @@ from torch import Tensor
 
 from farandole.serve.encoder import Encoder
 from farandole.serve.engine import QueueFullError
+from farandole.serve.metrics import Family
 from farandole.serve.request import RequestError
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,25 @@ class EmbeddingService:
             self._waiting.extend(jobs)
             self._condition.notify()
         return [job.result for job in jobs]
+
+    def metrics(self) -> list[Family]:
+        """Return the measurements."""
+        return [
+            Family(name, kind, text, [("", value)])
+            for name, kind, text, value in (
+                ("embeddings_waiting", "gauge", "Sequences that wait.", self.waiting),
+                ("embeddings_total", "counter", "Sequences computed.", self.sequences),
+                ("embedding_tokens_total", "counter", "Tokens computed.", self.tokens),
+                ("embedding_batches_total", "counter", "Batches computed.", self.batches),
+                ("embedding_seconds_total", "counter", "Time in the model.", self.seconds),
+                (
+                    "requests_refused_total",
+                    "counter",
+                    "Requests refused because the queue was full.",
+                    self.refused,
+                ),
+            )
+        ]
 
     # ---- in the thread ----
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,13 +14,12 @@ from farandole._extras import optional_import
 
 with optional_import():
     from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse, PlainTextResponse, Response
-    from starlette.exceptions import HTTPException
+    from fastapi.responses import JSONResponse, Response
 
 from farandole.serve.embedding import EmbeddingError, EmbeddingService
 from farandole.serve.guard import Limits
-from farandole.serve.protocol import Fields, TokenizeRequest, Tokens
-from farandole.serve.web import error_answer, new_app, unless_disconnected
+from farandole.serve.protocol import Fields, Tokens
+from farandole.serve.web import ModelServer, error_answer, unless_disconnected
 
 
 class EmbeddingRequest(Fields):
@@ -43,7 +40,7 @@ class EmbeddingRequest(Fields):
         return [found] if isinstance(found, str) or isinstance(found[0], int) else found
 
 
-class EmbeddingServer:
+class EmbeddingServer(ModelServer):
     """Answers HTTP requests.
 
     Args:
@@ -56,19 +53,12 @@ class EmbeddingServer:
     def __init__(
         self, service: EmbeddingService, name: str, limits: Limits, keys: Sequence[bytes] = ()
     ) -> None:
-        self._service, self._encoder, self._name, self._limits = service, service.encoder, name, limits
-        self._created = int(time.time())
-        self.app = self._build(keys)
+        encoder = service.encoder
+        super().__init__(service, [name], encoder.tokenizer, encoder.context, limits, keys)
+        self._service = service
+        self._add_endpoints(self.app)
 
-    def _build(self, keys: Sequence[bytes]) -> FastAPI:
-        @contextlib.asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            self._service.start()
-            yield
-            self._service.close()
-
-        app = new_app(lifespan, self._limits, keys)
-
+    def _add_endpoints(self, app: FastAPI) -> None:
         @app.post("/v1/embeddings")
         async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
             self._check_model(body.model)
@@ -81,55 +71,9 @@ class EmbeddingServer:
             except EmbeddingError:
                 return error_answer(500, "the encoder failed; see the server's log", "internal_error")
 
-        @app.get("/v1/models")
-        async def models() -> dict[str, Any]:
-            return {"object": "list", "data": [self._model()]}
-
-        @app.get("/v1/models/{name:path}")
-        async def model(name: str) -> dict[str, Any]:
-            self._check_model(name)
-            return self._model()
-
-        @app.post("/tokenize")
-        async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-            if body.model is not None:
-                self._check_model(body.model)
-            (tokens,) = await self._encode([body.prompt], body.add_special_tokens)
-            return {"tokens": tokens, "count": len(tokens), "max_model_len": self._encoder.context}
-
-        @app.get("/health")
-        async def health() -> Response:
-            alive = self._service.is_alive
-            return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
-
-        @app.get("/metrics")
-        async def metrics() -> Response:
-            return PlainTextResponse(self._metrics(), media_type="text/plain; version=0.0.4")
-
-        return app
-
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self._name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "farandole",
-            "max_model_len": self._encoder.context,
-        }
-
-    def _check_model(self, name: str) -> None:
-        if name != self._name:
-            raise HTTPException(404, f"model: {name!r} does not exist; this server has {self._name!r}")
-
-    async def _encode(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
-        """Return the tokens of texts, without blocking the event loop."""
-        encode = self._encoder.tokenizer.encode_batch
-        encodings = await asyncio.to_thread(encode, list(texts), add_special_tokens=special)
-        return [encoding.ids for encoding in encodings]
-
     async def _answer(self, body: EmbeddingRequest) -> Response:
         inputs = body.inputs()
-        encoded = iter(await self._encode([each for each in inputs if isinstance(each, str)]))
+        encoded = iter(await self._encode([each for each in inputs if isinstance(each, str)], True))
         sequences = [next(encoded) if isinstance(each, str) else each for each in inputs]
         results = self._service.submit(sequences)
         try:
@@ -144,30 +88,6 @@ class EmbeddingServer:
         ]
         usage = {"prompt_tokens": count, "total_tokens": count}
         return JSONResponse({"object": "list", "data": data, "model": self._name, "usage": usage})
-
-    def _metrics(self) -> str:
-        """Return the measurements in Prometheus' text format."""
-        service = self._service
-        lines = []
-        for name, kind, help_, value in (
-            ("embeddings_waiting", "gauge", "Sequences that wait.", service.waiting),
-            ("embeddings_total", "counter", "Sequences computed.", service.sequences),
-            ("embedding_tokens_total", "counter", "Tokens computed.", service.tokens),
-            ("embedding_batches_total", "counter", "Batches computed.", service.batches),
-            ("embedding_seconds_total", "counter", "Time in the model.", service.seconds),
-            (
-                "requests_refused_total",
-                "counter",
-                "Requests refused because the queue was full.",
-                service.refused,
-            ),
-        ):
-            lines += [
-                f"# HELP farandole_{name} {help_}",
-                f"# TYPE farandole_{name} {kind}",
-                f"farandole_{name} {value}",
-            ]
-        return "\n".join(lines) + "\n"
 
 
 def _encoded(embedding: Tensor, form: str) -> list[float] | str:

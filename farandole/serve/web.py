@@ -1,48 +1,146 @@
-"""What all HTTP servers of models share: the middleware, the answers to errors, and clients that disconnect."""
+"""What all HTTP servers of models share: common endpoints, the answers to errors, and clients that disconnect."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from tokenizers import Tokenizer
 
 from farandole._extras import optional_import
 
 with optional_import():
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse, Response
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response
     from starlette.exceptions import HTTPException
 
 from farandole.serve.engine import QueueFullError
 from farandole.serve.guard import Guard, Limits
+from farandole.serve.metrics import Family, prometheus_text
+from farandole.serve.protocol import TokenizeRequest
 from farandole.serve.request import RequestError
 from farandole.serve.service import ServiceEndedError
 
 T = TypeVar("T")
 
 
-def new_app(
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], limits: Limits, keys: Sequence[bytes]
-) -> FastAPI:
-    """Return an application without endpoints.
+class ServedModel(Protocol):
+    """A model that runs in threads."""
+
+    def start(self) -> None:
+        """Start the threads.  Call from the event loop that receives the results."""
+        ...
+
+    def close(self) -> None:
+        """End the threads."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether all threads are running."""
+        ...
+
+    def metrics(self) -> list[Family]:
+        """Return the measurements."""
+        ...
+
+
+class ModelServer:
+    """An application that starts a model and describes it; subclasses add the endpoints that compute.
 
     Args:
-        lifespan: starts and ends the service.
+        service: runs the model.
+        names: the names of the model in requests; the first is that of the base model.
+        tokenizer: the model's tokenizer.
+        context: the maximum number of tokens of a sequence.
+        limits: the limits on requests.
         keys: SHA-256 hashes of API keys; if empty, no key is required.
     """
-    # the pages with the documentation of FastAPI load scripts from other servers
-    app = FastAPI(title="farandole serve", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, limits=limits, keys=keys)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(QueueFullError, _on_full)
-    app.add_exception_handler(ServiceEndedError, _on_end)
-    app.add_exception_handler(Exception, _on_failure)
-    return app
+
+    def __init__(
+        self,
+        service: ServedModel,
+        names: Sequence[str],
+        tokenizer: Tokenizer,
+        context: int,
+        limits: Limits,
+        keys: Sequence[bytes],
+    ) -> None:
+        self._names, self._name = names, names[0]
+        self._tokenizer, self._context, self._limits = tokenizer, context, limits
+        self._created = int(time.time())
+        self.app = self._new_app(service, keys)
+
+    def _new_app(self, service: ServedModel, keys: Sequence[bytes]) -> FastAPI:
+        @contextlib.asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            service.start()
+            yield
+            service.close()
+
+        # the pages with the documentation of FastAPI load scripts from other servers
+        app = FastAPI(title="farandole serve", lifespan=lifespan, docs_url=None, redoc_url=None)
+        app.add_middleware(Guard, limits=self._limits, keys=keys)
+        app.add_exception_handler(RequestValidationError, _on_invalid)
+        app.add_exception_handler(HTTPException, _on_http_error)
+        app.add_exception_handler(RequestError, _on_request_error)
+        app.add_exception_handler(QueueFullError, _on_full)
+        app.add_exception_handler(ServiceEndedError, _on_end)
+        app.add_exception_handler(Exception, _on_failure)
+
+        @app.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            return {"object": "list", "data": [self._model(name) for name in self._names]}
+
+        @app.get("/v1/models/{name:path}")
+        async def model(name: str) -> dict[str, Any]:
+            self._check_model(name)
+            return self._model(name)
+
+        @app.post("/tokenize")
+        async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+            if body.model is not None:
+                self._check_model(body.model)
+            (tokens,) = await self._encode([body.prompt], body.add_special_tokens)
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": self._context}
+
+        @app.get("/health")
+        async def health() -> Response:
+            alive = service.is_alive
+            return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            return PlainTextResponse(
+                prometheus_text(service.metrics()), media_type="text/plain; version=0.0.4"
+            )
+
+        return app
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "farandole",
+            "max_model_len": self._context,
+        }
+
+    def _check_model(self, name: str) -> None:
+        if name not in self._names:
+            known = ", ".join(map(repr, self._names))
+            raise HTTPException(404, f"model: {name!r} does not exist; this server has {known}")
+
+    async def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """Return the tokens of texts, without blocking the event loop."""
+        encode = self._tokenizer.encode_batch
+        encodings = await asyncio.to_thread(encode, list(texts), add_special_tokens=special)
+        return [encoding.ids for encoding in encodings]
 
 
 async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, T]) -> T | Response:
