@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
@@ -65,18 +66,25 @@ class Template:
         self.source, self._tokens = source, dict(tokens)
         try:
             self._template = environment.from_string(source)
-            self._marks_answers = any(
-                isinstance(node.data, str) and _START in node.data
-                for node in environment.parse(source).find_all(nodes.TemplateData)
-            )
+            program = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 f"the chat template is invalid in line {error.lineno}: {error.message}; correct the template, or choose "
                 "another template with data.template="
             ) from None
+        self._marks_answers = any(
+            isinstance(node.data, str) and _START in node.data
+            for node in program.find_all(nodes.TemplateData)
+        )
+        given = {"messages", "add_generation_prompt", *self._tokens, *environment.globals}
+        self.variables = jinja2.meta.find_undeclared_variables(program) - given
+        """The names of the other variables that the program reads, such as `tools`."""
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **variables: Any) -> str:
         """Return a conversation as text; with `prompt`, also the start of the assistant's next message.
+
+        Args:
+            variables: values of `self.variables`.
 
         Raises:
             DataError: if the template rejects the messages.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from farandole.data.tokenizer import END_OF_TEXT, load_tokenizer
 from farandole.models.hf.fields import FolderError
 from farandole.models.hf.pretrained import CONFIG, from_pretrained, read_config
 from farandole.models.sequence import Transformer
+from farandole.serve.lora import Adapter, read_adapters
 from farandole.serve.request import RequestError
 from farandole.train.run_folder import METADATA, TOKENIZER, newest_checkpoint
 from farandole.train.text import load_model
@@ -33,6 +35,7 @@ class ModelFolder:
         end_tokens: the tokens that end a sequence.
         template: the chat template, or None.
         no_template: the reason, if there is no chat template.
+        adapters: the LoRA adapters by name.
     """
 
     folder: Path
@@ -42,6 +45,7 @@ class ModelFolder:
     end_tokens: frozenset[int]
     template: Template | None
     no_template: str
+    adapters: Mapping[str, Adapter]
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -65,6 +69,7 @@ def read_model(
     precision: str = "fp32",
     context: int | None = None,
     template: str = "",
+    lora: Mapping[str, str | Path] | None = None,
     lazy: bool = False,
 ) -> ModelFolder:
     """Read a Hugging Face folder, or the newest checkpoint of a run of `farandole train`.
@@ -74,6 +79,7 @@ def read_model(
         precision: "fp32" or "bf16".
         context: the maximum number of tokens of a sequence, by default the model's context.
         template: a file with another chat template, or "chatml".
+        lora: folders of LoRA adapters by name.
         lazy: whether the model of a Hugging Face folder is on the meta device, for `shards.shard_model`.
 
     Raises:
@@ -100,7 +106,9 @@ def read_model(
         if template:
             raise
         reason = str(error).replace("data.template=", "--chat-template ")
-    return ModelFolder(path, model, tokenizer, context or limit, _end_tokens(path, tokenizer), found, reason)
+    adapters = read_adapters(model, lora or {})
+    ends = _end_tokens(path, tokenizer)
+    return ModelFolder(path, model, tokenizer, context or limit, ends, found, reason, adapters)
 
 
 def _hugging_face(path: Path, precision: str, lazy: bool) -> tuple[Transformer, Tokenizer, int, str]:

@@ -107,14 +107,12 @@ class LLM:
         lora: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
-        if lora and tensor > 1:
-            raise RequestError("lora", f"not supported with tensor={tensor}; use merged weights instead")
         self._ranks = ranks_for(tensor)
         found = self._ranks.read(
-            find_model(folder), precision=precision, context=context, template=chat_template
+            find_model(folder), precision=precision, context=context, template=chat_template, lora=lora
         )
         self.tokenizer, self._found = found.tokenizer, found
-        runner = self._ranks.runner(found.model, lora or {})
+        runner = self._ranks.runner(found)
         if runner is not None:
             self.engine = GenerationEngine(
                 runner,
@@ -150,15 +148,18 @@ class LLM:
             return tokens
         return list(prompt)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the tokens of a conversation, up to the start of the assistant's next message.
+
+        Args:
+            variables: further variables of the chat template, such as `enable_thinking=False`.
 
         Raises:
             DataError: if the model has no chat template, or the template rejects the messages.
         """
         if self._found.template is None:
             raise DataError(self._found.no_template)
-        text = self._found.template.render(messages, prompt=True)
+        text = self._found.template.render(messages, prompt=True, **variables)
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
 

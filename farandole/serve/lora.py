@@ -8,26 +8,37 @@ Y. Sheng et al., "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (2024).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from farandole.parallel.lora.peft_adapter import AdapterError, check_fits, lora_of, read_adapter
 from farandole.serve.request import RequestError
-from farandole.serve.rows import WeightKey, weight_key
+
+Adapter = Mapping[str, tuple[Tensor, Tensor]]
+"""The matrices A (rank, inputs) and s B (outputs, rank) by the path of the linear layer."""
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter's matrices A (rank, inputs) and s B (outputs, rank), by weight."""
+def parse_adapters(lora: Sequence[str]) -> dict[str, Path]:
+    """Return the folders of adapters by name, given "NAME=FOLDER" for each.
 
-    updates: Mapping[WeightKey, tuple[Tensor, Tensor]]
+    Raises:
+        RequestError: if an entry has another form, or two adapters have the same name.
+    """
+    found: dict[str, Path] = {}
+    for entry in lora:
+        name, _, folder = entry.partition("=")
+        if not (name and folder):
+            raise RequestError("lora", f"expected NAME=FOLDER, got {entry!r}")
+        if name in found:
+            raise RequestError("lora", f"expected different names, got {name} twice")
+        found[name] = Path(folder)
+    return found
 
 
 def read_adapters(model: nn.Module, folders: Mapping[str, str | Path]) -> dict[str, Adapter]:
-    """Read adapters in PEFT format for a model.
+    """Read adapters in PEFT format for a model, whose parameters may be on the meta device.
 
     Args:
         folders: the adapters' folders by name.
@@ -54,10 +65,8 @@ def _read(model: nn.Module, folder: str | Path) -> Adapter:
         )
     lora = lora_of(saved)
     check_fits(model, lora, saved, has_lora=False)
-    updates = {}
+    found = {}
     for path, a in saved.a.items():
-        weight = model.get_submodule(path).weight
-        assert isinstance(weight, Tensor)
-        b = saved.b[path].float() * lora.scaling
-        updates[weight_key(weight)] = a.to(weight.dtype).contiguous(), b.to(weight.dtype).contiguous()
-    return Adapter(updates)
+        dtype = model.get_parameter(f"{path}.weight").dtype
+        found[path] = a.to(dtype), (saved.b[path].float() * lora.scaling).to(dtype)
+    return found

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,17 +36,10 @@ PIECE = 1 << 14
 
 WeightKey = tuple[int, torch.Size]
 """The address and the shape of a weight."""
+Updates = Mapping[WeightKey, tuple[Tensor, Tensor]]
+"""Low-rank updates of weights: A (rank, inputs) and B (outputs, rank)."""
 
 _ELEMENTWISE = (F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid, Tensor.cos, Tensor.sin)
-
-
-class RowUpdates(Protocol):
-    """Low-rank updates of weights: A (rank, inputs) and B (outputs, rank), by weight."""
-
-    @property
-    def updates(self) -> Mapping[WeightKey, tuple[Tensor, Tensor]]:
-        """Return the updates."""
-        ...
 
 
 def weight_key(weight: Tensor) -> WeightKey:
@@ -67,7 +60,7 @@ class IndependentRows(TorchFunctionMode):
         super().__init__()
         self._use_core = native.available() if use_core is None else use_core
         self._packed: dict[WeightKey, tuple[int, Tensor]] = {}
-        self.groups: Sequence[tuple[RowUpdates, Tensor]] = ()
+        self.groups: Sequence[tuple[Updates, Tensor]] = ()
         """The updates, each with the numbers of the rows that it applies to."""
 
     def __torch_function__(
@@ -84,8 +77,8 @@ class IndependentRows(TorchFunctionMode):
         """Return x weight^T + bias, of shape (..., outputs), for `x` of shape (..., inputs)."""
         rows = x.reshape(-1, x.shape[-1])
         result = self._product(rows, weight, bias)
-        for adapter, numbers in self.groups:
-            if (update := adapter.updates.get(weight_key(weight))) is not None:
+        for updates, numbers in self.groups:
+            if (update := updates.get(weight_key(weight))) is not None:
                 low = self._product(rows[numbers], update[0])
                 result[numbers] += self._product(low, update[1])
         return result.view(*x.shape[:-1], len(weight))

@@ -17,7 +17,7 @@ from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo, Transformer
 from farandole.serve.lora import Adapter
 from farandole.serve.request import RequestError
-from farandole.serve.rows import IndependentRows, ragged_attention, write_positions
+from farandole.serve.rows import IndependentRows, Updates, ragged_attention, weight_key, write_positions
 from farandole.serve.store import LayerShape, Memory
 
 
@@ -140,7 +140,7 @@ class Runner:
                         "batch, which is not supported; use farandole generate --prompt",
                     )
         self.model = model.eval()
-        self.adapters = dict(adapters or {})
+        self.adapters = {name: _updates(model, adapter) for name, adapter in (adapters or {}).items()}
         self.vocabulary = _vocabulary(model)
         self._use_core = use_core
         self._rows = IndependentRows(use_core)
@@ -178,7 +178,7 @@ class Runner:
             self._rows.groups = self._groups(spans, [span.logits for span in spans])
             return self._logits(hidden[:, selected], info).float()
 
-    def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Adapter, Tensor]]:
+    def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Updates, Tensor]]:
         """Return the adapters of the spans, with the numbers of their rows; each span has a number of rows."""
         rows: dict[str, list[int]] = {}
         end = 0
@@ -198,6 +198,14 @@ class Runner:
         """Return the logits (tokens, vocabulary) for hidden states (1, tokens, width)."""
         logits: Tensor = self.model[-1](hidden, info)
         return logits[0]
+
+
+def _updates(model: nn.Module, adapter: Adapter) -> Updates:
+    """Return an adapter's matrices by weight."""
+    return {
+        weight_key(model.get_parameter(f"{path}.weight")): (a.contiguous(), b.contiguous())
+        for path, (a, b) in adapter.items()
+    }
 
 
 def _vocabulary(model: Transformer) -> int:

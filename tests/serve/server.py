@@ -21,7 +21,6 @@ from farandole.serve.folder import read_model
 from farandole.serve.http.completions import Server
 from farandole.serve.http.guard import Limits
 from farandole.serve.http.service import Service
-from farandole.serve.lora import read_adapters
 from farandole.serve.runner import Runner
 from tests.forked_python import ForkedPython
 from tests.launch.jobs import environment
@@ -68,9 +67,9 @@ def serving(
     **options: Any,
 ) -> Iterator[tuple[str, Service]]:
     """Serve in a thread, and yield the address and the service."""
-    found = read_model(folder, context=context)
+    found = read_model(folder, context=context, lora=lora)
     engine = GenerationEngine(
-        Runner(found.model, adapters=read_adapters(found.model, lora or {})),
+        Runner(found.model, adapters=found.adapters),
         context=found.context,
         tokenizer=found.tokenizer,
         end_tokens=found.end_tokens,

@@ -14,14 +14,17 @@ from hypothesis import HealthCheck, Phase, settings
 
 from farandole.serve.http.guard import Limits
 from tests.serve.server import NAME, eventually, serving, write_folder
+from tests.serve.test_embeddings import serving as serving_encoder
+from tests.serve.test_embeddings import write_encoder
 
 EXAMPLES = 40
 JSON = {"content-type": "application/json"}
-COMPLETIONS, CHAT = "POST /v1/completions", "POST /v1/chat/completions"
+COMPLETIONS, CHAT, EMBEDDINGS = "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings"
 VALID: dict[str, tuple[tuple[str, ...], Any]] = {
-    "model": ((COMPLETIONS, CHAT), NAME),
+    "model": ((COMPLETIONS, CHAT, EMBEDDINGS), NAME),
     "max_tokens": ((COMPLETIONS, CHAT), 4),
     "prompt": ((COMPLETIONS, "POST /tokenize"), "say"),
+    "input": ((EMBEDDINGS,), "say"),
     "messages": ((CHAT,), [{"role": "user", "content": "say"}]),
 }
 """For each required field, the operations that have it, and a valid value."""
@@ -63,15 +66,31 @@ def statuses_of(made: Any) -> set[int]:
     return statuses
 
 
+def all_statuses(address: str) -> dict[str, set[int]]:
+    """Return the statuses of the answers to random requests, by operation."""
+    operations = schemathesis.openapi.from_url(address + "/openapi.json").get_all_operations()
+    return {made.label: statuses_of(made) for made in (operation.ok() for operation in operations)}
+
+
+def test_random_requests_for_embeddings_never_get_500(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    with serving_encoder(write_encoder(tmp_path), limits=Limits(request_s=2)) as (address, _):
+        assert {200, 400} <= all_statuses(address)[EMBEDDINGS]
+        for text in ("\\ud800", "\\u0000", "a" * 5000):
+            for value in (f'"{text}"', f'["{text}"]', "[" * 20000, "[[]]", "[-1]", "[99999999999999999999]"):
+                body = f'{{"model": "{NAME}", "input": {value}}}'
+                answer = requests.post(address + "/v1/embeddings", body.encode(), timeout=30, headers=JSON)
+                assert answer.status_code in (200, 400), (value[:200], answer.text)
+    assert not caplog.records, caplog.text
+
+
 def test_random_requests_never_get_500(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     limits = Limits(request_s=2)
     with serving(folder, limits=limits, context=64) as (address, service):
-        schema = schemathesis.openapi.from_url(address + "/openapi.json")
-        seen: dict[str, set[int]] = {}
-        for operation in schema.get_all_operations():
-            made = operation.ok()
-            seen[made.label] = statuses_of(made)
+        seen = all_statuses(address)
         assert {COMPLETIONS, CHAT, "GET /metrics"} <= seen.keys()
         assert {200, 400} <= seen[COMPLETIONS] & seen[CHAT], seen
         for text in ("\\ud800", "\\u0000", "a" * 5000):

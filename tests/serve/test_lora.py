@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import farandole
 from farandole.cli.main import app
+from farandole.comm.communicator import Communicator
 from farandole.models.hf import from_pretrained
 from farandole.models.sequence import Transformer
 from farandole.parallel.lora import add_lora, merge
@@ -25,11 +26,14 @@ from farandole.parallel.lora.peft_adapter import load_adapter, save_adapter
 from farandole.plan import LoRA
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.lora import read_adapters
+from farandole.serve.ranks.driver import LocalDriver, Worker
+from farandole.serve.ranks.shards import shard_model
 from farandole.serve.request import Logprob, RequestError, Sampling
 from farandole.serve.runner import Runner
 from farandole.serve.store import STORES
 from tests.serve.models import CONTEXT, LAYERS, models, vocabulary
 from tests.serve.server import NAME, serving, write_folder
+from tests.serve.test_ranks import CASES, Case
 
 BOUND = 1e-4
 """The largest difference between the log-probabilities with an adapter and with merged weights."""
@@ -132,6 +136,40 @@ def test_tokens_are_those_of_the_merged_model_in_any_batch(family: str, store: s
     assert len({str(own) for own in together}) == len(requests)  # each adapter has an effect
 
 
+def on_ranks(rank: int, size: int, folder: str, adapters: dict[str, Path], requests: Any) -> Any:
+    """Return the results of the requests on a model that the ranks divide."""
+    comm = Communicator(torch.distributed.group.WORLD)
+    model = from_pretrained(folder, lazy=True).eval()
+    own = shard_model(model, comm, read_adapters(model, adapters))
+    if rank:
+        Worker(model, comm, adapters=own).follow()
+        return None
+    driver = LocalDriver(model, comm, adapters=own)
+    found = results(GenerationEngine(driver, context=CONTEXT, max_running=4, token_budget=24), requests)
+    driver.close()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_generate_the_tokens_of_one(ranks: Any, tmp_path: Path, case: Case) -> None:
+    family, changes = case
+    for number in range(2):
+        lora = LoRA(rank=3 + number, alpha=4.0, targets="all-linear")
+        write_adapter(base_of(family, **changes), tmp_path / str(number), number, lora)
+    adapters = {str(number): tmp_path / str(number) for number in range(2)}
+    choose, size = random.Random(family), vocabulary(family)
+    prompts = [choose.choices(range(size), k=length) for length in (20, 1)]
+    requests: list[tuple[list[int], str | None]] = [(p, name) for p in prompts for name in (None, *adapters)]
+    model = models(family, **changes)[1]
+    runner = Runner(model, adapters=read_adapters(model, adapters))
+    expected = results(GenerationEngine(runner, context=CONTEXT), requests)
+    found, _ = ranks(2).run(on_ranks, str(model.pretrained.folder), adapters, requests)  # type: ignore[union-attr]
+    for own, other in zip(found, expected, strict=True):
+        assert [each.token for each in own] == [each.token for each in other]
+        assert [each.logprob for each in own] == pytest.approx([each.logprob for each in other], abs=BOUND)
+    assert len({str(own) for own in found}) == len(requests)  # each adapter has an effect
+
+
 def test_speculation_with_adapters() -> None:
     prompts = [[3, 4, 5] * 8, [1, 2] * 10]
     requests: list[tuple[list[int], str | None]] = [
@@ -187,8 +225,8 @@ def test_adapters_that_cannot_be_served_are_refused(folder: Path, adapter: Path,
             farandole.LLM(folder, lora={"mine": path})
     result = CliRunner().invoke(app, ["serve", str(folder), "--lora", "mine"])
     assert (result.exit_code, "--lora: expected NAME=FOLDER, got 'mine'" in result.output) == (2, True)
-    result = CliRunner().invoke(app, ["serve", str(folder), "--lora", f"mine={adapter}", "--tensor", "2"])
-    assert "--lora: not supported with --tensor or --replicas; serve merged weights instead" in result.output
+    result = CliRunner().invoke(app, ["serve", str(folder), "--lora", f"mine={other}", "--tensor", "2"])
+    assert (result.exit_code, "--lora: mine: " in result.output) == (2, True)
 
 
 # ---- interfaces ----
@@ -200,6 +238,9 @@ def test_prompts_and_requests_select_adapters(folder: Path, adapter: Path) -> No
         llm.generate(["say red"], max_tokens=12, temperature=0, lora=lora)[0].text for lora in (None, "mine")
     )
     assert base != mine
+    with farandole.LLM(folder, lora={"mine": adapter}, tensor=2) as divided:
+        for lora, text in ((None, base), ("mine", mine)):
+            assert divided.generate(["say red"], max_tokens=12, temperature=0, lora=lora)[0].text == text
     half = farandole.LLM(folder, precision="bf16", lora={"mine": adapter}, speculate="lookup")
     assert half.generate(["say red"], max_tokens=12, temperature=0, lora="mine")[0].text != base
     with pytest.raises(RequestError, match="lora: expected mine, got 'other'"):

@@ -16,6 +16,7 @@ import torch
 
 from farandole.comm.communicator import Communicator
 from farandole.mesh import Mesh
+from farandole.plan import LoRA
 from farandole.serve.engine import GenerationEngine, QueueFullError
 from farandole.serve.folder import read_model
 from farandole.serve.http.service import ReplicatedService
@@ -23,8 +24,10 @@ from farandole.serve.metrics import Family, of_replicas, prometheus_text
 from farandole.serve.ranks.driver import RanksFailed, Worker
 from farandole.serve.ranks.replicas import read_replica
 from farandole.serve.request import RequestError, Sampling
+from farandole.serve.runner import Runner
 from tests.serve.models import CONTEXT, engine_of
 from tests.serve.server import NAME, command, write_folder
+from tests.serve.test_lora import write_adapter
 from tests.serve.test_ranks import process_of_rank, traffic
 
 FAMILY = "llama"
@@ -36,11 +39,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("model"))
 
 
-def drive(rank: int, size: int, folder: str, store: str) -> Any:
+@pytest.fixture(scope="module")
+def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapter")
+    write_adapter(read_model(folder).model, path, 1, LoRA(rank=4, alpha=64.0))
+    return path
+
+
+def drive(rank: int, size: int, folder: str, adapter: Path, store: str) -> Any:
     """Return the results of each replica of two, which generate at the same time."""
     comm = Communicator(torch.distributed.group.WORLD)
     mesh = Mesh.box(size, data=2, tensor=size // 2)
-    _, own = read_replica(Path(folder), {}, comm, mesh)
+    _, own = read_replica(Path(folder), {"lora": {"mine": adapter}}, comm, mesh)
     if isinstance(own, Worker):
         own.follow()
         return None
@@ -50,7 +60,7 @@ def drive(rank: int, size: int, folder: str, store: str) -> Any:
     found: dict[int, Any] = {}
 
     def run(number: int) -> None:
-        found[number] = traffic(engines[number], PROMPTS)
+        found[number] = traffic(engines[number], PROMPTS, lora="mine")
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -64,12 +74,15 @@ def drive(rank: int, size: int, folder: str, store: str) -> Any:
 
 
 @pytest.mark.parametrize(("size", "store"), [(2, "pages"), (4, "slots")])
-def test_replicas_generate_the_tokens_of_one_process(ranks: Any, folder: Path, size: int, store: str) -> None:
-    engine = GenerationEngine(
-        read_model(folder).model, context=CONTEXT, store=store, token_budget=16, max_running=3
-    )
-    expected = traffic(engine, PROMPTS)
-    first, *others = ranks(size).run(drive, str(folder), store)
+def test_replicas_generate_the_tokens_of_one_process(
+    ranks: Any, folder: Path, adapter: Path, size: int, store: str
+) -> None:
+    found = read_model(folder, lora={"mine": adapter})
+    runner = Runner(found.model, adapters=found.adapters)
+    engine = GenerationEngine(runner, context=CONTEXT, store=store, token_budget=16, max_running=3)
+    expected = traffic(engine, PROMPTS, lora="mine")
+    assert expected != traffic(engine, PROMPTS)
+    first, *others = ranks(size).run(drive, str(folder), adapter, store)
     assert others == [None] * (size - 1)
     for replica in first:
         for own, other in zip(replica, expected, strict=True):

@@ -179,6 +179,21 @@ def test_prompts_equal_those_of_transformers(folders: dict[str, Path], name: str
     assert found.prompt == expected
 
 
+def test_variables_of_the_template(folders: dict[str, Path], clients: dict[str, openai.OpenAI]) -> None:
+    fields = {"model": NAME, "messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
+    found = prepare_chat(ChatRequest.model_validate(fields), read_model(folders["qwen"]))
+    assert found.prompt == AutoTokenizer.from_pretrained(folders["qwen"]).apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    assert found.prompt.endswith("</think>\n\n")
+    create = clients["qwen"].chat.completions.create
+    options: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_tokens": 1}
+    assert create(**options, extra_body={"chat_template_kwargs": {"enable_thinking": True}}).choices
+    for name in ("enable_thinkin", "tools", "messages", "bos_token", "raise_exception"):
+        with pytest.raises(openai.BadRequestError, match=f"expected enable_thinking, got '{name}'"):
+            create(**options, extra_body={"chat_template_kwargs": {name: True}})
+
+
 def streamed(parts: Any) -> tuple[dict[str, Any], str | None]:
     """Join a stream as clients do."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}

@@ -59,7 +59,7 @@ def prepare_chat(body: ChatRequest, found: ModelFolder) -> Chat:
         raise RequestError(
             "tools", f"{form.start} is a special token of the model, which is not part of its text"
         )
-    prompt = _render(found.template, messages, tools)
+    prompt = _render(found.template, messages, tools, body.chat_template_kwargs)
     reasons = END_THINK in source and END_THINK not in hidden and not sampling.is_constrained
     is_reasoning = reasons and prompt.rstrip().endswith(THINK)
     if form is not None:
@@ -84,10 +84,20 @@ def prepare_chat(body: ChatRequest, found: ModelFolder) -> Chat:
     return Chat(prompt, sampling, form, tools, reasons, is_reasoning)
 
 
-def _render(template: Template, messages: list[dict[str, Any]], tools: Mapping[str, Tool]) -> str:
-    variables = {"tools": [tool.plain() for tool in tools.values()]} if tools else {}
+def _render(
+    template: Template,
+    messages: list[dict[str, Any]],
+    tools: Mapping[str, Tool],
+    variables: Mapping[str, Any],
+) -> str:
+    allowed = template.variables - {"tools"}
+    for name in variables:
+        if name not in allowed:
+            expected = ", ".join(sorted(allowed)) or "no variable, because the template has none"
+            raise RequestError("chat_template_kwargs", f"expected {expected}, got {name!r}")
+    given = {"tools": [tool.plain() for tool in tools.values()]} if tools else {}
     try:
-        return template.render(messages, prompt=True, **variables)
+        return template.render(messages, prompt=True, **given, **variables)
     except DataError as error:
         raise RequestError("messages", str(error)) from None
 

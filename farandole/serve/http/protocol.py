@@ -274,6 +274,8 @@ class ChatRequest(_Generation):
     tools: Annotated[list[Tool], Field(min_length=1)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    # not a field of OpenAI's interface
+    chat_template_kwargs: dict[str, Any] = {}
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for a chat template."""

@@ -30,7 +30,7 @@ from farandole.serve.http.embedding_service import EmbeddingService
 from farandole.serve.http.embeddings import EmbeddingServer
 from farandole.serve.http.guard import Limits, read_keys
 from farandole.serve.http.service import ReplicatedService, Service
-from farandole.serve.lora import read_adapters
+from farandole.serve.lora import parse_adapters
 from farandole.serve.ranks.driver import Worker
 from farandole.serve.ranks.replicas import read_replica
 from farandole.serve.ranks.shards import check_width, raised_together
@@ -81,18 +81,19 @@ def start(
     with contextlib.nullcontext() if comm is None else raised_together(comm):
         folder = find_model(folder)
         adapters = parse_adapters(lora)
-        if adapters and comm is not None:
-            raise RequestError(
-                "lora", "not supported with --tensor or --replicas; serve merged weights instead"
-            )
         if comm is None or comm.rank == 0:
             keys = read_keys(api_keys) if api_keys is not None else []
             listener = _listen(host, port)
-    options: dict[str, Any] = {"precision": precision, "context": context, "template": chat_template}
+    options: dict[str, Any] = {
+        "precision": precision,
+        "context": context,
+        "template": chat_template,
+        "lora": adapters,
+    }
     own: list[Runner] | Worker
     if comm is None:
         found = read_model(folder, **options)
-        own = runners = [Runner(found.model, adapters=read_adapters(found.model, adapters))]
+        own = runners = [Runner(found.model, adapters=found.adapters)]
         free = _free_memory()
     else:
         assert runtime is not None
@@ -183,27 +184,8 @@ def check_start(
     """
     if api_keys is not None:
         read_keys(api_keys)
-    if lora:
-        raise RequestError("lora", "not supported with --tensor or --replicas; serve merged weights instead")
     _listen(host, port).close()
-    check_width(read_model(folder, lazy=True).model, tensor)
-
-
-def parse_adapters(lora: Sequence[str]) -> dict[str, Path]:
-    """Return the folders of adapters by name, given "NAME=FOLDER" for each.
-
-    Raises:
-        RequestError: if an entry has another form, or two adapters have the same name.
-    """
-    found: dict[str, Path] = {}
-    for entry in lora:
-        name, _, folder = entry.partition("=")
-        if not (name and folder):
-            raise RequestError("lora", f"expected NAME=FOLDER, got {entry!r}")
-        if name in found:
-            raise RequestError("lora", f"expected different names, got {name} twice")
-        found[name] = Path(folder)
-    return found
+    check_width(read_model(folder, lora=parse_adapters(lora), lazy=True).model, tensor)
 
 
 def _free_memory() -> int:

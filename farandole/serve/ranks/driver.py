@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from farandole.comm.errors import CommunicationError
 from farandole.layout import chunk
 from farandole.models.sequence import SequenceInfo, Transformer
 from farandole.parallel.tensor import Words, sharded_logits
+from farandole.serve.lora import Adapter
 from farandole.serve.runner import Runner, Span
 from farandole.serve.store import LayerShape, Memory
 
@@ -49,15 +50,22 @@ class ShardedRunner(Runner):
         model: a decoder that `shards.shard_model` has divided over the ranks of `comm` that compute.
         comm: the communicator, whose rank 0 is the driver.
         use_core: whether to use the C core, by default if available.
+        adapters: this rank's shards of the LoRA adapters, with the same names in the same order on all ranks.
         remote: whether the driver is a `RemoteDriver`, which does not compute.
     """
 
     def __init__(
-        self, model: Transformer, comm: Communicator, use_core: bool | None = None, *, remote: bool = False
+        self,
+        model: Transformer,
+        comm: Communicator,
+        use_core: bool | None = None,
+        *,
+        adapters: Mapping[str, Adapter] | None = None,
+        remote: bool = False,
     ) -> None:
         self.comm = comm
         words: Any = model[-1].vocabulary
-        super().__init__(model, use_core)
+        super().__init__(model, use_core, adapters)
         if isinstance(words, Words):
             self.vocabulary = words.count
         self._widths = _widths(self.vocabulary, comm.size, remote=remote)
@@ -95,9 +103,16 @@ class Driver(Runner):
 class LocalDriver(ShardedRunner, Driver):
     """A driver that computes a part of the model itself; the arguments are those of `ShardedRunner`."""
 
-    def __init__(self, model: Transformer, comm: Communicator, use_core: bool | None = None) -> None:
-        super().__init__(model, comm, use_core)
-        self._steps = _Steps(comm)
+    def __init__(
+        self,
+        model: Transformer,
+        comm: Communicator,
+        use_core: bool | None = None,
+        *,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
+        super().__init__(model, comm, use_core, adapters=adapters)
+        self._steps = _Steps(comm, list(self.adapters))
 
     def memory(self) -> Memory:
         """Return new memory, whose changes the workers repeat.  Call once."""
@@ -127,9 +142,10 @@ class RemoteDriver(Driver):
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.vocabulary, self.shapes, self.bytes_per_position = comm.broadcast_object(None, 1)
+        self.vocabulary, self.shapes, self.bytes_per_position, names = comm.broadcast_object(None, 1)
+        self.adapters = {name: {} for name in names}
         self._widths = _widths(self.vocabulary, comm.size, remote=True)
-        self._steps = _Steps(comm)
+        self._steps = _Steps(comm, names)
 
     def memory(self) -> Memory:
         """Return memory without tensors, whose changes the workers repeat.  Call once."""
@@ -153,11 +169,18 @@ class Worker(ShardedRunner):
     """The runner of the other ranks; the arguments are those of `ShardedRunner`."""
 
     def __init__(
-        self, model: Transformer, comm: Communicator, use_core: bool | None = None, *, remote: bool = False
+        self,
+        model: Transformer,
+        comm: Communicator,
+        use_core: bool | None = None,
+        *,
+        adapters: Mapping[str, Adapter] | None = None,
+        remote: bool = False,
     ) -> None:
-        super().__init__(model, comm, use_core, remote=remote)
+        super().__init__(model, comm, use_core, adapters=adapters, remote=remote)
+        self._names = list(self.adapters)
         if remote:
-            comm.broadcast_object((self.vocabulary, self.shapes, self.bytes_per_position), 1)
+            comm.broadcast_object((self.vocabulary, self.shapes, self.bytes_per_position, self._names), 1)
         self._channel = _Channel(comm)
         self._memory = self.memory()
 
@@ -179,7 +202,7 @@ class Worker(ShardedRunner):
                 else:
                     self._memory.move(*values[:3])
             if kind == _RUN:
-                self.run(self._memory, list(_spans(message, at, count)))
+                self.run(self._memory, list(_spans(message, at, count, self._names)))
             elif kind == _BEAT:
                 self.comm.barrier()
             elif kind == _PAUSE:
@@ -202,12 +225,14 @@ class _Steps:
 
     Args:
         comm: the communicator, whose rank 0 is the driver.
+        adapters: the names of the LoRA adapters, in the workers' order.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, adapters: Sequence[str]) -> None:
         self.changes = array("i")
         """The changes of the store's memory since the last message."""
         self._comm, self._channel = comm, _Channel(comm)
+        self._numbers = {name: number for number, name in enumerate(adapters)}
         self._failure: str | None = None
 
     def send(self, kind: int, spans: Sequence[Span] = ()) -> None:
@@ -215,7 +240,8 @@ class _Steps:
         message = array("i", (kind, len(self.changes) // _CHANGE, len(spans)))
         message += self.changes
         for span in spans:
-            message.extend((span.start, span.logits, len(span.tokens), len(span.blocks)))
+            adapter = -1 if span.adapter is None else self._numbers[span.adapter]
+            message.extend((span.start, span.logits, adapter, len(span.tokens), len(span.blocks)))
             message.extend(span.tokens)
             message.extend(span.blocks)
         del self.changes[:]
@@ -328,10 +354,10 @@ def _gather(comm: Communicator, own: Tensor, widths: Sequence[int]) -> Tensor:
     return torch.cat([part.view(len(own), -1) for part in every if len(part)], -1)
 
 
-def _spans(message: Sequence[int], at: int, count: int) -> Iterator[Span]:
+def _spans(message: Sequence[int], at: int, count: int, adapters: Sequence[str]) -> Iterator[Span]:
     for _ in range(count):
-        start, logits, tokens, blocks = message[at : at + 4]
-        at += 4
+        start, logits, adapter, tokens, blocks = message[at : at + 5]
+        at += 5
         own, at = message[at : at + tokens], at + tokens
-        yield Span(own, start, message[at : at + blocks], logits)
+        yield Span(own, start, message[at : at + blocks], logits, None if adapter < 0 else adapters[adapter])
         at += blocks

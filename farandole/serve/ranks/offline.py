@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,7 @@ from farandole.launch.environments import find_placement
 from farandole.launch.placement import ALONE, LaunchError
 from farandole.launch.runtime import init
 from farandole.launch.workers import Link, Workers
-from farandole.models.sequence import Transformer
 from farandole.serve.folder import ModelFolder, read_model
-from farandole.serve.lora import read_adapters
 from farandole.serve.ranks.driver import LocalDriver, RanksFailed, Worker
 from farandole.serve.ranks.shards import check_width, raised_together, read_sharded
 from farandole.serve.request import RequestError
@@ -57,13 +55,9 @@ class Ranks:
         """Read a model, or this rank's shards; the arguments are those of `read_model`."""
         return read_model(folder, **options)
 
-    def runner(self, model: Transformer, lora: Mapping[str, str | Path]) -> Runner | None:
-        """Return the runner of rank 0; None on other ranks.
-
-        Args:
-            lora: LoRA adapters by name, for one rank.
-        """
-        return Runner(model, adapters=read_adapters(model, lora))
+    def runner(self, found: ModelFolder) -> Runner | None:
+        """Return the runner of rank 0; None on other ranks."""
+        return Runner(found.model, adapters=found.adapters)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -104,9 +98,9 @@ class StartedRanks(Ranks):
             self.close()
             raise
 
-    def runner(self, model: Transformer, lora: Mapping[str, str | Path]) -> Runner:
+    def runner(self, found: ModelFolder) -> Runner:
         """Return the runner of rank 0."""
-        self._driver = LocalDriver(model, self._comm)
+        self._driver = LocalDriver(found.model, self._comm, adapters=found.adapters)
         return self._driver
 
     @contextlib.contextmanager
@@ -152,12 +146,12 @@ class JobRanks(Ranks):
                 check_width(read_model(folder, **options, lazy=True).model, self._comm.size)
         return read_sharded(folder, options, self._comm)
 
-    def runner(self, model: Transformer, lora: Mapping[str, str | Path]) -> Runner | None:
+    def runner(self, found: ModelFolder) -> Runner | None:
         """Return the runner of rank 0; None on other ranks."""
         if self.rank:
-            self._worker = Worker(model, self._comm)
+            self._worker = Worker(found.model, self._comm, adapters=found.adapters)
             return None
-        self._driver = LocalDriver(model, self._comm)
+        self._driver = LocalDriver(found.model, self._comm, adapters=found.adapters)
         return self._driver
 
     @contextlib.contextmanager
@@ -195,7 +189,7 @@ def main(descriptor: str) -> None:
     comm = link.join()
     folder, options = comm.broadcast_object(None)
     found = read_sharded(folder, options, comm)
-    worker = Worker(found.model, comm)
+    worker = Worker(found.model, comm, adapters=found.adapters)
     for _ in link.waits():
         worker.follow()
 

@@ -39,10 +39,15 @@ def read_replica(
     found = read_sharded(folder, options, own, comm)
     if cell.data == 0:
         if comm.rank:
-            return found, Worker(found.model, own)
-        first = Runner(found.model) if width == 1 else LocalDriver(found.model, own)
+            return found, Worker(found.model, own, adapters=found.adapters)
+        first = (
+            Runner(found.model, adapters=found.adapters)
+            if width == 1
+            else LocalDriver(found.model, own, adapters=found.adapters)
+        )
         return found, [first, *(RemoteDriver(_with_driver(comm, width, r)) for r in range(1, replicas))]
-    return found, Worker(found.model, _with_driver(comm, width, cell.data), remote=True)
+    both = _with_driver(comm, width, cell.data)
+    return found, Worker(found.model, both, adapters=found.adapters, remote=True)
 
 
 def _with_driver(comm: Communicator, width: int, replica: int) -> Communicator:

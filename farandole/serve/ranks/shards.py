@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ from farandole.mesh import Mesh
 from farandole.models.hf.pretrained import Request, allocate, tensors_of
 from farandole.models.sequence import Transformer
 from farandole.parallel import tensor
-from farandole.parallel.axes import Layouts, Position
+from farandole.parallel.axes import Layouts, Position, own_part
 from farandole.plan import Plan, PlanError
 from farandole.serve.folder import ModelFolder, read_model
+from farandole.serve.lora import Adapter
 from farandole.serve.request import RequestError
 
 
@@ -62,8 +65,8 @@ def read_sharded(
     with raised_together(job or comm):
         found = read_model(folder, **options, lazy=True)
     with raised_together(job or comm):
-        shard_model(found.model, comm)
-    return found
+        adapters = shard_model(found.model, comm, found.adapters)
+    return replace(found, adapters=adapters)
 
 
 def check_width(model: nn.Module, ranks: int) -> None:
@@ -76,10 +79,18 @@ def check_width(model: nn.Module, ranks: int) -> None:
     _apply(model.to("meta"), Position(mesh, mesh.of_rank(0)[0]))
 
 
-def shard_model(model: Transformer, comm: Communicator) -> None:
+def shard_model(
+    model: Transformer, comm: Communicator, adapters: Mapping[str, Adapter] = MappingProxyType({})
+) -> dict[str, Adapter]:
     """Replace the parameters of `model` by this rank's shards.  This is a collective call.
 
     If the model is on the meta device, as from `from_pretrained(folder, lazy=True)`, each rank reads only its shards.
+
+    Args:
+        adapters: complete LoRA adapters by name.
+
+    Returns:
+        This rank's shards of the adapters.
 
     Raises:
         RequestError: if the ranks cannot divide the model; the message names the nearest valid numbers of ranks.
@@ -99,6 +110,27 @@ def shard_model(model: Transformer, comm: Communicator) -> None:
                 for request in _requests(name, values.detach(), layouts.get(name), position)
             ]
         )
+    own = {
+        path: layouts.of(model.get_parameter(f"{path}.weight")) for each in adapters.values() for path in each
+    }
+    return {
+        name: {path: _own_matrices(a, b, own[path], position) for path, (a, b) in adapter.items()}
+        for name, adapter in adapters.items()
+    }
+
+
+def _own_matrices(a: Tensor, b: Tensor, weight: Layout, position: Position) -> tuple[Tensor, Tensor]:
+    """Return the columns of A for this rank's inputs of a layer, and the rows of B for its outputs.
+
+    If the inputs are sharded, B A x of this rank is a summand of the layer's result, as the product with the weight.
+    """
+
+    def own(matrix: Tensor, dim: int) -> Tensor:
+        shards = tuple((axis, shard) for axis, shard in weight.shards if shard.dim % 2 == dim)
+        layout = Layout(weight.name, tuple(matrix.shape), shards=shards)
+        return own_part(matrix, layout, position.mesh, position.cell)
+
+    return own(a, 1), own(b, 0)
 
 
 def _apply(model: nn.Module, position: Position) -> Layouts:
