@@ -125,7 +125,7 @@ class RecordStream:
         return slot.buffer[: self.record_bytes[record]]
 
     def blank(self, record: int) -> Tensor:
-        """Return an uninitialized buffer, which the caller fills to create `record`."""
+        """Return an uninitialized buffer for `record`, which the caller fills and passes to `write`."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._hand_out(slot, blank=True)
@@ -139,7 +139,7 @@ class RecordStream:
         return slot.buffer[: self.record_bytes[record]]
 
     def write(self, record: int) -> None:
-        """Start to write `record`; the caller must not use its bytes afterwards."""
+        """Start writing `record`; the caller must not use its bytes afterwards."""
         slot = self._held(record)
         slot.moving = self.store.write(self.records[record], slot.buffer, after=self._unwritten(record))
         self._writing[record] = slot.moving

@@ -9,7 +9,7 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The parts of a plan are applied in this order: LoRA, 8-bit floats, experts, tensor parallelism, context parallelism,
+A plan is applied in this order: LoRA, 8-bit floats, expert parallelism, tensor parallelism, context parallelism,
 recomputation, pipeline stages, then data parallelism and ZeRO in the engine.
 """
 
@@ -74,9 +74,9 @@ def parallelize(
         comm: the communicator, by default with all ranks of the job.
         example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations, and
             `pipeline` measures the time of blocks in memory, to divide them into stages.
-        loss: a function of the output for this measurement.
-        memory: with `pipeline` > 1 and `example`, the bytes that a rank may have for its parameters and for the activations
-            of the micro-batches in flight.  Among the divisions into stages that fit, the fastest one is used.
+        loss: a function that returns a loss for the model's output, for this measurement.
+        memory: with `pipeline` > 1 and `example`, the maximum bytes per rank of parameters and of the activations of
+            the micro-batches in flight.  Among the divisions into stages that fit, the fastest one is used.
         initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
         diagnose: with `precision="fp16"`, check the outputs of blocks in every step, so that the report of the first
@@ -265,7 +265,7 @@ def _recompute(
     loss: Callable[[Any], Tensor] | None,
     activations: RankActivations | None = None,
 ) -> None:
-    """Apply the plan's recomputation, measured in the plan's precision, to all blocks or to those of a pipeline rank."""
+    """Apply the plan's recomputation, measured in the plan's precision, to all blocks or to the blocks of a pipeline rank."""
     try:
         done = apply_recompute(
             model,

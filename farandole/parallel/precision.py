@@ -1,4 +1,4 @@
-"""Apply a plan's precision: casts of inputs, and 8-bit matrix products through torchao.
+"""Apply a plan's precision: cast inputs, and use 8-bit matrix products from torchao.
 
 With fp8, weights and the values between layers are bf16.  Each product of a linear layer or of an expert scales its two operands by
 their largest value and casts them (Micikevicius et al., 2022, "FP8 Formats for Deep Learning"): e4m3 in the forward pass,

@@ -1,4 +1,4 @@
-"""The tasks with text: "text" (a language model), "masked-text" (a BERT) and "sft" (a language model, on conversations).
+"""The text tasks: "text" trains a language model, "masked-text" a BERT, and "sft" a language model on conversations.
 
 `load_model` loads trained language models from checkpoints.
 """
@@ -78,7 +78,7 @@ def open_text(
 
 
 class TextTask(Task):
-    """Trains a GPT on token windows from `text` if given, else from the configured text."""
+    """Trains a GPT on token windows, from `text` if given, otherwise from the configured text."""
 
     unit = "tokens"
 
@@ -251,7 +251,7 @@ class ChatTask(Task):
         return open_folder_model(self._config)
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> ChatBatch:
-        """Return the tokens, document numbers and targets."""
+        """Return the tokens, the index of each token's document, and the targets."""
         tokens, documents, targets = (torch.from_numpy(part) for part in samples.read(numbers))
         return tokens, documents, targets
 

@@ -1,4 +1,4 @@
-"""Save engine checkpoints in the foreground or background, and load them under any plan and number of ranks.
+"""Save engine checkpoints, optionally in the background, and load them under any plan and number of ranks.
 
     engine.save(folder, extra={"step": n})            # `state` lists the contents
     pending = engine.save(folder, asynchronous=True)  # copies the state to host memory; a thread writes the copy
@@ -122,7 +122,7 @@ _background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGro
 
 
 def _background_group(comm: Communicator) -> dist.ProcessGroup:
-    """Return a group with the same ranks, so that the thread's collectives do not mix with collectives in training."""
+    """Return another group with the same ranks, so that the thread's collectives do not interfere with those of training."""
     if comm.group not in _background_groups:
         ranks = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
         _background_groups[comm.group] = local_group(comm.group, ranks)

@@ -94,10 +94,10 @@ def save_pretrained(engine: Engine, folder: Path, dtype: torch.dtype | None, fil
 
 
 def write_weights(path: Path, state: Path, types: Mapping[str, torch.dtype]) -> None:
-    """Write the parameters and buffers in checkpoint `state` to one file.  Not a collective call.
+    """Write the parameters and buffers in the checkpoint folder `state` to the file `path`.  Call this on one rank.
 
     Args:
-        types: the types to write by tensor name; other tensors keep the saved types.
+        types: the type of each tensor to convert, by tensor name; other tensors keep their saved types.
     """
     saved, reader = _saved(state, types), _StateReader(state, {})
     types = {name: entry.properties.dtype for name, entry in saved.items()} | dict(types)

@@ -121,7 +121,7 @@ def read_adapter(model: nn.Module, folder: str | Path) -> Saved:
 
     Raises:
         AdapterError: if files are missing or damaged, or require an unsupported feature.
-        ValueError: if the adapter changes a stack of layers, or has other shapes than layers that the model fuses.
+        ValueError: if the adapter changes a stack of layers, or if its shapes do not match layers that the model fuses.
     """
     folder = Path(folder).expanduser()
     config, tensors = _read(folder)
@@ -177,7 +177,7 @@ def _config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
 
 
 def _exactly(paths: Sequence[str], modules: Sequence[str]) -> list[str] | str:
-    """Return `paths` as a list, or as a regular expression if PEFT would match the ending of another path."""
+    """Return `paths` as a list, or as a regular expression if PEFT would also match the end of another path."""
     wanted = set(paths)
     endings = tuple(f".{path}" for path in paths)
     if any(module.endswith(endings) for module in modules if module not in wanted):
