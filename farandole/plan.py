@@ -2,7 +2,8 @@
 
     Plan(data=4, zero=2, precision="bf16", recompute="block", offload="disk:/scratch")
 
-A plan affects speed and memory, but not the training result.
+Sharding, recomputation, swapping and offloading change speed and memory, but not the training result except for
+rounding.  `precision`, `rounding`, `compression`, `deferred_batch_norm` and `lora` also change the result.
 """
 
 from __future__ import annotations
@@ -66,20 +67,22 @@ class LoRA:
 
     A pattern in `targets` or `also_train` is one of:
 
-    - a name: the module with this path, or whose path ends with it after a dot (`"qkv"` matches `1.attention.qkv`);
-    - a glob for the whole path, in which `*` matches dots too (`"*.attention.*"`); `"*.qkv"` also matches a top-level `qkv`;
+    - a name: matches the module with this path, and modules whose paths end with a dot and this name (`"qkv"` matches
+      `1.attention.qkv`);
+    - a glob for the whole path, in which `*` also matches dots (`"*.attention.*"`); `"*.qkv"` also matches a top-level
+      `qkv`;
     - a compiled regular expression for the whole path;
     - `"all-linear"` (for targets): every plain `nn.Linear`.
 
     Args:
         rank: the rank of the adapters.
-        alpha: the update is multiplied by `alpha / rank`.
+        alpha: the scale of the update, which is multiplied by `alpha / rank`.
         targets: one or several patterns for the layers to adapt.
         dropout: the dropout rate of the adapters' inputs.
-        use_rslora: multiply by `alpha / sqrt(rank)` instead (Kalajdzievski, 2023, "A Rank Stabilization Scaling Factor for
-            Fine-Tuning with LoRA").
+        use_rslora: whether the update is multiplied by `alpha / sqrt(rank)` instead (Kalajdzievski, 2023, "A Rank
+            Stabilization Scaling Factor for Fine-Tuning with LoRA").
         bias: the biases to train: none, those of adapted layers ("lora_only"), or all.
-        also_train: modules to train in full, as PEFT's `modules_to_save`; layers inside them get no adapter.
+        also_train: modules to train in full, like PEFT's `modules_to_save`; layers inside these modules get no adapter.
         base: the type in which torchao stores the frozen weights of adapted layers: "int8", "nf4" (4 bits; Dettmers
             et al., 2023, "QLoRA: Efficient Finetuning of Quantized LLMs"), or "int4" where torchao supports it.
 
@@ -151,13 +154,13 @@ class Plan:
         deferred_batch_norm: with `pipeline` > 1, update the running statistics of BatchNorm once per step, with the mean and
             variance over all samples of the step, instead of once per micro-batch (`parallel.pipeline.batch_norm`).
         tensor: the number of ranks that compute each layer together (`parallel.tensor`).
-        sequence: with `tensor` > 1, whether these ranks also share the tokens between the layers' matrix products, which
-            saves activation memory.
-        context: the number of ranks that share each sequence (`parallel.context`).
+        sequence: with `tensor` > 1, whether the tokens are also split over these ranks between the layers' matrix
+            products, which saves activation memory.
+        context: the number of ranks over which each sequence is split (`parallel.context`).
         ring: the number of ranks in a ring, in which keys and values circulate; heads are exchanged between rings.  By
             default, the smallest possible number.
-        expert: the number of ranks that share the experts of a mixture of experts, and have different samples
-            (`parallel.expert`).
+        expert: the number of ranks over which the experts of a mixture of experts are distributed; these ranks have
+            different samples (`parallel.expert`).
         zero: the ZeRO stage (Rajbhandari et al., 2020): 1 shards optimizer states, 2 also gradients, 3 also weights.
         hybrid: shard only among the ranks on each host, so that every host has a complete copy and hosts exchange
             only gradients.

@@ -56,7 +56,7 @@ class Core(Protocol):
         """
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the name of the algorithm for an operation on `nbytes` bytes per rank, for users."""
+        """Return the name of the algorithm for an operation on `nbytes` bytes per rank, as shown to users."""
 
     def check(self, status: Any) -> None:
         """Raise the exception for a result returned by a callable from `prepare`."""

@@ -47,8 +47,8 @@ class Conversations:
     """Tokenized conversations, packed into windows of `context` tokens by best fit.
 
     Args:
-        tokens, trained: all conversations, concatenated.
-        spans: (start, end) of each conversation.
+        tokens, trained: the tokens of all conversations, concatenated, and whether each token is a target.
+        spans: the first token of each conversation, and the token after its last token, (conversations, 2).
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Sampler:
         return self.at(self.take(count, rank, ranks))
 
     def take(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-        """Consume samples as `next` does, but return their positions in the run, the input of `at` and `epochs`."""
+        """Consume samples as `next` does, but return their positions in the run, which `at` and `epochs` accept."""
         if count % ranks:
             raise ValueError(f"expected a number of samples divisible by {ranks} ranks, got {count}")
         share = count // ranks

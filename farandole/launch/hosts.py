@@ -111,7 +111,7 @@ def _distinct(hosts: list[Host], source: str) -> list[Host]:
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """The number `node_rank` of this launcher among `nodes` launchers, one per host, and the address of the shared store.
+    """The index `node_rank` of this launcher among `nodes` launchers, one per host, and the address of the shared store.
 
     A job on one host has no address: its store is at a free port of the loopback interface.
     """

@@ -212,7 +212,7 @@ class BERT(Transformer):
     """A bidirectional transformer that masks padding tokens."""
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Mark padding as a separate document in `info`, if the configuration has a padding token.
+        """Return `info` with the padding as a separate document, if the configuration has a padding token.
 
         Such padding does not shift the positions of the other tokens.
         """

@@ -77,7 +77,8 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head self-attention with a fused projection of queries, keys and values.
 
-    The number of heads is derived from the projection's width, so a shard of the weights computes a shard of the heads.
+    The number of heads is derived from the width of the projection, so a module with a shard of the weights computes a
+    shard of the heads.
 
     Args:
         width: the width of the hidden states.

@@ -85,7 +85,7 @@ def measure(runtime: Runtime, fields: Mapping[str, Any] = _LARGE, turns: int = _
 
     Args:
         fields: the configuration of the model for products and attention.
-        turns: the number of calls of which the median counts.
+        turns: the number of timed calls, of which the median is used.
     """
     keep_freed_memory()
     process = data_bytes()

@@ -117,7 +117,7 @@ class PowerOfTwo:
 
 
 def in_order(combine: Combine, own: Tensor, other: Tensor, own_first: bool) -> None:
-    """Combine `other` into `own`, with the same operand order on both ranks for bitwise equal results."""
+    """Combine `other` into `own`, with the same operand order on both ranks, so that results are bitwise equal."""
     if own_first:
         combine(own, own, other)
     else:

@@ -20,7 +20,8 @@ _BLOCKS = range(16, 4096 + 1)
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """Compresses fp32 to 16-bit floats, half the size.  bf16 keeps the range; fp16 has three more bits of precision."""
+    """Compresses fp32 to 16-bit floats, half the size.  bf16 keeps the range of fp32; fp16 has three more bits of
+    precision than bf16."""
 
     dtype: torch.dtype = torch.bfloat16
     error_feedback: bool = field(default=False, kw_only=True)
@@ -71,7 +72,7 @@ class Codec:
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """Return the encoded x * factor + residual; store the error in `residual`, decoded values in `decoded`."""
+        """Return the encoding of x * factor + residual; store the error in `residual`, and the decoded values in `decoded`."""
         message = self.message(x.numel())
         status = native.library().frd_encode(
             TYPES[self.dtype],
