@@ -23,9 +23,9 @@ from farandole.models.layers import initialize
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.sequence import Transformer
 from farandole.serve.engine import GenerationEngine
-from farandole.serve.ranks import LocalDriver, Worker
+from farandole.serve.ranks.driver import LocalDriver, Worker
+from farandole.serve.ranks.shards import shard_model
 from farandole.serve.request import Sampling
-from farandole.serve.shards import shard_model
 
 MODELS = {
     "101 M": LlamaConfig(vocabulary=16384, layers=12, width=768, heads=12, kv_heads=4, inner=2048),

@@ -23,10 +23,10 @@ from farandole.bench.serving_load import ragged_requests
 from benchmarks.measure import records_table, save
 from farandole.models.hf import from_pretrained
 from farandole.models.sequence import Transformer
-from farandole.serve.draft import DraftModel
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.request import Sampling
 from farandole.serve.runner import Runner
+from farandole.serve.speculation.draft import DraftModel
 from tests import torchvision_models  # noqa: F401, I001 - before transformers is imported
 
 VOCABULARY, CONTEXT, TOKENS = 4096, 512, 64

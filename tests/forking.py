@@ -20,7 +20,7 @@ CONTEXT.set_forkserver_preload(
         "farandole.parallel.parallelize",
         "farandole.launch.agent",
         "farandole.train.run",
-        "farandole.serve.start",
+        "farandole.serve.http.start",
         "matplotlib.pyplot",
         "tests.forked_python",
         "tests.comm.jobs",

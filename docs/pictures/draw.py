@@ -114,7 +114,7 @@ def pictures() -> list[Picture]:
         ),
         Picture(here / "plans.png", (ROOT / "farandole/bench/plan_picture.py", *planner, Path(__file__)), draw_plans),
         Picture(here / "packages.png", (Path(__file__),), draw_packages, shown_imports),
-        Picture(here / "serving.png", (here / "serving.py", ROOT / "farandole/serve/page.html"), serving.draw_page),
+        Picture(here / "serving.png", (here / "serving.py", ROOT / "farandole/serve/http/page.html"), serving.draw_page),
         *(
             Picture(here / f"{name}.png", (here / "axes.py", ROOT / f"farandole/parallel/{name}.py"), draw)
             for name, draw in (

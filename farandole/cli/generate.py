@@ -131,7 +131,7 @@ def _generate_together(
     from farandole.launch.placement import LaunchError
     from farandole.models.hf.fields import FolderError
     from farandole.serve.llm import LLM
-    from farandole.serve.ranks import RanksFailed
+    from farandole.serve.ranks.driver import RanksFailed
     from farandole.serve.request import RequestError, Sampling
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError

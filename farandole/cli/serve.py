@@ -171,8 +171,8 @@ def serve(
     from farandole.launch.placement import ALONE, LaunchError
     from farandole.models.hf.fields import FolderError
     from farandole.serve.encoder import is_encoder
+    from farandole.serve.http.start import check_start, start, start_encoder
     from farandole.serve.request import RequestError
-    from farandole.serve.start import check_start, start, start_encoder
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError
 

@@ -8,7 +8,7 @@
 
 A step is: schedule, run, post-process.  There are no prefill and decode phases.  Each sequence has a number of tokens
 and a number of computed tokens, and each step computes the next tokens of some sequences, at most `token_budget` in
-all: first one token of every sequence that generates, and proposed tokens after it (`speculation.py`), then the tokens
+all: first one token of every sequence that generates, and proposed tokens after it (`speculation/speculator.py`), then the tokens
 of prompts, in order of arrival.  A request therefore joins the running batch at the next step, and a long prompt does
 not delay the others by more than one step.
 
@@ -31,13 +31,13 @@ from torch import Tensor
 from farandole.models.sequence import Transformer
 from farandole.serve.admission import Admission, Target
 from farandole.serve.constraint import Grammars
-from farandole.serve.draft import DraftModel, DraftProposer
 from farandole.serve.metrics import Metrics
-from farandole.serve.ngrams import NgramProposer
 from farandole.serve.request import CONSTRAINTS, Logprob, Output, Progress, RequestError, Sampling
 from farandole.serve.runner import Runner, Span
 from farandole.serve.sampling import Draw, Sampler, logprobs_of
-from farandole.serve.speculation import Proposer, Speculation, Speculator
+from farandole.serve.speculation.draft import DraftModel, DraftProposer
+from farandole.serve.speculation.ngrams import NgramProposer
+from farandole.serve.speculation.speculator import Proposer, Speculation, Speculator
 from farandole.serve.store import STORES, Blocks, Store
 from farandole.serve.text import TextStream
 
@@ -102,7 +102,7 @@ class GenerationEngine:
         max_waiting: the maximum number of sequences that wait to join the batch.
         token_budget: the maximum number of tokens per step, at least `max_running`.
         ttft, tpot: target latencies in seconds; see `admission.py`.
-        speculate: how tokens are proposed for speculative decoding, "lookup", "draft" or "off"; see `speculation.py`.
+        speculate: how tokens are proposed for speculative decoding, "lookup", "draft" or "off"; see `speculation/speculator.py`.
         draft: the draft model for "draft".
 
     Raises:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from farandole.data.errors import DataError
-from farandole.serve.draft import read_draft
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import find_model
-from farandole.serve.llm_ranks import ranks_for
+from farandole.serve.ranks.offline import ranks_for
 from farandole.serve.request import Logprob, Output, RequestError, Sampling
+from farandole.serve.speculation.draft import read_draft
 
 Prompt = str | Sequence[int]
 """Text, or tokens."""

@@ -16,13 +16,13 @@ from typing import Any
 import uvicorn
 from tokenizers import AddedToken, Tokenizer
 
-from farandole.serve.app import Server
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import read_model
-from farandole.serve.guard import Limits
+from farandole.serve.http.completions import Server
+from farandole.serve.http.guard import Limits
+from farandole.serve.http.service import Service
 from farandole.serve.lora import read_adapters
 from farandole.serve.runner import Runner
-from farandole.serve.service import Service
 from tests.forked_python import ForkedPython
 from tests.launch.jobs import environment
 from tests.models.hf.families import folder_of, reference, rope

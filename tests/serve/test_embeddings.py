@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 from farandole.cli.main import app
 from farandole.models.hf.fields import FolderError
-from farandole.serve.embedding import EmbeddingService
-from farandole.serve.embedding_app import EmbeddingServer
 from farandole.serve.encoder import is_encoder, read_encoder
-from farandole.serve.guard import Limits
+from farandole.serve.http.embedding_service import EmbeddingService
+from farandole.serve.http.embeddings import EmbeddingServer
+from farandole.serve.http.guard import Limits
 from farandole.serve.request import RequestError
 from tests.models.hf.families import folder_of, reference
 from tests.models.hf.folders import add_tokenizer, model_with_tokenizer

@@ -12,7 +12,7 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 
-from farandole.serve.guard import Limits
+from farandole.serve.http.guard import Limits
 from tests.serve.server import NAME, eventually, serving, write_folder
 
 EXAMPLES = 40

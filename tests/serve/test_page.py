@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
+from farandole.serve.http.service import Service
 from farandole.serve.llm import LLM
 from farandole.serve.request import Sampling
-from farandole.serve.service import Service
 from tests.serve.browser import find_browser, running_browser
 from tests.serve.server import NAME, command, eventually, serving, write_folder
 from tests.serve.test_server import get

@@ -18,12 +18,12 @@ import torch
 
 from farandole.comm.communicator import Communicator
 from farandole.models.hf import from_pretrained
-from farandole.serve.draft import DraftModel
 from farandole.serve.engine import GenerationEngine
-from farandole.serve.ranks import LocalDriver, Worker
+from farandole.serve.ranks.driver import LocalDriver, Worker
+from farandole.serve.ranks.shards import check_width, shard_model
 from farandole.serve.request import Logprob, RequestError, Sampling
 from farandole.serve.runner import Runner
-from farandole.serve.shards import check_width, shard_model
+from farandole.serve.speculation.draft import DraftModel
 from tests.serve.models import CONTEXT, LAYERS, models, vocabulary
 from tests.serve.server import NAME, command, write_folder
 

@@ -18,11 +18,11 @@ from farandole.comm.communicator import Communicator
 from farandole.mesh import Mesh
 from farandole.serve.engine import GenerationEngine, QueueFullError
 from farandole.serve.folder import read_model
+from farandole.serve.http.service import ReplicatedService
 from farandole.serve.metrics import Family, of_replicas, prometheus_text
-from farandole.serve.ranks import RanksFailed, Worker
-from farandole.serve.replicas import read_replica
+from farandole.serve.ranks.driver import RanksFailed, Worker
+from farandole.serve.ranks.replicas import read_replica
 from farandole.serve.request import RequestError, Sampling
-from farandole.serve.service import ReplicatedService
 from tests.serve.models import CONTEXT, engine_of
 from tests.serve.server import NAME, command, write_folder
 from tests.serve.test_ranks import process_of_rank, traffic

@@ -18,9 +18,9 @@ import openai
 import pytest
 import torch
 
-from farandole.serve.guard import Limits
+from farandole.serve.http.guard import Limits
+from farandole.serve.http.service import Service
 from farandole.serve.llm import LLM
-from farandole.serve.service import Service
 from tests.serve.server import CONTEXT, NAME, command, eventually, serving, write_folder
 
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 12}

@@ -12,13 +12,13 @@ import pytest
 
 import farandole
 from farandole.models.sequence import Transformer
-from farandole.serve.draft import DraftModel
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.metrics import Metrics, prometheus_text
-from farandole.serve.ngrams import NgramProposer
 from farandole.serve.request import Output, RequestError, Sampling
 from farandole.serve.runner import Runner
-from farandole.serve.speculation import PROBE_STEPS, Speculator
+from farandole.serve.speculation.draft import DraftModel
+from farandole.serve.speculation.ngrams import NgramProposer
+from farandole.serve.speculation.speculator import PROBE_STEPS, Speculator
 from farandole.serve.store import STORES
 from tests.models.hf.folders import add_tokenizer
 from tests.serve.models import CONTEXT, LAYERS, engine_of, generate, models, run, tokens_of, vocabulary

@@ -12,12 +12,12 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from farandole.serve import calls
-from farandole.serve.calls import HERMES, Call, CallFormat, find_format
-from farandole.serve.chat import prepare_chat
 from farandole.serve.folder import read_model
-from farandole.serve.protocol import ChatRequest
-from farandole.serve.reply import Part, Reply
+from farandole.serve.http import calls
+from farandole.serve.http.calls import HERMES, Call, CallFormat, find_format
+from farandole.serve.http.chat import prepare_chat
+from farandole.serve.http.protocol import ChatRequest
+from farandole.serve.http.reply import Part, Reply
 from farandole.serve.request import RequestError
 from tests.models.hf.folders import CHAT
 from tests.serve.server import NAME, serving, write_folder

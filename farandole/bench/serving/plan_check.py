@@ -25,10 +25,10 @@ from farandole.models.sequence import Transformer
 from farandole.parallel.precision import TYPES
 from farandole.planner.serving import Mix
 from farandole.serve.engine import GenerationEngine
-from farandole.serve.ranks import LocalDriver, Worker
+from farandole.serve.ranks.driver import LocalDriver, Worker
+from farandole.serve.ranks.shards import shard_model
 from farandole.serve.request import Sampling
 from farandole.serve.runner import Runner
-from farandole.serve.shards import shard_model
 from farandole.train.config import load_config
 from farandole.train.folders import build_language_model
 from farandole.train.start import read_request

@@ -16,10 +16,10 @@ with optional_import():
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, Response
 
-from farandole.serve.embedding import EmbeddingError, EmbeddingService
-from farandole.serve.guard import Limits
-from farandole.serve.protocol import Fields, Tokens
-from farandole.serve.web import ModelServer, error_answer, unless_disconnected
+from farandole.serve.http.base import ModelServer, error_answer, unless_disconnected
+from farandole.serve.http.embedding_service import EmbeddingError, EmbeddingService
+from farandole.serve.http.guard import Limits
+from farandole.serve.http.protocol import Fields, Tokens
 
 
 class EmbeddingRequest(Fields):

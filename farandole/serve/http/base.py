@@ -20,11 +20,11 @@ with optional_import():
     from starlette.exceptions import HTTPException
 
 from farandole.serve.engine import QueueFullError
-from farandole.serve.guard import Guard, Limits
+from farandole.serve.http.guard import Guard, Limits
+from farandole.serve.http.protocol import TokenizeRequest
+from farandole.serve.http.service import ServiceEndedError
 from farandole.serve.metrics import Family, prometheus_text
-from farandole.serve.protocol import TokenizeRequest
 from farandole.serve.request import RequestError
-from farandole.serve.service import ServiceEndedError
 
 T = TypeVar("T")
 

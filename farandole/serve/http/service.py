@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farandole.serve.engine import GenerationEngine, QueueFullError
+from farandole.serve.http.stats import stats_of
 from farandole.serve.metrics import Family, of_replicas
-from farandole.serve.ranks import RanksFailed
+from farandole.serve.ranks.driver import RanksFailed
 from farandole.serve.request import Output, RequestError, Sampling
-from farandole.serve.stats import stats_of
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Start the HTTP server, and end it when the process receives SIGTERM or SIGINT.
 
-With several ranks, rank 0 serves, and the other ranks compute with it (`ranks.py`).
+With several ranks, rank 0 serves, and the other ranks compute with it (`ranks/driver.py`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from farandole.data.wording import counted
 from farandole.launch.reports import notify
 from farandole.launch.runtime import Runtime
 from farandole.mesh import Mesh
-from farandole.serve.app import Server
-from farandole.serve.draft import read_draft
-from farandole.serve.embedding import EmbeddingService
-from farandole.serve.embedding_app import EmbeddingServer
 from farandole.serve.encoder import read_encoder
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import find_model, read_model
-from farandole.serve.guard import Limits, read_keys
+from farandole.serve.http.completions import Server
+from farandole.serve.http.embedding_service import EmbeddingService
+from farandole.serve.http.embeddings import EmbeddingServer
+from farandole.serve.http.guard import Limits, read_keys
+from farandole.serve.http.service import ReplicatedService, Service
 from farandole.serve.lora import read_adapters
-from farandole.serve.ranks import Worker
-from farandole.serve.replicas import read_replica
+from farandole.serve.ranks.driver import Worker
+from farandole.serve.ranks.replicas import read_replica
+from farandole.serve.ranks.shards import check_width, raised_together
 from farandole.serve.request import RequestError
 from farandole.serve.runner import Runner
-from farandole.serve.service import ReplicatedService, Service
-from farandole.serve.shards import check_width, raised_together
+from farandole.serve.speculation.draft import read_draft
 from farandole.serve.store import CHUNK
 
 GIB = 1 << 30

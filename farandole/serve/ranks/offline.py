@@ -21,10 +21,10 @@ from farandole.launch.workers import Link, Workers
 from farandole.models.sequence import Transformer
 from farandole.serve.folder import ModelFolder, read_model
 from farandole.serve.lora import read_adapters
-from farandole.serve.ranks import LocalDriver, RanksFailed, Worker
+from farandole.serve.ranks.driver import LocalDriver, RanksFailed, Worker
+from farandole.serve.ranks.shards import check_width, raised_together, read_sharded
 from farandole.serve.request import RequestError
 from farandole.serve.runner import Runner
-from farandole.serve.shards import check_width, raised_together, read_sharded
 
 
 def ranks_for(tensor: int) -> Ranks:
@@ -95,7 +95,7 @@ class StartedRanks(Ranks):
     def read(self, folder: Path, **options: Any) -> ModelFolder:
         """Start the processes, which read their own shards."""
         check_width(read_model(folder, **options, lazy=True).model, self._count)
-        self._workers = Workers("farandole.serve.llm_ranks", self._count, f"the ranks of {folder}")
+        self._workers = Workers("farandole.serve.ranks.offline", self._count, f"the ranks of {folder}")
         try:
             self._comm = self._workers.join()
             self._comm.broadcast_object((folder, options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from farandole.serve.calls import END_THINK, THINK, Call, CallFormat
+from farandole.serve.http.calls import END_THINK, THINK, Call, CallFormat
 from farandole.serve.text import overlap
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from farandole.data.errors import DataError
 from farandole.data.template import Template
-from farandole.serve.calls import END_THINK, THINK, Call, CallFormat, find_format
 from farandole.serve.folder import ModelFolder
-from farandole.serve.protocol import ChatRequest, NamedTool, Tool
-from farandole.serve.reply import Part, Reply
+from farandole.serve.http.calls import END_THINK, THINK, Call, CallFormat, find_format
+from farandole.serve.http.protocol import ChatRequest, NamedTool, Tool
+from farandole.serve.http.reply import Part, Reply
 from farandole.serve.request import CONSTRAINTS, RequestError, Sampling
 
 

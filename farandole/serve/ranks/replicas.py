@@ -9,9 +9,9 @@ from typing import Any
 from farandole.comm.communicator import Communicator
 from farandole.mesh import Mesh
 from farandole.serve.folder import ModelFolder
-from farandole.serve.ranks import LocalDriver, RemoteDriver, Worker
+from farandole.serve.ranks.driver import LocalDriver, RemoteDriver, Worker
+from farandole.serve.ranks.shards import read_sharded
 from farandole.serve.runner import Runner
-from farandole.serve.shards import read_sharded
 
 
 def read_replica(

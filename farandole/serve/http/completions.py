@@ -16,16 +16,16 @@ with optional_import():
     from fastapi import FastAPI, Request
     from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from farandole.serve.answers import Choice, TokenTexts, chat_logprobs, completion_logprobs, usage
-from farandole.serve.chat import delta_of, message_of, prepare_chat
 from farandole.serve.folder import ModelFolder
-from farandole.serve.guard import Limits
-from farandole.serve.page import read_page
-from farandole.serve.protocol import ChatRequest, CompletionRequest
-from farandole.serve.reply import Reply
+from farandole.serve.http.answers import Choice, TokenTexts, chat_logprobs, completion_logprobs, usage
+from farandole.serve.http.base import ModelServer, error_answer, error_body, unless_disconnected
+from farandole.serve.http.chat import delta_of, message_of, prepare_chat
+from farandole.serve.http.guard import Limits
+from farandole.serve.http.page import read_page
+from farandole.serve.http.protocol import ChatRequest, CompletionRequest
+from farandole.serve.http.reply import Reply
+from farandole.serve.http.service import ReplicatedService, Service, Ticket
 from farandole.serve.request import RequestError, Sampling
-from farandole.serve.service import ReplicatedService, Service, Ticket
-from farandole.serve.web import ModelServer, error_answer, error_body, unless_disconnected
 
 
 @dataclass(frozen=True)
