@@ -32,7 +32,7 @@ class ModelFolder:
         context: the maximum number of tokens of a sequence.
         end_tokens: the tokens that end a sequence.
         template: the chat template, or None.
-        no_template: the reason, if there is no chat template.
+        no_template: the reason why there is no chat template, if there is none.
     """
 
     folder: Path
@@ -74,7 +74,7 @@ def read_model(
         precision: "fp32" or "bf16".
         context: the maximum number of tokens of a sequence, by default the model's context.
         template: a file with another chat template, or "chatml".
-        lazy: whether the model of a Hugging Face folder is on the meta device, for `shards.shard_model`.
+        lazy: whether to create the model of a Hugging Face folder on the meta device, for `shards.shard_model`.
 
     Raises:
         FolderError, CheckpointError, DataError: if a file is missing or damaged, or the model is not supported.

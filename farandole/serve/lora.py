@@ -1,7 +1,8 @@
 """Read the LoRA adapters that requests select.
 
-The base model's weights are shared by all requests.  An adapter adds s B A to a weight, and its rows of a batch get
-the two small products in addition (`rows.IndependentRows`), so requests with different adapters share a batch.
+All requests share the base model's weights.  An adapter adds s B A to a weight.  For the rows of a batch that use the
+adapter, the two small products are computed in addition to the product with the weight (`rows.IndependentRows`), so a
+batch can contain requests with different adapters.
 
 Y. Sheng et al., "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (2024).
 """
@@ -21,7 +22,7 @@ from farandole.serve.rows import WeightKey, weight_key
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's matrices A (rank, inputs) and s B (outputs, rank), by weight."""
+    """An adapter: the matrices A (rank, inputs) and s B (outputs, rank) for each adapted weight."""
 
     updates: Mapping[WeightKey, tuple[Tensor, Tensor]]
 

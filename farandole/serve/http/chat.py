@@ -41,7 +41,7 @@ class Chat:
 
 
 def prepare_chat(body: ChatRequest, found: ModelFolder) -> Chat:
-    """Return the request for the engine.
+    """Convert a chat request to a request for the engine.
 
     Raises:
         RequestError: if a field is invalid, or the model's template does not support it.
@@ -103,7 +103,7 @@ def message_of(reply: Part) -> dict[str, Any]:
 
 
 def delta_of(part: Part, before: int) -> dict[str, Any]:
-    """Return new text in the format of a stream, after a number of calls."""
+    """Return a new part of a reply in the format of a stream; `before` is the number of earlier calls."""
     found: dict[str, Any] = {}
     if part.reasoning:
         found["reasoning_content"] = part.reasoning

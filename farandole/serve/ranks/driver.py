@@ -1,11 +1,11 @@
 """Compute each step of the generation engine on several ranks, which divide the model by tensor parallelism.
 
-Rank 0, the *driver*, schedules, samples and keeps the bookkeeping of the store.  Before each step, the driver broadcasts
+Rank 0, the *driver*, schedules, samples and manages the store.  Before each step, the driver broadcasts
 the changes of the store's memory since the last step, and the spans of tokens.  The other ranks, the *workers*, apply
 the changes to their own memory, which stores the keys and values of their heads, and run the same forward pass.  The
-logits are divided by words, and gathered on the driver.
+logits are sharded along the vocabulary, and gathered on the driver.
 
-The driver of a further replica (`RemoteDriver`) has no part of the model: only its workers compute.
+The drivers of the other replicas (`RemoteDriver`) have no part of the model: only their workers compute.
 
 While there is no work, the driver calls `beat` every `HEARTBEAT_S` seconds.  A waiting rank sleeps in the kernel.
 """
@@ -66,7 +66,7 @@ class ShardedRunner(Runner):
 
 
 class Driver(Runner):
-    """The runner of a process that tells workers what to compute, for `GenerationEngine`."""
+    """The runner of a process that sends each step to the workers, for `GenerationEngine`."""
 
     heartbeat_s = HEARTBEAT_S
     _steps: _Steps
@@ -75,12 +75,12 @@ class Driver(Runner):
         """Check that all workers are alive.
 
         Raises:
-            RanksFailed: if a worker is not.
+            RanksFailed: if a worker is not alive.
         """
         self._steps.beat()
 
     def pause(self) -> None:
-        """Let `Worker.follow` return.
+        """Make `Worker.follow` return True on all workers.
 
         Raises:
             RanksFailed: if a worker is not alive.
@@ -93,14 +93,14 @@ class Driver(Runner):
 
 
 class LocalDriver(ShardedRunner, Driver):
-    """A driver that computes a part of the model itself; the arguments are those of `ShardedRunner`."""
+    """A driver that also computes a part of the model; the arguments are those of `ShardedRunner`."""
 
     def __init__(self, model: Transformer, comm: Communicator, use_core: bool | None = None) -> None:
         super().__init__(model, comm, use_core)
         self._steps = _Steps(comm)
 
     def memory(self) -> Memory:
-        """Return new memory, whose changes the workers repeat.  Call once."""
+        """Return new memory; workers repeat its changes.  Call this method once."""
         return _RecordedMemory(self.shapes, self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -122,7 +122,7 @@ class RemoteDriver(Driver):
     """A driver without a part of the model.  Creating the driver and its workers is a collective call.
 
     Args:
-        comm: the communicator of this process, which is rank 0, and the workers.
+        comm: the communicator of this process, which is its rank 0, and of the workers.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -132,7 +132,7 @@ class RemoteDriver(Driver):
         self._steps = _Steps(comm)
 
     def memory(self) -> Memory:
-        """Return memory without tensors, whose changes the workers repeat.  Call once."""
+        """Return memory without tensors; workers repeat its changes.  Call this method once."""
         return _RecordedMemory([], self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -150,7 +150,7 @@ class RemoteDriver(Driver):
 
 
 class Worker(ShardedRunner):
-    """The runner of the other ranks; the arguments are those of `ShardedRunner`."""
+    """The runner of ranks other than the driver; the arguments are those of `ShardedRunner`."""
 
     def __init__(
         self, model: Transformer, comm: Communicator, use_core: bool | None = None, *, remote: bool = False
@@ -198,7 +198,7 @@ class Worker(ShardedRunner):
 
 
 class _Steps:
-    """Tells the workers what to compute.
+    """Sends the steps to the workers.
 
     Args:
         comm: the communicator, whose rank 0 is the driver.
@@ -223,7 +223,7 @@ class _Steps:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Turn every error into `RanksFailed`, because ranks that stop within a step are at different calls.
+        """Convert every error to `RanksFailed`, because ranks that stop within a step have made different collective calls.
 
         After an error or an interruption, all further calls fail.
         """
@@ -242,14 +242,14 @@ class _Steps:
         """Check that all workers are alive.
 
         Raises:
-            RanksFailed: if a worker is not.
+            RanksFailed: if a worker is not alive.
         """
         with self.together():
             self.send(_BEAT)
             self._comm.barrier()
 
     def pause(self) -> None:
-        """Let `Worker.follow` return.
+        """Make `Worker.follow` return True on all workers.
 
         Raises:
             RanksFailed: if a worker is not alive.
@@ -284,7 +284,7 @@ class _RecordedMemory(Memory):
 
 
 class _Channel:
-    """Broadcasts lists of 32-bit integers from rank 0, in a buffer that is used again for each message."""
+    """Broadcasts lists of 32-bit integers from rank 0, in one buffer for all messages."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -321,7 +321,7 @@ def _widths(vocabulary: int, ranks: int, *, remote: bool) -> list[int]:
 
 
 def _gather(comm: Communicator, own: Tensor, widths: Sequence[int]) -> Tensor:
-    """Return the fp32 logits (tokens, vocabulary) from the logits of each rank's words, on the driver."""
+    """Return the fp32 logits (tokens, vocabulary) on the driver, gathered from each rank's part of the vocabulary."""
     counts = [len(own) * width for width in widths]
     every = [torch.empty(count) for count in counts]
     comm.gather(own.float().reshape(-1), every, counts=counts)
