@@ -1,9 +1,10 @@
 """Recompute activations in the backward pass instead of keeping them.
 
     apply_recompute(model, "block")                       # every block: least memory, one additional forward pass
-    apply_recompute(model, "selective")                   # everything except matrix products: half the memory, little
-    time apply_recompute(model, "attention", example=tokens)   # attention only apply_recompute(model, "auto",
-    example=tokens, budget_bytes=2 << 30) apply_recompute(model, "none")                        # undo
+    apply_recompute(model, "selective")                   # everything except matrix products: half the memory, little time
+    apply_recompute(model, "attention", example=tokens)   # attention only
+    apply_recompute(model, "auto", example=tokens, budget_bytes=2 << 30)
+    apply_recompute(model, "none")                        # undo
 
 Names in `state_dict` do not change.  Gradients are bitwise identical to gradients without recomputation, because a
 recomputation starts from the random states and buffers of the forward pass; for example, batch normalization counts

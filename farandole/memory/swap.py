@@ -1,8 +1,9 @@
 """Swap activations out of device memory between the forward and the backward pass.
 
-    swap = swap_activations(model, "host")            # CUDA: to pinned host memory swap = swap_activations(model,
-    "disk:/scratch")   # CPU: to a file on a disk loss(model(x)).backward()                         # as usual, any
-    number of times swap.close()
+    swap = swap_activations(model, "host")            # CUDA: to pinned host memory
+    swap = swap_activations(model, "disk:/scratch")   # CPU: to a file on a disk
+    loss(model(x)).backward()                         # as usual, any number of times
+    swap.close()
 
 Tensors that autograd saves are copied to an `OffloadStore` and freed during the forward pass (Rhu et al., 2016,
 "vDNN").  When the backward pass requests the first tensor of a block, the block's other tensors and the tensors of the

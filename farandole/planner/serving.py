@@ -5,9 +5,10 @@
 
 A step computes one token of each running sequence, and the prompts of new sequences.  The time of a step is the sum of:
 
-products       matrix products, each of which reads its weights once for all rows of the step attention      reading the
-keys and values of all running sequences communication  with tensor parallelism, all-reduces of the hidden states of all
-tokens, several per layer overhead       a constant time per step, per layer and per sequence
+products       matrix products, each of which reads its weights once for all rows of the step
+attention      reading the keys and values of all running sequences
+communication  with tensor parallelism, all-reduces of the hidden states of all tokens, several per layer
+overhead       a constant time per step, per layer and per sequence
 
 In the steady state, as many sequences start as end.  A replica with B running sequences, prompts of P tokens and outputs
 of N tokens therefore computes, in the time of one sequence, N steps with B sequences, and B prompts.

@@ -1,10 +1,17 @@
 """The HTTP servers: OpenAI's interface for language models and encoders.
 
 start.py        starts a server, and ends it after a signal
-base.py         the common parts of the servers completions.py  the server of a language model embeddings.py   the
-server of an encoder protocol.py     the fields of the requests guard.py        API keys, and limits of request bodies
-service.py      runs generation engines in threads embedding_service.py  runs an encoder in a thread answers.py
-converts outputs to answers chat.py         converts a chat request to a prompt, and a reply to a message calls.py
-the formats of tool calls, and their grammars reply.py        divides a text into reasoning, content and tool calls
-page.py, page.html    the page at `/` stats.py        the state that the page shows
+base.py         the common parts of the servers
+completions.py  the server of a language model
+embeddings.py   the server of an encoder
+protocol.py     the fields of the requests
+guard.py        API keys, and limits of request bodies
+service.py      runs generation engines in threads
+embedding_service.py  runs an encoder in a thread
+answers.py      converts outputs to answers
+chat.py         converts a chat request to a prompt, and a reply to a message
+calls.py        the formats of tool calls, and their grammars
+reply.py        divides a text into reasoning, content and tool calls
+page.py, page.html    the page at `/`
+stats.py        the state that the page shows
 """
