@@ -246,7 +246,7 @@ class Plan:
         _one_of("compression", self.compression, get_args(Compression))
         if self.compression != "none" and self.zero:
             raise PlanError(
-                f"compression={self.compression!r} with zero={self.zero}: whole gradients are compressed; nearest plan: "
+                f"compression={self.compression!r} with zero={self.zero}: only whole gradients can be compressed; nearest plan: "
                 f"zero=0, or compression='none'"
             )
         if self.rounding == "stochastic" and self.precision != "bf16":
@@ -272,7 +272,7 @@ class Plan:
             )
         if self.lora is not None and self.precision == "fp8":
             raise PlanError(
-                "lora with precision='fp8': adapted layers do not multiply 8-bit floats; nearest plan: precision='bf16'"
+                "lora with precision='fp8': layers with adapters do not support fp8; nearest plan: precision='bf16'"
             )
         if self.activation_bytes is not None and self.activation_bytes < 1:
             raise PlanError(f"activation_bytes={self.activation_bytes}: expected at least 1")

@@ -108,7 +108,7 @@ class CompletedWork(FarandoleWork):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a completed future for the tensors."""
+        """Return a completed future whose value is the list of tensors."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._tensors)
         return future

@@ -46,7 +46,7 @@ Kind = Literal["weights", "gradients", "masters and states", "activations"]
 
 @dataclass(frozen=True)
 class MemoryTag:
-    """The kind of some memory, its parameters if they are known, and the number of ranks that share it."""
+    """The kind of an allocation, its parameters if they are known, and the number of ranks that share the memory."""
 
     kind: Kind
     parameters: Sequence[nn.Parameter] = ()

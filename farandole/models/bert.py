@@ -90,7 +90,7 @@ class BERTConfig:
                 f"width={self.width} is not a multiple of heads={self.heads}; change one of them"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"expected dropout at least 0 and below 1, got {self.dropout}")
+            raise ValueError(f"expected dropout of at least 0 and below 1, got {self.dropout}")
         if self.padding is not None and not 0 <= self.padding < self.vocabulary:
             raise ValueError(
                 f"expected padding to be a token below vocabulary={self.vocabulary}, got {self.padding}"

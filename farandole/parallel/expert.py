@@ -47,7 +47,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     for path, experts in found:
         if experts.count < ranks:
             raise PlanError(
-                f"expert={ranks}: {path} has {experts.count} experts; nearest plan: expert={experts.count}"
+                f"expert={ranks}: {path} has only {experts.count} experts; nearest plan: expert={experts.count}"
             )
         for parameter in experts.parameters():
             layouts.shard(parameter, AXIS, Shard(0), position)

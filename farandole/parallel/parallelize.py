@@ -185,7 +185,7 @@ def _check_memory(plan: Plan, memory: int | None, example: Any) -> None:
         )
     if plan.recompute == "auto":
         raise PlanError(
-            f"memory={memory} with recompute='auto', which has a budget of its own: use recompute='block', or omit memory"
+            f"memory={memory} with recompute='auto', which is limited by activation_bytes: use recompute='block', or omit memory"
         )
     if example is None:
         raise PlanError(

@@ -423,7 +423,7 @@ def _leading(
     if len(args) < count:
         raise TypeError(
             f"{type(module).__name__}: expected {count} inputs of a tensor-parallel region, got {len(args)}; pass them "
-            "first, or name them as `forward` does"
+            "as the first positional arguments, or by keyword"
         )
     return args[:count], args[count:], kwargs
 

@@ -137,7 +137,9 @@ class WholeParameters:
         except RuntimeError as error:
             raise RuntimeError(f"load_state_dict did not find the other ranks: {advice} ({error})") from error
         if any(each != found[0] for each in found):
-            raise RuntimeError(f"load_state_dict was called with states of different names: {advice}")
+            raise RuntimeError(
+                f"load_state_dict was called with states whose names differ between ranks: {advice}"
+            )
 
     def masters_are_elsewhere(self) -> None:
         """Record that master weights are offloaded, so that parameters cannot be changed."""

@@ -164,7 +164,7 @@ class Rate:
         self._numerator, self._denominator, self._forgetting = numerator, denominator, forgetting
 
     def add(self, numerator: float, denominator: float) -> None:
-        """Add a term to both sums."""
+        """Decrease the weight of earlier terms, and add a new term to each sum."""
         self._numerator = self._forgetting * self._numerator + numerator
         self._denominator = self._forgetting * self._denominator + denominator
 

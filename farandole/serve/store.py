@@ -146,7 +146,7 @@ class Store(Protocol):
         ...
 
     def release(self, blocks: Blocks) -> None:
-        """Remove a sequence."""
+        """Remove a sequence, and free its blocks."""
         ...
 
     def compact(self) -> None:
@@ -213,7 +213,7 @@ class SlotStore:
         blocks.stored = stored
 
     def release(self, blocks: Blocks) -> None:
-        """Remove a sequence."""
+        """Remove a sequence, and free its blocks."""
         self._sequences[blocks.numbers[0]] = None
         blocks.numbers = []
 
@@ -239,7 +239,7 @@ class SlotStore:
         """Raise RuntimeError if the records of the store are inconsistent."""
         for slot, blocks in enumerate(self._sequences):
             if blocks is not None and blocks.numbers != [slot]:
-                raise RuntimeError(f"slot {slot} belongs to a sequence with slots {blocks.numbers}")
+                raise RuntimeError(f"slot {slot} is assigned to a sequence whose slots are {blocks.numbers}")
 
     def _grow(self, slots: int, length: int) -> None:
         """Enlarge the tensors, and copy the stored positions."""

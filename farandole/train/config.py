@@ -106,7 +106,7 @@ class ModelSection(_Section):
     _restored: bool = PrivateAttr(default=False)
 
     def restored(self, folder: Path) -> ModelSection:
-        """Return this section for a model whose weights come from a checkpoint, and whose other files are in `folder`."""
+        """Return a copy of this section for a model whose weights come from a checkpoint and whose other files are in `folder`."""
         section = self.model_copy(update={"folder": str(folder)})
         section._restored = True
         return section

@@ -221,7 +221,7 @@ def default_ranks(config: TrainConfig) -> int:
 
 
 def order(start: Start) -> Order:
-    """Return a run's order, and create the folder for a new run.  Raises `ConfigError` on failure."""
+    """Return the job description of a run, and create the folder of a new run.  Raises `ConfigError` on failure."""
     if start.checkpoint is not None:
         return Order(start.config, start.checkpoint.parent.parent, start.checkpoint)
     return Order(start.config, new_run(start.config))

@@ -82,7 +82,7 @@ class Buffers:
 
 
 class Trial:
-    """An implementation with one operation and size."""
+    """Times and, with `validate`, checks one operation of one implementation, with messages of one size."""
 
     def __init__(self, implementation: Implementation, case: Case) -> None:
         self.implementation = implementation

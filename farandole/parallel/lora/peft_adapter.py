@@ -360,7 +360,7 @@ def lora_of(saved: Saved) -> LoRA:
     trained = dict.fromkeys(name.rpartition(".")[0] for name in names)
     if "" in trained:
         raise AdapterError(
-            f"{saved.folder} has tensors without a module: {_listed([n for n in names if '.' not in n])}; train only "
+            f"{saved.folder} has tensors that do not belong to a submodule: {_listed([n for n in names if '.' not in n])}; train only "
             "parameters of submodules"
         )
     try:

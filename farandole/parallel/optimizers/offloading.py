@@ -64,7 +64,7 @@ def stores_at(
     if place.kind == "disk" and accelerator:
         raise OffloadError(
             f"offloaded={offloaded!r} with offload='disk:{place.folder}' is not supported for models on an "
-            "accelerator, because a disk is read into host memory: use offload='host' or "
+            "accelerator, because data from a disk are read into host memory: use offload='host' or "
             "offloaded='optimizer'"
         )
     sizes = {"gradients": [b.layout.shard_length * b.master_dtype.itemsize for b in plan.trained]}

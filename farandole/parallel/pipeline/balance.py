@@ -189,7 +189,7 @@ def _measure(
 def parameter_costs(model: nn.Sequential) -> list[float]:
     """Estimate each block's relative time without a measurement: the number of parameters that multiply a token.
 
-    These are all parameters except the tables of embeddings, and except the experts that a token does not use.
+    This number includes all parameters except embedding tables and the experts that a token does not use.
     """
     costs = []
     for block in model:

@@ -138,8 +138,8 @@ def box_mesh(ranks: int, hosts: Sequence[object] = (), *, hybrid: bool = False, 
     local, rest = divmod(sizes["data"], len(counts))
     if rest:
         raise PlanError(
-            f"hybrid=True requires a data axis that {len(counts)} hosts divide, got data={sizes['data']}; nearest plan: "
-            "hybrid=False"
+            f"hybrid=True requires a data axis whose size is a multiple of {len(counts)}, the number of hosts, got "
+            f"data={sizes['data']}; nearest plan: hybrid=False"
         )
     return Mesh.box(order, factors={"data": {"hosts": len(counts), "local": local}}, **sizes)
 

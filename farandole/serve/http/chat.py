@@ -57,7 +57,8 @@ def prepare_chat(body: ChatRequest, found: ModelFolder) -> Chat:
     form = find_format(source) if tools else None
     if form is not None and form.start in hidden:
         raise RequestError(
-            "tools", f"{form.start} is a special token of the model, which is not part of its text"
+            "tools",
+            f"tool calls cannot be recognized, because {form.start} is a special token, which is not part of the output text",
         )
     prompt = _render(found.template, messages, tools)
     reasons = END_THINK in source and END_THINK not in hidden and not sampling.is_constrained

@@ -297,7 +297,7 @@ class ChatRequest(_Generation):
             return {}
         found = {tool.function.name: tool for tool in self.tools}
         if len(found) < len(self.tools):
-            raise RequestError("tools", "expected different names")
+            raise RequestError("tools", "expected tools with different names")
         if self.tool_choice == "none":
             return {}
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in found:

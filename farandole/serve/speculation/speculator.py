@@ -59,7 +59,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, states: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
-        """Return at most `counts` tokens for each sequence."""
+        """Return at most `counts[i]` tokens for sequence i."""
         ...
 
 
