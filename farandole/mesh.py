@@ -160,6 +160,9 @@ class Mesh:
 
         With `mirror=2`, stage s of the reversed direction is on the ranks of stage `len(stages) - 1 - s`.  If the two
         stages have different sizes, cells are assigned to the ranks of that stage in turn.
+
+        Raises:
+            MeshError: if a size is invalid, or the stages need a different number of ranks.
         """
         order = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
         if mirror not in (1, 2):
@@ -227,7 +230,11 @@ class Mesh:
         return self._widths[axis, stage]
 
     def coordinate(self, cell: Cell, axis: str) -> int:
-        """Return the coordinate of a cell on an axis or a sub-axis."""
+        """Return the coordinate of a cell on an axis or a sub-axis.
+
+        Raises:
+            MeshError: if the mesh has no such axis.
+        """
         if axis in AXES:
             return int(getattr(cell, axis))
         if axis not in self.sub_axes:
@@ -335,7 +342,11 @@ class Groups:
         return Group(cells, ranks, self.of_ranks(ranks))
 
     def of_ranks(self, ranks: Sequence[int]) -> Communicator | None:
-        """Return the communicator for a set of ranks; None for a single rank."""
+        """Return the communicator for a set of ranks; None for a single rank.
+
+        Raises:
+            MeshError: if `Mesh.connect` has created no group of these ranks.
+        """
         key = tuple(sorted(ranks))
         if len(key) == 1:
             return None

@@ -169,8 +169,8 @@ class Plan:
             layers multiply 8-bit floats.
         recompute: the activations that are recomputed in the backward pass.
         activation_bytes: with `recompute="auto"`, the bytes of activations that a rank may keep.
-        swap: where activations are stored until the backward pass: "none" (in place), "host" (models on an accelerator) or
-            "disk:FOLDER" (models on a CPU).
+        swap: where activations are stored until the backward pass: "none" (on the device of the model), "host" (models on an
+            accelerator) or "disk:FOLDER" (models on a CPU).
         offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host"
             (models on an accelerator) or "disk:FOLDER".
         offloaded: the data to offload in addition to optimizer states: "gradients" (with `zero` >= 2), or also

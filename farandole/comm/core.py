@@ -129,7 +129,7 @@ class Core(Protocol):
     # ---- state and shutdown ----
 
     def subgroup(self, members: Sequence[int]) -> Core | None:
-        """Return an implementation for `members`, called by these ranks; None if torch must create the group."""
+        """Return an implementation for `members`, or None if torch must create the group; only these ranks call this method."""
 
     @property
     def closed(self) -> bool:

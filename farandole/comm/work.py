@@ -210,7 +210,7 @@ class QueuedWork(FarandoleWork):
         return super().exception()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future for the tensors."""
+        """Return a future whose value is the list of output tensors."""
         with self._outcome_lock:
             if self._outcome is None:
                 self._outcome = OutcomeFuture(self)

@@ -166,6 +166,9 @@ class MaskedBatches:
 
         batches = MaskedBatches(text.train, masking, Sampler(text.train.samples, seed=0))
         inputs, targets = batches.next(count=16, rank=0, ranks=2)    # 8 windows; rank 1 gets the other 8
+
+    Raises:
+        ValueError: if the sampler has more samples than there are windows.
     """
 
     def __init__(self, windows: Windows, masking: Masking, sampler: Sampler) -> None:

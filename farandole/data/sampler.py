@@ -23,6 +23,9 @@ class Sampler:
 
         sampler = Sampler(samples=1000, seed=0)
         indices = sampler.next(count=16, rank=0, ranks=2)  # 8 indices; rank 1 gets the other 8
+
+    Raises:
+        ValueError: if there are no samples, or `next` or `take` gets a count that `ranks` does not divide.
     """
 
     def __init__(self, samples: int, seed: int, consumed: int = 0) -> None:

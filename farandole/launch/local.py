@@ -80,6 +80,9 @@ def run_on_this_host(
 
     Args:
         name: The name of this host, if a command on another host started this launcher and reports the end of the job.
+
+    Raises:
+        LaunchError: if the ranks cannot be started.
     """
     if ranks < 1:
         raise LaunchError(f"--ranks {ranks}: expected at least 1 rank on each host")

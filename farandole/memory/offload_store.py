@@ -124,6 +124,9 @@ class HostStore(OffloadStore):
 
     Copies from and to a device run in order on a separate stream.  With `pinned`, copies from and to a CUDA device run
     at full speed while kernels run.
+
+    Raises:
+        ValueError: if `pinned` is set on a machine without a CUDA device.
     """
 
     in_memory = True

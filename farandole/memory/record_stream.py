@@ -69,6 +69,9 @@ class RecordStream:
     record. A failed write raises `OffloadError` in that call and in every later call, because the store is incomplete.
 
     `waited_s` is the total time in seconds that the caller has waited for the disk.  The stream closes its store.
+
+    Raises:
+        ValueError: if `buffers` is less than 2.
     """
 
     def __init__(self, store: OffloadStore, record_bytes: Sequence[int], buffers: int = 3) -> None:

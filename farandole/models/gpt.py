@@ -46,6 +46,9 @@ class GPTConfig:
     Args:
         inner: the feed-forward width; 0 selects 4 D.
         tied: whether the head shares the token embedding.
+
+    Raises:
+        ValueError: if `width` is not a multiple of `heads`, or of twice `heads` with rotary positions.
     """
 
     vocabulary: int

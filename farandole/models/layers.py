@@ -91,6 +91,9 @@ class SelfAttention(nn.Module):
         window: the number of most recent positions that a position attends to.
         norm: a function that returns the query and key normalization for a width (Qwen 3).
         scale: the factor applied to the scores, by default 1 / sqrt(head width).
+
+    Raises:
+        ValueError: if `heads` is not a multiple of `kv_heads`.
     """
 
     sharded_dropout: ShardedDropout | None = None

@@ -36,6 +36,9 @@ class Balance:
         capacity: the maximum number of a sequence's tokens per expert, as a multiple of the mean k T / E; None for no
             limit.  Earlier tokens have priority over later tokens, and first choices over second choices (Lepikhin et
             al., 2021, "GShard").  Dropped tokens pass through the residual connection only.
+
+    Raises:
+        ValueError: if a coefficient is negative, or the capacity is not positive.
     """
 
     loss: float = 0.0
@@ -140,6 +143,9 @@ class GroupedRouter(Router):
             scores.
         normalized: whether the weights of the selected experts are divided by their sum.
         scale: the factor applied to the weights.
+
+    Raises:
+        ValueError: if groups would have different sizes, or the selected groups have fewer than `top` experts.
     """
 
     bias: Tensor

@@ -56,6 +56,9 @@ class SequenceInfo:
         shard: the positions of this process, if sequences are split over several processes.
         router_losses: the sum of the routers' losses during training.
         shape: the numbers of sequences and of positions that this process embeds; set by `Transformer.prepare`.
+
+    Raises:
+        ValueError: if both `documents` and `cache` are given.
     """
 
     positions: Tensor | None = None

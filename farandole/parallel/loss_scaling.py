@@ -43,6 +43,9 @@ class LossScaler:
     All ranks pass the same argument to `update`, so their scales are equal.
 
     With `enabled=False`, the scale is 1, for types that need no scaling.
+
+    Raises:
+        ValueError: if `growth_interval` is less than 1, or `minimum` is not between 0 and `scale`.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state that was saved in `state`."""
+        """Restore a state that `state_dict` returned."""
         self.scale = float(state["scale"])
         self.good_steps, self.steps = int(state["good_steps"]), int(state["steps"])
         self.skipped, self.stuck = int(state["skipped"]), 0

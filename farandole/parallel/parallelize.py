@@ -70,7 +70,8 @@ def parallelize(
 
     Args:
         model: the model on a CPU or accelerator, or on the meta device with `initialise` or a `weight_source`.
-        plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA adapters and stochastic rounding depend on torch's seed on rank 0.
+        plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA
+            adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
         example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations, and
             `pipeline` measures the time of blocks in memory, to divide them into stages.

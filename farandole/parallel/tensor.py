@@ -231,7 +231,7 @@ _EMBEDDINGS = (Embedding,)
 
 
 def register(kind: type[nn.Module], rule: Rule) -> None:
-    """Add the rule for modules of this class."""
+    """Make `apply` split modules of class `kind` over tensor-parallel ranks with `rule`; replaces an earlier rule."""
     RULES[kind] = rule
 
 

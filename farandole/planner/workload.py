@@ -54,6 +54,9 @@ class Machine:
         shared: whether the ranks of a host share memory, and so keep one copy of identical weights.
         overlap: whether communication overlaps computation; False if the same cores run both.
         host: whether `memory` is host memory, which also stores checkpoint copies and states offloaded to the host.
+
+    Raises:
+        ValueError: if the memory or a speed is not above 0.
     """
 
     memory: int

@@ -173,6 +173,7 @@ class LLM:
 
         Raises:
             RequestError: if a prompt is too long or a parameter is out of range.  No prompt is then computed.
+            TypeError: if both `sampling` and its fields are given.
             RanksFailed: if a rank fails; the message names the rank.  The LLM must then be created again.
         """
         return list(self.stream(prompts, sampling, **parameters))
@@ -190,6 +191,10 @@ class LLM:
         Args:
             sampling: the sampling parameters of all prompts, or a sequence with the parameters of each prompt.
             progress: a callback that receives the outputs of each step, on rank 0.
+
+        Raises:
+            TypeError: if both `sampling` and its fields are given.
+            RequestError, RanksFailed: as for `generate`.
         """
         if sampling is not None and parameters:
             raise TypeError("expected either sampling or its fields, got both")

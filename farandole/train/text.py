@@ -48,7 +48,7 @@ def open_text(
     progress: Progress = lambda what, share: None,
     special_tokens: tuple[str, ...] = (),
 ) -> Text:
-    """Return the configured text, tokenized.  Raises `DataError`."""
+    """Return the configured text, tokenized.  Raises `DataError` or `ConfigError`."""
     vocabulary, tokenizer, end = config.model.vocabulary, tokenizer_file(config), END_OF_TEXT
     if config.model.folder:
         folder = folder_of(config)
@@ -145,7 +145,7 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
     The weights come from `model.safetensors`.  Pickle files are not read.
 
     Raises:
-        CheckpointError: if a file is missing or damaged, or the task is not "text".
+        CheckpointError: if a file is missing or damaged, or the task is neither "text" nor "sft".
     """
     config = saved_config(read_metadata(checkpoint).config)
     if config.task not in ("text", "sft"):

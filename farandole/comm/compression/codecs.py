@@ -21,7 +21,11 @@ _BLOCKS = range(16, 4096 + 1)
 @dataclass(frozen=True)
 class Cast(Compression):
     """Compresses fp32 to 16-bit floats, half the size.  bf16 keeps the range of fp32; fp16 has three more bits of
-    precision than bf16."""
+    precision than bf16.
+
+    Raises:
+        ValueError: if `dtype` is not a 16-bit float type.
+    """
 
     dtype: torch.dtype = torch.bfloat16
     error_feedback: bool = field(default=False, kw_only=True)
@@ -41,6 +45,9 @@ class Int8(Compression):
     A block with an infinity or a NaN is decoded as NaN.  `block` is the number of values per block.
 
     T. Dettmers: 8-bit approximations for parallelism in deep learning (2016).
+
+    Raises:
+        ValueError: if `block` is out of range.
     """
 
     block: int = 256

@@ -23,6 +23,9 @@ class TopK(Compression):
 
     Every one of p hosts receives the values from all other hosts, (p - 1) * ratio * 2 S bytes in total for S bytes of
     values.
+
+    Raises:
+        ValueError: unless 0 < `ratio` <= 1.
     """
 
     ratio: float = 0.01

@@ -194,7 +194,12 @@ def _open(
 
 
 def with_changes(origin: Pretrained, classes: int | None, changes: Mapping[str, Any]) -> Pretrained:
-    """Return `origin` with a classifier for `classes` classes and changed fields; see `from_pretrained`."""
+    """Return `origin` with a classifier for `classes` classes and changed fields; see `from_pretrained`.
+
+    Raises:
+        FolderError: if the family has no classifier.
+        TypeError: if the configuration has no such field.
+    """
     config, values = origin.config, dict(origin.values)
     if classes is not None:
         if not hasattr(config, "classes"):
@@ -238,7 +243,7 @@ def describe(model: nn.Module) -> Pretrained:
 
 
 class Weights:
-    """Reads boxes in model tensors from a folder.
+    """Reads boxes of model tensors from a folder.
 
     Args:
         model: the model, whose tensors may be on the meta device.

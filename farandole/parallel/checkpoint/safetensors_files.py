@@ -333,7 +333,8 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
 
 
 def _names(engine: Engine) -> tuple[dict[str, list[str]], set[str]]:
-    """Return all names of each parameter of all stages by its first name, and the names of buffers.  This is a collective call.
+    """Return a mapping from the first name of every parameter of all stages to all its names, and the names of the
+    buffers.  This is a collective call.
 
     Files can list a tied parameter under any of its names.
     """

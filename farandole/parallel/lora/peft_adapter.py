@@ -351,7 +351,11 @@ class Saved:
 
 
 def lora_of(saved: Saved) -> LoRA:
-    """Return the LoRA options of an adapter; its targets are the layers for which it has tensors."""
+    """Return the LoRA options of an adapter; its targets are the layers for which it has tensors.
+
+    Raises:
+        AdapterError: if the configuration is incomplete, or a tensor does not belong to a submodule.
+    """
     config = saved.config
     bias = config.get("bias", "none")
     names = [name for name in saved.others if not (bias == "all" and "bias" in name.rpartition(".")[2])]

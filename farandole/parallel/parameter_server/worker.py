@@ -115,7 +115,7 @@ class Worker:
 
 
 class _Blame:
-    """Convert a failed connection to a server into `ServerLost`, and notify the other servers."""
+    """A context that converts a failed connection to a server into `ServerLost`, and notifies the other servers."""
 
     def __init__(self, server: int, channels: Sequence[Channel]) -> None:
         self._server = server

@@ -28,9 +28,9 @@ from farandole.parallel.pipeline.schedule import (
 def gems(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
     """Return GEMS-MAST (Jain et al., 2020, "GEMS: GPU-Enabled Memory-Aware Model-Parallelism System").
 
-    Passes of `parts` micro-batches alternate between the replicas, and the forward pass of one replica follows the backward
-    pass of the other replica from rank to rank.  A rank has activations of one pass at a time.  The gradients of the replicas are
-    summed after each pair of passes.
+    Passes of `parts` micro-batches alternate between the replicas: while the backward pass of one replica moves from
+    rank to rank, the forward pass of the other replica follows in the same direction.  A rank has activations of one
+    pass at a time.  The gradients of the replicas are summed after each pair of passes.
 
     For parts = 1, the makespan is N (D B + F) + (D - 1) F.  Activations: `parts`.
     """

@@ -215,7 +215,7 @@ def _building_block(ranks: int, down: int, up: int) -> list[tuple[int, ...]]:
 
 
 def _held(starts: tuple[int, ...]) -> int:
-    """Return the most activations that a rank holds if its block is repeated every 6 units."""
+    """Return the maximum number of activations that a rank holds if its block of actions is repeated every 6 units of time."""
     spans = ((starts[0], starts[5] + 1), (starts[1], starts[4] + 1))
     return max(sum((t - first) // 6 - (t - end) // 6 for first, end in spans) for t in range(6))
 

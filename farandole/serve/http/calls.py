@@ -160,7 +160,7 @@ def find_format(template: str) -> CallFormat:
 
 
 def _token(tokenizer: Tokenizer, mark: str) -> str:
-    """Return a mark in a grammar."""
+    """Return `mark` as a grammar contains it; raise RequestError if the mark is not a token of the model."""
     if tokenizer.token_to_id(mark) is None:
         raise RequestError(
             "tool_choice", f"valid calls cannot be enforced, because {mark} is not a token of the model"
@@ -169,6 +169,6 @@ def _token(tokenizer: Tokenizer, mark: str) -> str:
 
 
 def _spaced(schema: Any) -> Any:
-    """Return a schema with a bound on the spaces in its JSON."""
+    """Return a schema whose JSON may contain only a limited amount of whitespace."""
     own = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return {**own, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": SPACE}}

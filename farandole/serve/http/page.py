@@ -40,6 +40,6 @@ def read_page() -> tuple[str, dict[str, str]]:
 
 
 def _hash(text: str, tag: str) -> str:
-    """Return the source expression of an inline element."""
+    """Return the source expression that permits an inline element in the Content-Security-Policy header."""
     (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
