@@ -289,9 +289,8 @@ class Plan:
             return
         if self.offload == "none":
             raise PlanError(
-                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters are offloaded "
-                "together with optimizer "
-                f"states; nearest plan: offload='disk:FOLDER'"
+                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters are offloaded only "
+                f"together with optimizer states; nearest plan: offload='disk:FOLDER'"
             )
         least = 2 if self.offloaded == "gradients" else 3
         if self.zero < least:

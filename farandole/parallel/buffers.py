@@ -89,7 +89,7 @@ class ReplicatedBuffers:
         return found
 
     def _versions(self) -> list[tuple[int, int]]:
-        # of all buffers: BatchNorm's kernel does not increment the version of its statistics, but that of its batch counter
+        # BatchNorm's kernel increments only the version of its batch counter, so the versions of all buffers are compared
         return [(id(buffer), buffer._version) for buffer in self._model.buffers()]
 
 

@@ -94,7 +94,7 @@ class _Float8Product:
         self._layer: nn.Module = float8.convert_to_float8_training(layer, config=config)[0]
 
     def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
-        if not len(rows):  # have no largest value
+        if not len(rows):  # without rows, there is no largest value
             return F.linear(rows, weight)
         product: Tensor = torch.func.functional_call(self._layer, {"weight": weight}, (rows,))
         return product

@@ -152,7 +152,7 @@ def save(
         if background:
             state = {name: _copy(value) for name, value in state.items()}
         pending.start(state, text, on_saved, background=background)
-    # the next step changes offloaded state
+    # wait, because the next step changes offloaded state in place
     if not background or any(isinstance(each, Range) and each.held is None for each in state.values()):
         pending.wait()
     return pending
@@ -196,9 +196,9 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
         loaded = empty_state(engine, comm.rank, saved)
         _check_optimizers(engine, found)
     with fail_on_all(comm, folder):
-        # into new tensors, so that a failure does not change the engine
+        # load into new tensors, so that a failure does not change the engine
         load_state(folder, loaded, comm.group)
-        # records have no space for a second state, so it is read twice
+        # records have no space for a second state, so offloaded states are read twice: to check, and to load
         for update, unit, states in offloaded_states(engine, folder, loaded):
             try:
                 update.check(unit, states)

@@ -127,7 +127,7 @@ def _write(
     from farandole.parallel.checkpoint.storage import write_state
 
     comm, temporary = engine.comm, partial_folder(folder)
-    # of all stages
+    # of the stages of all ranks
     scalings = dict(
         pair for each in comm.all_gather_object(lora_scalings(engine.model)) for pair in each.items()
     )

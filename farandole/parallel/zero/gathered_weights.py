@@ -94,7 +94,7 @@ class GatheredWeights(FlatWeights):
         if self._stored is None or self.plan.device.type != "cpu":
             return torch.empty(self._layout.length, dtype=self.plan.dtype, device=self.plan.device)
         nbytes = self._layout.length * self.plan.dtype.itemsize
-        # huge pages, which return to the kernel at once
+        # huge pages, which are returned to the kernel as soon as they are freed
         return aligned_buffer(nbytes)[:nbytes].view(self.plan.dtype)
 
     def use(self) -> Tensor:
