@@ -220,7 +220,7 @@ class Layouts(dict[str, Layout]):
             return
         if any(other.dim == shard.dim for _, other in layout.shards):
             raise LayoutError(
-                f"{layout.name}: dimension {shard.dim} is already sharded along another axis than {axis!r}; shard "
+                f"{layout.name}: dimension {shard.dim} is already sharded along an axis other than {axis!r}; shard "
                 "another dimension"
             )
         alone = replace(layout, shards=((axis, shard),))

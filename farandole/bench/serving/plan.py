@@ -121,7 +121,7 @@ def _machine(setup: ServingPlanSetup) -> ServingMachine:
         if given := [
             name for name in ("flops", "memory_bandwidth", "bandwidth") if getattr(setup, name) is not None
         ]:
-            raise BenchError(f"--{given[0].replace('_', '-')} requires --accelerators, with --serve")
+            raise BenchError(f"with --serve, --{given[0].replace('_', '-')} requires --accelerators")
         measured = speeds(setup.ranks, remeasure=setup.remeasure)
         return measured.machine(setup.memory or available_memory() // setup.ranks)
     if (

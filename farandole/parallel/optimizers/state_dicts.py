@@ -114,7 +114,9 @@ class StateDicts:
         groups = state_dict["param_groups"]
         counts = [[len(each) for each in lists] for lists in ([g["params"] for g in groups], self._given)]
         if counts[0] != counts[1]:
-            raise ValueError(f"expected groups of {counts[1]} parameters, got {counts[0]}")
+            raise ValueError(
+                f"expected parameter groups with {counts[1]} parameters, got groups with {counts[0]}"
+            )
         parts = {id(parameter): (tensor, start) for parameter, tensor, start in self._tensors()}
         state = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
         fitted: list[dict[str, Any]] = []

@@ -36,7 +36,7 @@ class Chat:
     is_reasoning: bool
 
     def reply(self) -> Reply:
-        """Return the empty reply of a sequence."""
+        """Return a new reply, without text, for a sequence."""
         return Reply(self.form, self.tools, reasons=self.reasons, is_reasoning=self.is_reasoning)
 
 

@@ -151,7 +151,7 @@ class CompletionRequest(_Generation):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     def sampling(self) -> Sampling:
-        """Return the parameters of the engine."""
+        """Return the sampling parameters for the engine."""
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
         return self._sampling(max_tokens, self.logprobs, self.echo and self.logprobs is not None)
 
@@ -307,7 +307,7 @@ class ChatRequest(_Generation):
         return found
 
     def sampling(self) -> Sampling:
-        """Return the parameters of the engine."""
+        """Return the sampling parameters for the engine."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise RequestError("max_completion_tokens", "max_tokens is also set; omit one of them")
         if self.top_logprobs is not None and not self.logprobs:
