@@ -123,7 +123,7 @@ class LossParameters:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Return a context manager that calls `hide` on entry and `show` on exit, to call a loss function within."""
+        """Return a context for the call of a loss function, which calls `hide` on entry and `show` on exit."""
         self.hide()
         try:
             yield
