@@ -1,8 +1,8 @@
 """The entry points of torch: `autoload` in the group `torch.backends`, `register` in `torch.distributed.backends`.
 
-With them, `torch.distributed.init_process_group("farandole")` and "farandole-mpi" work in a program that does not
-import this package.  torch calls `autoload` at `import torch`, so this module only registers names; other modules load
-when a group is created.
+With these entry points, `torch.distributed.init_process_group` accepts "farandole" and "farandole-mpi" in a program
+that does not import this package.  torch calls `autoload` at `import torch`, so this module only registers names; other
+modules load when a group is created.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _devices = ["cpu", "cuda"]
 def autoload() -> None:
     """Register the backends at `import torch`, without raising an exception.
 
-    A failure is logged as one line, and `init_process_group` raises it for these backends.
+    A failure is logged as one line, and is raised when `init_process_group` is called with one of these backends.
     """
     try:
         register()
@@ -196,7 +196,7 @@ def _replace_gloo(backend: str | None) -> str:
 
 
 def _advice(backend: str, placed: bool) -> str | None:
-    """Return advice on two common mistakes with MPI, for which torch's error message is not specific."""
+    """Return advice on two common mistakes with MPI, for which torch's error message is too general."""
     import torch.distributed as dist
 
     if backend == "mpi" and not dist.is_mpi_available():

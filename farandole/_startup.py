@@ -1,7 +1,7 @@
 """Configure the interpreter and the C library so that processes start, run and exit faster.
 
 Torch consists of a thousand modules.  Importing them creates no garbage, but the collector traverses them repeatedly,
-which takes a fifth of the import time.  At exit, the interpreter destroys every module, which takes another fifth.
+which takes a fifth of the import time.  At exit, the interpreter destroys every module, which takes as long again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def resume_collection() -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection in a block of imports."""
+    """Return a context in which garbage collection is disabled, for imports."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -17,8 +17,8 @@ def see(section: str) -> str:
 class Documented:
     """A base of exceptions whose messages end with a link to the troubleshooting page.
 
-    The link refers to the section that the message already contains, for example in the message of another error, or
-    else to `_section`.
+    If the message already contains a link, for example in the quoted message of another error, that link is kept;
+    otherwise, the link refers to `_section`.
     """
 
     _section = ""

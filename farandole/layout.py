@@ -44,8 +44,8 @@ class LayoutError(ValueError):
 class Part:
     """Consecutive rows in a sharded dimension that are sharded separately, such as q, k and v in a fused projection.
 
-    `unit` rows stay together, such as the rows of an attention head.  `copies` neighbors on the axis hold the same
-    chunk, such as ranks that share a key-value head.
+    Each group of `unit` rows stays together, such as the rows of an attention head.  Groups of `copies` consecutive
+    ranks on the axis hold the same chunk, such as ranks that share a key-value head.
     """
 
     size: int
@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """Sharding along dimension `dim` in multiples of `unit` rows; `parts` are sharded separately."""
+    """Sharding along dimension `dim`: each of `parts` separately or, without parts, in multiples of `unit` rows."""
 
     dim: int
     parts: tuple[Part, ...] = ()
@@ -64,7 +64,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Describes how the ranks that hold a piece sum its gradient.
+    """The ranks that sum the gradient of a piece, and the weight of each rank's gradient in the sum.
 
     Each column in `columns` is a set of ranks whose gradients, multiplied by `weights`, add up to the total gradient.
     Every rank that holds the piece is in exactly one column, and each column sums separately.  Norms and checkpoints
@@ -75,7 +75,7 @@ class Reduction:
     weights: Mapping[int, float]
 
     def column_of(self, rank: int) -> int:
-        """Return the number of a rank's column."""
+        """Return the index of a rank's column."""
         return next(number for number, ranks in enumerate(self.columns) if rank in ranks)
 
 

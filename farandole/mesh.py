@@ -160,6 +160,9 @@ class Mesh:
 
         With `mirror=2`, stage s of the reversed direction is on the ranks of stage `len(stages) - 1 - s`.  If the two
         stages have different sizes, cells are assigned to the ranks of that stage in turn.
+
+        Raises:
+            MeshError: if a size is invalid, or the stages need a different number of ranks.
         """
         order = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
         if mirror not in (1, 2):
@@ -199,7 +202,7 @@ class Mesh:
         return math.prod(self.width(axis, self.stages - 1) for axis in SAMPLE_AXES)
 
     def replica_of(self, rank: int) -> int:
-        """Return the number of the group of ranks that have the same samples as `rank`."""
+        """Return the index of the group of ranks that have the same samples as `rank`."""
         cell, number = self._held[rank][0], 0
         for axis in SAMPLE_AXES:
             number = number * self.width(axis, self.stages - 1) + self.coordinate(cell, axis)
@@ -214,7 +217,8 @@ class Mesh:
         return self._held[rank]
 
     def pipeline_rank(self, rank: int) -> int:
-        """Return the coordinate of a rank on the pipeline axis; in a mirrored pipeline, that of its first replica."""
+        """Return the coordinate of a rank on the pipeline axis; in a mirrored pipeline, the coordinate of its stage of
+        the first replica."""
         return min(self._held[rank], key=lambda cell: cell.mirror).pipeline
 
     def width(self, axis: str, stage: int = 0) -> int:
@@ -226,7 +230,11 @@ class Mesh:
         return self._widths[axis, stage]
 
     def coordinate(self, cell: Cell, axis: str) -> int:
-        """Return the coordinate of a cell on an axis or a sub-axis."""
+        """Return the coordinate of a cell on an axis or a sub-axis.
+
+        Raises:
+            MeshError: if the mesh has no such axis.
+        """
         if axis in AXES:
             return int(getattr(cell, axis))
         if axis not in self.sub_axes:
@@ -264,22 +272,22 @@ class Mesh:
         axes: Iterable[Sequence[str]] = (),
         rank_sets: Iterable[Sequence[int]] = (),
     ) -> Groups:
-        """Create the groups of all cells for each of these sets of axes, and for further sets of ranks.
+        """Create the groups of all cells along each set of axes in `axes`, and the groups `rank_sets`.
 
-        This call is collective: all ranks of `comm` pass the same arguments.  One group is created for equal sets of
-        ranks.
+        This is a collective call: all ranks of `comm` must pass the same arguments.  Equal sets of ranks share one
+        group.
         """
         wanted = {ranks_of(self.peers(cell, *names)) for names in axes for cell in self.cells}
         wanted |= {tuple(sorted(set(ranks))) for ranks in rank_sets}
         return Groups(self, comm, sorted(wanted))
 
     def seed(self, seed: int, cell: Cell, *axes: str) -> int:
-        """Return a seed that depends only on the coordinates on these axes."""
+        """Return a seed that depends only on `seed` and on the coordinates of `cell` on these axes."""
         text = f"{seed} " + " ".join(f"{axis}={self.coordinate(cell, axis)}" for axis in sorted(axes))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def generator(self, seed: int, cell: Cell, *axes: str, device: str = "cpu") -> torch.Generator:
-        """Return a random number generator with the seed that `seed` returns."""
+        """Return a random number generator whose seed is `self.seed(seed, cell, *axes)`."""
         return torch.Generator(device).manual_seed(self.seed(seed, cell, *axes))
 
 
@@ -287,7 +295,7 @@ class Mesh:
 class Group:
     """A group of cells in coordinate order, and its communicator, which is None if one rank holds all cells.
 
-    `places[i]` is the rank of cell i in the communicator.  Cells of one rank have the same place.  In a mirrored mesh
+    `places[i]` is the rank of cell i in the communicator, equal for cells of the same rank.  In a mirrored mesh
     the order of cells may differ from the order of ranks.
     """
 
@@ -334,7 +342,11 @@ class Groups:
         return Group(cells, ranks, self.of_ranks(ranks))
 
     def of_ranks(self, ranks: Sequence[int]) -> Communicator | None:
-        """Return the communicator for a set of ranks; None for a single rank."""
+        """Return the communicator for a set of ranks; None for a single rank.
+
+        Raises:
+            MeshError: if `Mesh.connect` has created no group of these ranks.
+        """
         key = tuple(sorted(ranks))
         if len(key) == 1:
             return None

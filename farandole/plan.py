@@ -2,7 +2,8 @@
 
     Plan(data=4, zero=2, precision="bf16", recompute="block", offload="disk:/scratch")
 
-A plan affects speed and memory, but not the training result.
+Sharding, recomputation, swapping and offloading change speed and memory, but not the training result except for
+rounding.  `precision`, `rounding`, `compression`, `deferred_batch_norm` and `lora` also change the result.
 """
 
 from __future__ import annotations
@@ -66,20 +67,22 @@ class LoRA:
 
     A pattern in `targets` or `also_train` is one of:
 
-    - a name: the module with this path, or whose path ends with it after a dot (`"qkv"` matches `1.attention.qkv`);
-    - a glob for the whole path, in which `*` matches dots too (`"*.attention.*"`); `"*.qkv"` also matches a top-level `qkv`;
+    - a name: matches the module with this path, and modules whose paths end with a dot and this name (`"qkv"` matches
+      `1.attention.qkv`);
+    - a glob for the whole path, in which `*` also matches dots (`"*.attention.*"`); `"*.qkv"` also matches a top-level
+      `qkv`;
     - a compiled regular expression for the whole path;
     - `"all-linear"` (for targets): every plain `nn.Linear`.
 
     Args:
         rank: the rank of the adapters.
-        alpha: the update is multiplied by `alpha / rank`.
+        alpha: the scale of the update, which is multiplied by `alpha / rank`.
         targets: one or several patterns for the layers to adapt.
         dropout: the dropout rate of the adapters' inputs.
-        use_rslora: multiply by `alpha / sqrt(rank)` instead (Kalajdzievski, 2023, "A Rank Stabilization Scaling Factor for
-            Fine-Tuning with LoRA").
+        use_rslora: whether the update is multiplied by `alpha / sqrt(rank)` instead (Kalajdzievski, 2023, "A Rank
+            Stabilization Scaling Factor for Fine-Tuning with LoRA").
         bias: the biases to train: none, those of adapted layers ("lora_only"), or all.
-        also_train: modules to train in full, as PEFT's `modules_to_save`; layers inside them get no adapter.
+        also_train: modules to train in full, like PEFT's `modules_to_save`; layers inside these modules get no adapter.
         base: the type in which torchao stores the frozen weights of adapted layers: "int8", "nf4" (4 bits; Dettmers
             et al., 2023, "QLoRA: Efficient Finetuning of Quantized LLMs"), or "int4" where torchao supports it.
 
@@ -151,13 +154,13 @@ class Plan:
         deferred_batch_norm: with `pipeline` > 1, update the running statistics of BatchNorm once per step, with the mean and
             variance over all samples of the step, instead of once per micro-batch (`parallel.pipeline.batch_norm`).
         tensor: the number of ranks that compute each layer together (`parallel.tensor`).
-        sequence: with `tensor` > 1, whether these ranks also share the tokens between the layers' matrix products, which
-            saves activation memory.
-        context: the number of ranks that share each sequence (`parallel.context`).
+        sequence: with `tensor` > 1, whether the tokens are also split over these ranks between the layers' matrix
+            products, which saves activation memory.
+        context: the number of ranks over which each sequence is split (`parallel.context`).
         ring: the number of ranks in a ring, in which keys and values circulate; heads are exchanged between rings.  By
             default, the smallest possible number.
-        expert: the number of ranks that share the experts of a mixture of experts, and have different samples
-            (`parallel.expert`).
+        expert: the number of ranks over which the experts of a mixture of experts are distributed; these ranks have
+            different samples (`parallel.expert`).
         zero: the ZeRO stage (Rajbhandari et al., 2020): 1 shards optimizer states, 2 also gradients, 3 also weights.
         hybrid: shard only among the ranks on each host, so that every host has a complete copy and hosts exchange
             only gradients.
@@ -166,8 +169,8 @@ class Plan:
             layers multiply 8-bit floats.
         recompute: the activations that are recomputed in the backward pass.
         activation_bytes: with `recompute="auto"`, the bytes of activations that a rank may keep.
-        swap: where activations are stored until the backward pass: "none" (in place), "host" (models on an accelerator) or
-            "disk:FOLDER" (models on a CPU).
+        swap: where activations are stored until the backward pass: "none" (on the device of the model), "host" (models on an
+            accelerator) or "disk:FOLDER" (models on a CPU).
         offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host"
             (models on an accelerator) or "disk:FOLDER".
         offloaded: the data to offload in addition to optimizer states: "gradients" (with `zero` >= 2), or also
@@ -243,7 +246,7 @@ class Plan:
         _one_of("compression", self.compression, get_args(Compression))
         if self.compression != "none" and self.zero:
             raise PlanError(
-                f"compression={self.compression!r} with zero={self.zero}: whole gradients are compressed; nearest plan: "
+                f"compression={self.compression!r} with zero={self.zero}: only whole gradients can be compressed; nearest plan: "
                 f"zero=0, or compression='none'"
             )
         if self.rounding == "stochastic" and self.precision != "bf16":
@@ -269,7 +272,7 @@ class Plan:
             )
         if self.lora is not None and self.precision == "fp8":
             raise PlanError(
-                "lora with precision='fp8': adapted layers do not multiply 8-bit floats; nearest plan: precision='bf16'"
+                "lora with precision='fp8': layers with adapters do not support fp8; nearest plan: precision='bf16'"
             )
         if self.activation_bytes is not None and self.activation_bytes < 1:
             raise PlanError(f"activation_bytes={self.activation_bytes}: expected at least 1")
@@ -286,9 +289,8 @@ class Plan:
             return
         if self.offload == "none":
             raise PlanError(
-                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters are offloaded "
-                "together with optimizer "
-                f"states; nearest plan: offload='disk:FOLDER'"
+                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters are offloaded only "
+                f"together with optimizer states; nearest plan: offload='disk:FOLDER'"
             )
         least = 2 if self.offloaded == "gradients" else 3
         if self.zero < least:

@@ -63,8 +63,8 @@ def measured(module: str, ranks: int, kind: str | int, *, remeasure: bool = Fals
     """Return the JSON that `ranks` ranks of a module write (at most one per core), cached unless `remeasure`.
 
     Args:
-        module: the module, whose argument is the file.
-        kind: the kind of the measurement.
+        module: the module to run; its argument is the file for the JSON.
+        kind: the name under which the measurement is cached.
 
     Raises:
         BenchError: if ranks cannot be started.

@@ -93,7 +93,7 @@ def make_trainer(
 
 
 def warm_up(precision: Precision, runtime: Runtime) -> None:
-    """Make torch load the libraries that it needs for the first step of any model."""
+    """Run a step of a small model, so that torch loads the libraries that every model needs."""
     config = load_config("tiny", [f"batch={runtime.size}"])
     make_trainer(config, precision, runtime.comm, runtime.device).step()
     gc.collect()
@@ -178,7 +178,7 @@ def _parts(trainer: Trainer) -> dict[str, int]:
 
 
 def _weights(trainer: Trainer) -> int:
-    """Return the bytes of the weights with which this rank computes, and its share of those that ranks share."""
+    """Return the bytes of the weights with which this rank computes; shared weights are divided among the ranks that share them."""
     sharing = {
         id(p): each.comm.size
         for each in trainer.engine.weights

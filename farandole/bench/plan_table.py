@@ -37,12 +37,12 @@ TOLERANCE = 0.1
 
 
 def column(estimate: Estimate, name: str) -> int:
-    """Return the bytes of a column."""
+    """Return the bytes in column `name` of the table."""
     return sum(estimate.parts[part] for part in COLUMNS[name])
 
 
 def seconds(number: float) -> str:
-    """Format seconds with two significant digits, or as an integer from 10 on."""
+    """Format seconds with two significant digits, or as an integer if there are at least 10."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 

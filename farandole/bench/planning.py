@@ -173,7 +173,8 @@ def plan(setup: PlanSetup) -> Planned:
 
 
 def run_words(setup: PlanSetup) -> list[str]:
-    """Return the words of the run; expand hf:FOLDER to train the model in a Hugging Face folder with config.json."""
+    """Return the arguments of the training run; hf:FOLDER is expanded to arguments that train the model in this Hugging
+    Face folder."""
     words: list[str] = []
     for word in setup.words:
         kind, _, folder = word.partition(":")
@@ -254,7 +255,7 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
 
 
 def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return a configuration with the chosen fields of `plan`.  Raises `ConfigError` if they conflict with other fields."""
+    """Return a configuration with the chosen fields of `plan`.  Raises `ConfigError` if these fields conflict with other fields."""
     chosen = {name: getattr(plan, name) for name in _FIELDS}
     return parse_config({**config.model_dump(), "plan": {**config.plan.model_dump(), **chosen}})
 
@@ -320,7 +321,8 @@ def _estimates(
     """Return the estimates of the plans, by default for all meshes, and the machine with the disk that they use.
 
     If there are many meshes, they are compared with recomputed blocks and 1F1B.  Other kinds of recomputation and other
-    schedules are estimated only for the best of them, from the fastest kind of recomputation to the first that fits.
+    schedules are estimated only for the best meshes, beginning with the fastest kind of recomputation, until a plan
+    fits.
     """
     plans: list[Plan] = []
     refusal: Exception | None = None
@@ -358,7 +360,7 @@ def _estimates(
 
 
 def _simplest(plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """Return the plans with which meshes are compared (of each mesh, recomputed blocks and 1F1B if it has both), and the others."""
+    """Return the plans for comparing meshes (for each mesh, with recomputed blocks and 1F1B if possible), and the other plans."""
     first: list[Plan] = []
     for _, members in itertools.groupby(sorted(plans, key=_axes_of), _axes_of):
         of_mesh = list(members)
@@ -375,7 +377,7 @@ def _estimated(
     tracer: StageTracer,
     plans: Sequence[Plan],
 ) -> tuple[list[Estimate], Exception | None]:
-    """Return the estimates of all plans that suit the model and the batch, and an error for one that does not."""
+    """Return the estimates of all plans that are valid for the model and the batch, and the error of one invalid plan, if any."""
     found: list[Estimate] = []
     refusal: Exception | None = None
     shared: set[tuple[Any, ...]] = set()  # the meshes for which sequence parallelism is possible

@@ -1,8 +1,8 @@
 """Read the memory of a process from Linux: see proc_pid_status(5), proc_pid_smaps_rollup(5) and proc_pid_clear_refs(5).
 
-Ranks of a host share memory, and the kernel counts shared pages in each of them.  The *proportional* size (PSS)
-divides every page among the processes that map it.  The kernel records the peak of private pages.  Shared pages stay
-constant during training, so their current proportional size is added to that peak.
+Ranks of a host share memory, and the kernel counts shared pages in every process that maps them.  The *proportional*
+size (PSS) divides every page among the processes that map it.  The kernel records the peak of private pages.  Shared
+pages stay constant during training, so their current proportional size is added to that peak.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The networks are the same as in `farandole.models.resnet`, built from Keras layers.
 
-Every implementation, including "alone", uses a `tf.function` without XLA as its step: XLA cannot compile the reduction,
-and the implementations must differ only in communication.
+In every implementation, including "alone", a step is a `tf.function` without XLA, because XLA cannot compile the
+reduction, and the implementations must differ only in communication.
 """
 
 from __future__ import annotations

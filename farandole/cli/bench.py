@@ -259,9 +259,9 @@ def serving(
 ) -> None:
     """Measure the latency and throughput of a server with OpenAI's completions interface.
 
-    Requests are streamed and have random lengths.  Next to the figures of a FOLDER stands the limit: the time for reading
-    the weights once per step, and for the matrix products.  The exit status is 1 if a request failed; status 429 is counted
-    separately.
+    Answers are streamed, and prompts and answers have random lengths.  With FOLDER, the report also shows the lower
+    bound of each time, from reading the weights once per step and computing the matrix products.  The exit status is 1
+    if a request failed; requests refused with status 429 are counted separately.
 
     \b
       farandole bench serving runs                            all requests at once
@@ -333,7 +333,7 @@ def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
 
 
 def default_ranks() -> int:
-    """Return the number of ranks that this host supports, but at least 2, because one rank cannot communicate."""
+    """Return the default number of ranks on this host, but at least 2, because a single rank cannot communicate."""
     from farandole.launch.limits import offered_ranks
 
     return max(2, offered_ranks())

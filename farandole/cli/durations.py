@@ -10,7 +10,7 @@ UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of a duration such as 100ms, 2s or 1min.
+    """Parse a duration such as 100ms, 2s or 1min, and return it in seconds.
 
     Raises:
         typer.BadParameter: if the text is not a positive number with a unit.

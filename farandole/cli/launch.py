@@ -28,7 +28,7 @@ class LaunchCommand(Command):
 
 
 def _reject(param: typer.CallbackParam, given: bool) -> None:
-    """Reject an option with one hyphen and several letters, which would be parsed as several options."""
+    """Reject an option of horovodrun with one hyphen and several letters, which would be parsed as several options."""
     if given:
         raise typer.BadParameter(f"not supported: {ALTERNATIVES[param.opts[0]]}")
 

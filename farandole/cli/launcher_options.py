@@ -1,4 +1,4 @@
-"""The options of torchrun and horovodrun: which of them `farandole launch` accepts, and alternatives to the others.
+"""The options of torchrun and horovodrun that `farandole launch` accepts, and alternatives to the other options.
 
 The tables contain all names with hyphens (`farandole launch` also accepts underscores).  The value of an accepted
 option is None, and the value of a rejected option is the alternative.

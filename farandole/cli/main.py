@@ -82,7 +82,7 @@ def _options(
 def horovodrun() -> None:
     """Run `farandole launch` with a horovodrun command line, and end the process.
 
-    The script is named farandole-horovodrun, because the name horovodrun would conflict with Horovod's script.
+    The script is named farandole-horovodrun, because the name horovodrun would conflict with Horovod's own script.
     """
     main(["launch", *sys.argv[1:]])
 

@@ -23,7 +23,7 @@ class ScheduleCommand(Command):
     """Accepts --draw without a file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert the default file after a --draw without a value."""
+        """Parse the arguments; --draw without a file uses the default file."""
         complete: list[str] = []
         for number, word in enumerate(args):
             complete.append(word)

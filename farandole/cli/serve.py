@@ -183,7 +183,7 @@ def serve(
         if is_encoder(folder.expanduser()):
             if placement.size > 1:
                 raise FolderError(
-                    f"{folder} has an encoder, which one rank serves, got {placement.size} ranks"
+                    f"{folder} contains an encoder, which only one rank can serve; got {placement.size} ranks"
                 )
             sources = {option: ctx.get_parameter_source(option) for option in ctx.params}
             given = {

@@ -93,7 +93,7 @@ def train(
       farandole train --ranks 4 plan.zero=3 plan.precision=bf16 plan.recompute=block
 
     \b
-    Predict masked words, classify images, or train the task Mine in my_module.py:
+    Train on masked tokens, classify images, or train the task Mine in my_module.py:
       farandole train tiny task=masked-text
       farandole train task=images data.path=photos/ images.network=resnet50
       farandole train task=my_module:Mine options.depth=3

@@ -43,7 +43,7 @@ def wait_for_kernels(tensors: Iterable[Tensor]) -> None:
 
 
 def staged(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors can be communicated through host copies, after waiting for pending kernels.
+    """Wait for pending kernels, and return whether the tensors can be communicated through host copies.
 
     The wait is necessary because another thread, which does not use the caller's stream, may make the copies.
     """

@@ -179,6 +179,9 @@ class Communicator:
         Returns:
             The inter-node algorithm if the group spans several hosts, "shared memory" if it is on one host, or the
             name of the library that selects the algorithm.
+
+        Raises:
+            ValueError: if `operation` is not the name of a collective.
         """
         if not hasattr(self, f"{operation}_init"):
             raise ValueError(f"expected the name of a collective, such as 'all_reduce', got {operation!r}")
@@ -207,6 +210,11 @@ class Communicator:
 
         Returns:
             The work object if `async_op` is set, else None.
+
+        Raises:
+            ValueError: if both `output` and `compression` are given, or the compression does not support the group, the
+                tensor or `op`.
+            TypeError: if the element type cannot be compressed.
         """
         if output is None and compression is None:
             work: dist.Work | None = self._path(async_op).all_reduce(tensor, op)

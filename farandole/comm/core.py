@@ -56,7 +56,7 @@ class Core(Protocol):
         """
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the name of the algorithm for an operation on `nbytes` bytes per rank, for users."""
+        """Return the name of the algorithm for an operation on `nbytes` bytes per rank, as shown to users."""
 
     def check(self, status: Any) -> None:
         """Raise the exception for a result returned by a callable from `prepare`."""
@@ -129,7 +129,7 @@ class Core(Protocol):
     # ---- state and shutdown ----
 
     def subgroup(self, members: Sequence[int]) -> Core | None:
-        """Return an implementation for `members`, called by these ranks; None if torch must create the group."""
+        """Return an implementation for `members`, or None if torch must create the group; only these ranks call this method."""
 
     @property
     def closed(self) -> bool:

@@ -106,12 +106,12 @@ def separate_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def overlaps(start: int, length: int, other: int, other_length: int) -> bool:
-    """Return whether two ranges of memory, given as addresses and bytes, have a byte in common."""
+    """Return whether two ranges of memory, given as addresses and sizes in bytes, have a byte in common."""
     return -length < start - other < other_length
 
 
 def parts_of(tensors: Sequence[Tensor], number: int) -> list[tuple[int, int]]:
-    """Return the address and the bytes of each dense tensor, or of `number` equal parts of a single tensor."""
+    """Return the address and the size in bytes of each dense tensor, or of `number` equal parts of a single tensor."""
     if len(tensors) > 1 or number == 1:
         return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
     start, length = tensors[0].data_ptr(), tensors[0].nbytes // number
@@ -119,7 +119,7 @@ def parts_of(tensors: Sequence[Tensor], number: int) -> list[tuple[int, int]]:
 
 
 def span_of(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the smallest range of memory, as an address and bytes, that contains all the parts."""
+    """Return the smallest range of memory, as an address and a size in bytes, that contains all the parts."""
     start = min(address for address, _ in parts)
     return start, max(address + length for address, length in parts) - start
 

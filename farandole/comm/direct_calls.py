@@ -171,7 +171,8 @@ class DirectCalls:
         plan: tuple[int, ...],
         place: int | None = None,
     ) -> Work | None:
-        """Run a call on separate tensors, or in place: then the source starts `place` parts after the target."""
+        """Run a call with separate source and target tensors, or in place, with a source that starts `place` parts
+        after the target."""
         if (
             source.dtype is not target.dtype
             or not (source.is_cpu and target.is_cpu)

@@ -2,8 +2,8 @@
 
 Within a host, shared memory holds the cause.  Between hosts, a closed connection does not reveal its cause.  The rank
 that detects a failure therefore writes the cause to the group's store, unless the store already contains one.  Then it
-notifies the ranks on other hosts to which it is connected.  A rank reads the store if it is notified or finds a
-connection closed.  Each rank also records in the store that it leaves the group.
+notifies the ranks on other hosts to which it is connected.  A rank that is notified, or finds a connection closed,
+reads the store.  Each rank also records in the store that it leaves the group.
 
 The store may be unreachable, so a rank waits at most `PATIENCE_S` for an answer.
 """

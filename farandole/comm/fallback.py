@@ -1,4 +1,4 @@
-"""Torch process groups, used if the C core is missing or does not support a tensor, and by `TorchCore`."""
+"""Torch process groups, which replace the C core if it is missing or does not support a tensor (`TorchCore`)."""
 
 from __future__ import annotations
 

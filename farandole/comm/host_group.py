@@ -159,12 +159,12 @@ class HostGroup:
         return message
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Send `nbytes` bytes to rank `peer`; return the outcome."""
+        """Send `nbytes` bytes to rank `peer` and block until their memory may be modified; return the outcome."""
         outcome: int = self._send(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags)
         return outcome
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Receive `nbytes` bytes from rank `peer`; return the outcome."""
+        """Receive `nbytes` bytes from rank `peer` and block until they have arrived; return the outcome."""
         outcome: int = self._recv(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags)
         return outcome
 

@@ -15,7 +15,11 @@ Exchanges = Literal["auto", "aggregated", "direct"]
 
 @dataclass(frozen=True)
 class Options:
-    """Options for communication between hosts; a group on one host ignores them."""
+    """Options for communication between hosts; a group on one host ignores them.
+
+    Raises:
+        ValueError: if an option is invalid, or has no effect with another option.
+    """
 
     leaders: int | None = None
     """The number of leaders per host, which share the work; by default the number of ranks on the smallest host."""

@@ -1,4 +1,4 @@
-"""Asynchronous work: each group has a queue, which runs calls one at a time in the order of issue.
+"""Asynchronous work: each group has a queue, which runs calls one at a time, in the order in which they were issued.
 
 The queue's own thread runs calls that no thread is waiting for.  If the queue is idle, a thread that waits for a call
 runs the next calls itself, which saves two thread switches.
@@ -108,7 +108,7 @@ class CompletedWork(FarandoleWork):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a completed future for the tensors."""
+        """Return a completed future whose value is the list of tensors."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
@@ -210,7 +210,7 @@ class QueuedWork(FarandoleWork):
         return super().exception()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future for the tensors."""
+        """Return a future whose value is the list of output tensors."""
         with self._outcome_lock:
             if self._outcome is None:
                 self._outcome = OutcomeFuture(self)
@@ -352,7 +352,8 @@ class WorkQueue:
             )
 
     def help(self) -> bool:
-        """Run the next call on this thread if one is queued and no other thread runs a call."""
+        """Run the next call on this thread, if a call is queued and no other thread is running a call; return whether a
+        call ran."""
         if self.in_callback():
             return self._run_next(flags_here())
         if not self._running.acquire(False):

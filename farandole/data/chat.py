@@ -4,8 +4,8 @@
     tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each (2, 1024) of int64
 
 A record has `messages`, a list of {"role", "content"}, and optionally `tools`, both possibly as JSON text; or two texts,
-`prompt` and `completion`.  Only tokens written by the assistant are targets.  Several conversations share a window: `documents`
-numbers the conversations, so that attention does not cross their boundaries.  Conversations are never split: a
+`prompt` and `completion`.  Only tokens written by the assistant are targets.  Several conversations share a window:
+`documents` numbers the conversations, so that attention does not cross their boundaries.  Conversations are never split: a
 conversation that is longer than a window is truncated.
 """
 
@@ -47,8 +47,8 @@ class Conversations:
     """Tokenized conversations, packed into windows of `context` tokens by best fit.
 
     Args:
-        tokens, trained: all conversations, concatenated.
-        spans: (start, end) of each conversation.
+        tokens, trained: the tokens of all conversations, concatenated, and whether each token is a target.
+        spans: the first token of each conversation, and the token after its last token, (conversations, 2).
     """
 
     def __init__(

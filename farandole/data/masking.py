@@ -6,7 +6,7 @@ max(1, round(0.15 m)) selected tokens, so all windows cost the same.
 
 Masks are stateless: every position has a random 64-bit number, computed by splitmix64 (Steele et al., 2014, "Fast
 Splittable Pseudorandom Number Generators") from the seed, the epoch, the sample and the position.  The mask of a sample
-therefore does not depend on its rank or batch, and does not change after a resume.
+therefore does not depend on its rank or batch, and is the same after a run is resumed.
 
     masking = masking_for(text.tokenizer, seed=0)
     inputs, targets = masking.mask(windows, samples, epochs)     # targets are -100 at positions that are not selected
@@ -166,6 +166,9 @@ class MaskedBatches:
 
         batches = MaskedBatches(text.train, masking, Sampler(text.train.samples, seed=0))
         inputs, targets = batches.next(count=16, rank=0, ranks=2)    # 8 windows; rank 1 gets the other 8
+
+    Raises:
+        ValueError: if the sampler has more samples than there are windows.
     """
 
     def __init__(self, windows: Windows, masking: Masking, sampler: Sampler) -> None:

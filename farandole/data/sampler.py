@@ -23,6 +23,9 @@ class Sampler:
 
         sampler = Sampler(samples=1000, seed=0)
         indices = sampler.next(count=16, rank=0, ranks=2)  # 8 indices; rank 1 gets the other 8
+
+    Raises:
+        ValueError: if there are no samples, or `next` or `take` gets a count that `ranks` does not divide.
     """
 
     def __init__(self, samples: int, seed: int, consumed: int = 0) -> None:
@@ -37,7 +40,7 @@ class Sampler:
         return self.at(self.take(count, rank, ranks))
 
     def take(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-        """Consume samples as `next` does, but return their positions in the run, the input of `at` and `epochs`."""
+        """Consume samples as `next` does, but return their positions in the run, which `at` and `epochs` accept."""
         if count % ranks:
             raise ValueError(f"expected a number of samples divisible by {ranks} ranks, got {count}")
         share = count // ranks

@@ -139,7 +139,7 @@ def prepare_text(
 
 
 def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str]) -> str:
-    """Return a `tokenizer.json` as text; raise `DataError` if it does not fit a model with `vocabulary` tokens."""
+    """Return a `tokenizer.json` as text; raise `DataError` if it does not match a model with `vocabulary` tokens."""
     try:
         tokenizer = load_tokenizer(path)
     except Exception as error:  # the library raises Exception itself

@@ -25,7 +25,7 @@ remove_process_set = horovod.remove_process_set
 
 
 def is_initialized() -> bool:
-    """Return whether `init` was called without a later `shutdown`."""
+    """Return whether `init` has been called, and `shutdown` has not been called since."""
     return horovod.runtime is not None
 
 

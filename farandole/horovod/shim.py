@@ -1,7 +1,7 @@
 """Install `farandole.horovod` under Horovod's module names, so that Horovod scripts run unchanged.
 
-    python -m farandole.horovod.shim script.py --its arguments
-    farandole launch -n 2 -m farandole.horovod.shim script.py --its arguments
+    python -m farandole.horovod.shim script.py ARGUMENTS
+    farandole launch -n 2 -m farandole.horovod.shim script.py ARGUMENTS
     mpirun -n 2 python -m farandole.horovod.shim -m package.module
 
 `horovod.x` is an alias for the module `farandole.horovod.x`.  `_MODULES` lists the exceptions.

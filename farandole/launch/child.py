@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _run_command(name: str, arguments: list[str]) -> NoReturn:
-    """Replace this process by a command, which keeps the pinned cores and also ends with the launcher."""
+    """Replace this process by a command, which stays pinned to its cores and also ends when the launcher ends."""
     sys.stdout.flush()
     os.execvp(name, [name, *arguments])
 

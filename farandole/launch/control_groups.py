@@ -45,7 +45,7 @@ def free_memory() -> int | None:
 
 
 def free_tasks() -> int | None:
-    """Return how many more processes and threads the control groups allow; None if their number is unlimited."""
+    """Return the number of additional processes and threads that the control groups allow; None if it is unlimited."""
     found = []
     for folder in _folders("pids"):
         limit, current = _read_number(folder / "pids.max"), _read_number(folder / "pids.current")
@@ -71,7 +71,7 @@ def processor_quota() -> float | None:
 
 
 def oom_kills() -> int | None:
-    """Return the number of processes in this control group killed for lack of memory; None if unknown."""
+    """Return the number of processes in this control group that the kernel has killed for lack of memory; None if unknown."""
     for folder in _folders("memory"):
         for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
             kills = read_field(folder / name, "oom_kill")

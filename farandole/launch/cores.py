@@ -120,10 +120,10 @@ def divide_cores(
 
     Args:
         quota: The available processor time as a number of processors; None if it is unlimited.
-        pin: Pin each rank to its own cores, or pin the same number of ranks to each core.  Without pinning, the kernel
-            may run more ranks on one core than on another, and every collective waits for the slower ranks.  Ranks are
-            not pinned if they cannot be divided evenly, if other jobs have reserved cores that the ranks need, or if
-            `quota` allows less time than the cores provide.
+        pin: Whether to pin each rank to its own cores, or the same number of ranks to each core.  Without pinning, the
+            kernel may run more ranks on one core than on another, and every collective waits for the slower ranks.
+            Ranks are not pinned if they cannot be divided evenly, if other jobs have reserved cores that the ranks
+            need, or if `quota` allows less time than the cores provide.
         threads: The number of threads per rank; None divides the cores by the number of ranks.
         reserved: The processors that other jobs have reserved.
     """
@@ -225,7 +225,7 @@ class CoreReservation:
 
 @contextlib.contextmanager
 def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Division]:
-    """Reserve cores that no other job has reserved, for the duration of the context, and divide them."""
+    """Return a context in which cores that no other job has reserved are reserved for this job, and divided among its ranks."""
     processors = affinity()
     reservation = CoreReservation()
     try:

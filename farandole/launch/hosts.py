@@ -42,7 +42,11 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Read a file with lines such as `a slots=4` or `a:4`; comments start with #."""
+    """Read a file with lines such as `a slots=4` or `a:4`; comments start with #.
+
+    Raises:
+        LaunchError: if the file cannot be read or contains no host.
+    """
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -61,6 +65,9 @@ def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
     """Return the hosts that run ranks, with their numbers of ranks as slots; hosts are filled in order.
 
     If `ranks` is None, every slot gets a rank.
+
+    Raises:
+        LaunchError: if there are fewer slots than ranks.
     """
     slots = sum(host.slots for host in hosts)
     if ranks is None:
@@ -111,7 +118,7 @@ def _distinct(hosts: list[Host], source: str) -> list[Host]:
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """The number `node_rank` of this launcher among `nodes` launchers, one per host, and the address of the shared store.
+    """The index `node_rank` of this launcher among `nodes` launchers, one per host, and the address of the shared store.
 
     A job on one host has no address: its store is at a free port of the loopback interface.
     """
@@ -139,6 +146,9 @@ def parse_rendezvous(
     """Return the configuration of a launcher that a user starts on each host.
 
     `address` is the value of `--rendezvous`: "HOST:PORT" on the first host, or None for one host.
+
+    Raises:
+        LaunchError: if `address` is missing or invalid, or `node_rank` is out of range.
     """
     if nodes < 1 or not 0 <= node_rank < nodes:
         raise LaunchError(

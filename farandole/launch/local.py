@@ -58,8 +58,9 @@ def launch(
     Each process finds its rank with `farandole.init()`.  Call this function in the main thread.
 
     Args:
-        pin: Pin each rank to its own cores.  A line on stderr describes the division of the cores.
-        stop_timeout_s: The seconds after a signal to the launcher, after which ranks that are still running are killed.
+        pin: Whether to pin each rank to its own cores.  A line on stderr describes the division of the cores.
+        stop_timeout_s: The time in seconds that ranks have to end after a signal to the launcher, before they are
+            killed.
 
     Returns:
         The exit status of the rank that failed first, or 0.  When a rank fails, the other ranks are stopped, and the
@@ -78,7 +79,10 @@ def run_on_this_host(
     """Run the ranks of this host; return the exit status.
 
     Args:
-        name: The name of this host, if a command on another host started this launcher and prints how the job ended.
+        name: The name of this host, if a command on another host started this launcher and reports the end of the job.
+
+    Raises:
+        LaunchError: if the ranks cannot be started.
     """
     if ranks < 1:
         raise LaunchError(f"--ranks {ranks}: expected at least 1 rank on each host")

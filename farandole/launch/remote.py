@@ -40,7 +40,7 @@ HOST_VARIABLES = re.compile(
 
 @dataclass(frozen=True)
 class RemoteShell:
-    """The command that runs a command on another host, as in `ssh HOST COMMAND...`."""
+    """A remote shell: the command that runs other commands on a host, such as ssh in `ssh HOST COMMAND...`."""
 
     command: str = "ssh"
     port: int | None = None
@@ -164,7 +164,7 @@ class _RemoteJob:
             _write(launcher, spec.dump())
 
     def _monitor(self) -> tuple[str, int] | None:
-        """Serve the store, forward signals, and stop all hosts when one host fails.
+        """Serve the store, forward signals, and stop the launchers on all hosts when one launcher fails.
 
         Returns:
             The host that failed first and the exit status of its launcher, or None.

@@ -176,7 +176,7 @@ def describe_stop(number: int, killed: Collection[int]) -> str:
 
 
 def describe_status(status: int) -> str:
-    """Return how a process ended: its exit status, or the signal if `status` is negative."""
+    """Describe the end of a process: its exit status, or its signal if `status` is negative."""
     return f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
 
 

@@ -50,7 +50,11 @@ class Runtime:
 
     @property
     def comm(self) -> Communicator:
-        """The communicator of all ranks in the world."""
+        """The communicator of all ranks in the world.
+
+        Raises:
+            LaunchError: if the runtime is closed.
+        """
         if self._comm is None:
             raise LaunchError("this runtime is closed; call farandole.init() to join the job again")
         return self._comm

@@ -45,13 +45,13 @@ _READY, _GO = b"r", b"g"
 
 
 class Workers:
-    """Processes that run a module as the ranks from 1 of a group, in which this process is rank 0.
+    """Processes that run a module as ranks 1, 2, ... of a group, in which this process is rank 0.
 
     Until `close`, this process uses its share of the cores: as many threads as each worker, unless OMP_NUM_THREADS is
     set.
 
     Args:
-        module: the module, whose argument is for `Link`.
+        module: the module to run; its command-line argument is the argument of `Link`.
         ranks: the number of ranks, including this process.
         name: the name of the group in error messages.
     """
@@ -109,7 +109,7 @@ class Workers:
             raise LaunchError(f"the processes of {self._name} have ended")
 
     def describe(self, rank: int) -> str:
-        """Return the process of a rank, and how it ended."""
+        """Return, as text, the process of a rank and its exit status."""
         process = self._processes[rank - 1]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
@@ -136,7 +136,7 @@ class Link:
     """The connection of a worker to the process that has started it.
 
     Args:
-        descriptor: the argument of the worker's module.
+        descriptor: the command-line argument of the worker's module.
     """
 
     def __init__(self, descriptor: str) -> None:
@@ -144,9 +144,9 @@ class Link:
         self._resumed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def join(self) -> Communicator:
-        """Return the communicator of all ranks.  From then on, this process ends when rank 0 ends.
+        """Return the communicator of all ranks.  From this call on, this process ends when rank 0 ends.
 
-        Import all modules first.
+        Import all modules before this call.
         """
         self._socket.sendall(_READY)
         with self._socket.makefile("rb", buffering=0) as lines:
@@ -164,7 +164,7 @@ class Link:
         self._resumed.get()
 
     def waits(self) -> Iterator[None]:
-        """Yield after each `Workers.resume`."""
+        """Yield once for each call of `Workers.resume`."""
         while True:
             self.wait()
             yield

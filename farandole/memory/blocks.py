@@ -1,4 +1,4 @@
-"""Split a model into blocks, the units of recomputation, swapping, weight gathering and placement."""
+"""Split a model into blocks, which are the units of recomputation, swapping, weight gathering and placement."""
 
 from __future__ import annotations
 

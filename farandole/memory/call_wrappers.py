@@ -26,7 +26,7 @@ class Wrapper(Protocol):
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the module."""
+        """Run the wrapped call, normally `call(*args, **kwargs)`, and return its result."""
 
 
 WrapperT = TypeVar("WrapperT", bound=Wrapper)

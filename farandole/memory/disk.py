@@ -46,7 +46,7 @@ class FileSystem:
 
 
 def file_system(folder: str | os.PathLike[str]) -> FileSystem:
-    """Return the file system of `folder`.  Without /proc, the type is unknown."""
+    """Return the file system of `folder`.  On systems without /proc, the type is unknown."""
     real = Path(folder).resolve()
     found = FileSystem("file system", "an unknown device", str(real))
     longest = -1
@@ -57,7 +57,7 @@ def file_system(folder: str | os.PathLike[str]) -> FileSystem:
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return the number of bytes that an unprivileged user can still write, or sys.maxsize if there is no limit."""
+    """Return the number of bytes that an unprivileged user can still write to `folder`, or sys.maxsize if there is no limit."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 

@@ -111,7 +111,7 @@ class DiskFile:
             self._drop_cache(offset, len(part))
 
     def why(self, error: OSError) -> str:
-        """Return the reason and the location of a failure."""
+        """Return a text with the reason and the location of the failure `error`."""
         return f"{error.strerror or error} in {self.folder} ({self.file_system})"
 
     def close(self) -> None:

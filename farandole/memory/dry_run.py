@@ -254,11 +254,11 @@ def _undone(model: nn.Module) -> Iterator[None]:
 
 
 def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """Count the floating-point operations of one call to `kind`, an `OpOverloadPacket`, in products and attention.
+    """Count the floating-point operations of one call to the operator `kind` if it is a matrix product or attention.
 
-    The counts match torch's `FlopCounterMode`, which covers neither in-place products nor fused CPU attention.  CPU attention is counted like
-    the other attention kernels: two products in the forward pass and five in the backward pass, which recomputes scores
-    (Dao et al., 2022, "FlashAttention").
+    The counts match torch's `FlopCounterMode`, which covers neither in-place products nor fused CPU attention.  CPU
+    attention is counted like the other attention kernels: two products in the forward pass and five in the backward
+    pass, which recomputes scores (Dao et al., 2022, "FlashAttention").
     """
     if kind in FUSED_ATTENTION:
         return _attention_flops(args[0], args[1], args[2], score_products=1, value_products=1)
@@ -271,7 +271,7 @@ def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def _attention_flops(query: Any, key: Any, value: Any, score_products: int, value_products: int) -> int:
-    """Count products of queries and keys (`score_products`) and of scores and values (`value_products`)."""
+    """Count the operations of `score_products` products of queries and keys and `value_products` products of scores and values."""
     scores = 2 * query[..., 0].numel() * key.shape[-2]
     return int(scores * (score_products * query.shape[-1] + value_products * value.shape[-1]))
 
@@ -316,7 +316,7 @@ class _CountRecomputed(TorchDispatchMode):
 def attention_modules(
     model: nn.Module, example: Any, dtype: torch.dtype | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """Return names and modules for all modules of `model` that compute attention outside their submodules.
+    """Return (name, module) for all modules of `model` that compute attention themselves, not in a submodule.
 
     A module computes attention if it calls torch's scaled dot-product attention, or batched matrix products with a
     softmax, which may be a separate module.  `dtype` is as for `fake_model`.

@@ -104,11 +104,11 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def write(self, record: Any, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start to copy the first bytes of `data` (1-D, uint8) to `record` when all transfers in `after` are done."""
+        """Start copying the first bytes of `data` (1-D, uint8) to `record` when all transfers in `after` are done."""
 
     @abstractmethod
     def read(self, record: Any, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start to fill the first bytes of `into` (1-D, uint8) from `record` when all transfers in `after` are done."""
+        """Start filling the first bytes of `into` (1-D, uint8) from `record` when all transfers in `after` are done."""
 
     @abstractmethod
     def wait_until_done(self) -> None:
@@ -124,6 +124,9 @@ class HostStore(OffloadStore):
 
     Copies from and to a device run in order on a separate stream.  With `pinned`, copies from and to a CUDA device run
     at full speed while kernels run.
+
+    Raises:
+        ValueError: if `pinned` is set on a machine without a CUDA device.
     """
 
     in_memory = True
@@ -169,7 +172,7 @@ class HostStore(OffloadStore):
             stream.synchronize()
 
     def close(self) -> None:
-        """Wait for copies.  The memory is freed with the records."""
+        """Wait for all copies to finish.  The memory is freed when the records are freed."""
         self.wait_until_done()
 
     def _copy(self, to: Tensor | None, source: Tensor | None, outside: Tensor) -> Transfer:
@@ -351,13 +354,13 @@ class DiskStore(OffloadStore):
         return records
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return aligned memory, which goes back to the kernel when it is freed."""
+        """Return aligned memory, which is returned to the kernel when it is freed."""
         if device.type != "cpu":
             raise ValueError(f"expected a CPU device, got {device}: DiskStore reads into host memory only")
         return aligned_buffer(nbytes)
 
     def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start to write `data` to `record`."""
+        """Start writing `data` to `record`."""
         return self._start("writing", record, data, after)
 
     def read(self, record: Record, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:

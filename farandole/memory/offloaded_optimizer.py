@@ -61,7 +61,8 @@ class OffloadedOptimizer:
             values stay in memory and only the state is offloaded.
 
     Raises:
-        OffloadError: if the state is not one number per element or shard, or if there is no space for the records.
+        OffloadError: if the optimizer's state is neither one number per element nor one number per shard, or if there
+            is no space for the records.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class OffloadedOptimizer:
         self._broken = set()
 
     def kept(self, unit: int) -> list[dict[str, Any]]:
-        """Return each shard's state in `unit` by name: dtypes of elementwise state, values of other state."""
+        """Return the state of each shard in `unit`, by name: the dtype of elementwise state, and the value of other state."""
         return [
             {
                 key: places.state[key].dtype if value is _IN_RECORD else value
@@ -136,12 +137,13 @@ class OffloadedOptimizer:
         ]
 
     def saved(self, first: int = 0) -> Iterator[tuple[int, list[ShardState]]]:
-        """Yield the index and shard states of each unit from `first` on; the states are valid until the next unit."""
+        """Yield the index and shard states of each unit, beginning with unit `first`; the states are valid until the
+        next iteration."""
         for index, record in self.stream.visit(range(first, len(self.units))):
             yield index, [self._shard_state(index, at, record) for at in range(len(self.units[index]))]
 
     def check(self, unit: int, shards: Sequence[ShardState]) -> None:
-        """Raise ValueError if `load` would, because the shapes or dtypes differ."""
+        """Raise ValueError if `load` would raise it, because shapes or dtypes differ."""
         if not 0 <= unit < len(self.units):
             raise IndexError(
                 f"unit {unit} does not exist: there are {counted(len(self.units), 'unit')}, numbered from 0"
@@ -170,7 +172,7 @@ class OffloadedOptimizer:
         return Budget(nbytes, nbytes, bandwidth)
 
     def close(self) -> None:
-        """Free the records and their values.  Further calls have no effect."""
+        """Free the records, and with them the values and states.  Further calls have no effect."""
         self.stream.close()
 
     def _load_records(self) -> None:

@@ -95,7 +95,7 @@ class OffloadedTensor:
         return self._values(self._store.empty(self._nbytes, self._device))
 
     def write(self, values: Tensor) -> None:
-        """Start to write `values`, which the caller must not use afterwards, and discard prefetched values."""
+        """Start writing `values`, which the caller must not use afterwards, and discard prefetched values."""
         self.drop()
         self._writing = self._store.write(self._record, values.view(torch.uint8), after=[self._writing])
         self._tensors.wait_for_old(self._writing)
@@ -111,7 +111,7 @@ class OffloadedTensor:
         return self._in_place(device) is not None
 
     def _in_place(self, device: torch.device) -> Tensor | None:
-        """Return the record's memory if the store is in memory and `device` can access it, else None."""
+        """Return the record's memory if the store is in memory and `device` can access it; otherwise return None."""
         memory = self._record.memory
         return None if memory is None or device.type != "cpu" else memory.view(self._dtype)
 

@@ -1,7 +1,7 @@
 """Recompute activations in the backward pass instead of keeping them.
 
     apply_recompute(model, "block")                       # every block: least memory, one additional forward pass
-    apply_recompute(model, "selective")                   # all except matrix products: half the memory, little time
+    apply_recompute(model, "selective")                   # everything except matrix products: half the memory, little time
     apply_recompute(model, "attention", example=tokens)   # attention only
     apply_recompute(model, "auto", example=tokens, budget_bytes=2 << 30)
     apply_recompute(model, "none")                        # undo
@@ -50,7 +50,7 @@ class Recomputed:
     A "block" module keeps only its inputs.  A "selective" module also keeps the outputs of weight products and fused
     attention.  An "attention" module also keeps the outputs of weight products.  `before` and `after` are the bytes
     saved for the backward pass without and with recomputation.  `flops` is the number of repeated operations in matrix
-    products and attention.  These three are None if no example was given.
+    products and attention.  `before`, `after` and `flops` are None if no example was given.
     """
 
     mode: Recompute
@@ -86,8 +86,8 @@ def apply_recompute(
         loss: a function of the output, whose saved bytes are included in the counts.
         dtype: the model's dtype in training, if it differs from the current dtype.
         blocks: with a budget, the names of the blocks that may be recomputed; by default all blocks.
-        kept: with a budget, a function that returns the bytes that count, given the bytes that one forward pass saves; by
-            default their sum.
+        kept: with a budget, a function that returns the number of bytes to compare with the budget, given the bytes
+            that one forward pass saves; by default, the sum of these bytes.
 
     Raises:
         ValueError: if the mode is unknown, an argument is missing or not applicable, the model has no attention, or no
@@ -154,7 +154,8 @@ def recompute_modules(model: nn.Module, modes: Mapping[str, str]) -> None:
 
 
 class Option(NamedTuple):
-    """The effect of recomputing a block in one mode: the saved bytes and the repeated floating-point operations."""
+    """The effect of recomputing a block in one mode: the bytes saved for the backward pass, and the repeated
+    floating-point operations."""
 
     saved: int
     flops: int

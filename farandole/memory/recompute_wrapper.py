@@ -75,7 +75,7 @@ def observe_kept(observer: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def measuring() -> bool:
-    """Return whether kept tensors are observed."""
+    """Return whether an observer of kept tensors is active (`observe_kept`)."""
     return bool(_observers)
 
 
@@ -95,7 +95,7 @@ class RecomputeWrapper:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the module and keep only its inputs and selected products."""
+        """Call the module, and keep only its inputs and the outputs of selected products."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         # All tensors become separate arguments.  PyTorch saves them like other saved tensors, so they are checked for

@@ -69,6 +69,9 @@ class RecordStream:
     record. A failed write raises `OffloadError` in that call and in every later call, because the store is incomplete.
 
     `waited_s` is the total time in seconds that the caller has waited for the disk.  The stream closes its store.
+
+    Raises:
+        ValueError: if `buffers` is less than 2.
     """
 
     def __init__(self, store: OffloadStore, record_bytes: Sequence[int], buffers: int = 3) -> None:
@@ -125,7 +128,7 @@ class RecordStream:
         return slot.buffer[: self.record_bytes[record]]
 
     def blank(self, record: int) -> Tensor:
-        """Return an uninitialized buffer, which the caller fills to create `record`."""
+        """Return an uninitialized buffer for `record`, which the caller fills and passes to `write`."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._hand_out(slot, blank=True)
@@ -139,7 +142,7 @@ class RecordStream:
         return slot.buffer[: self.record_bytes[record]]
 
     def write(self, record: int) -> None:
-        """Start to write `record`; the caller must not use its bytes afterwards."""
+        """Start writing `record`; the caller must not use its bytes afterwards."""
         slot = self._held(record)
         slot.moving = self.store.write(self.records[record], slot.buffer, after=self._unwritten(record))
         self._writing[record] = slot.moving

@@ -1,6 +1,6 @@
 """Swap activations out of device memory between the forward and the backward pass.
 
-    swap = swap_activations(model, "host")            # CUDA: to pinned memory of the host
+    swap = swap_activations(model, "host")            # CUDA: to pinned host memory
     swap = swap_activations(model, "disk:/scratch")   # CPU: to a file on a disk
     loss(model(x)).backward()                         # as usual, any number of times
     swap.close()
@@ -59,14 +59,13 @@ def swap_activations(
         to: "host" for a model on a CUDA device, or "disk:FOLDER" for a model on the CPU.  The file in FOLDER is unnamed
             and is deleted when the process ends.  While a model swaps to a disk, glibc maps large memory blocks one by
             one.
-        passes: the modules whose calls are forward passes, with the blocks of `model`; by default `model` itself.
+        passes: the modules whose calls are forward passes through blocks of `model`; by default `model` itself.
         threshold_bytes: the minimum size of swapped tensors.  Parameters and buffers are never swapped.
-        behind_bytes: the maximum number of bytes that wait to be written; above this number, the forward pass is
-            blocked.
+        behind_bytes: the maximum number of bytes that wait to be written; the forward pass waits while there are more.
         ahead_bytes: the maximum number of prefetched bytes.
 
     Raises:
-        ValueError: if `to` is unknown, or does not suit the model's device.
+        ValueError: if `to` is unknown, or does not match the model's device.
         OffloadError: if the folder is not writable.  Forward and backward passes raise it if the disk is full or fails.
     """
     for name, value in (("threshold_bytes", threshold_bytes), ("ahead_bytes", ahead_bytes)):

@@ -46,7 +46,7 @@ Kind = Literal["weights", "gradients", "masters and states", "activations"]
 
 @dataclass(frozen=True)
 class MemoryTag:
-    """The kind of some memory, its parameters if they are known, and the number of ranks that share it."""
+    """The kind of an allocation, its parameters if they are known, and the number of ranks that share the memory."""
 
     kind: Kind
     parameters: Sequence[nn.Parameter] = ()
@@ -140,7 +140,7 @@ class DeviceMemory:
 
     @property
     def in_use(self) -> Counter[Kind]:
-        """Bytes in use, by kind."""
+        """The number of bytes in use, by kind."""
         while self._freed:
             _, nbytes, tag = self._known.pop(self._freed.popleft())
             self._in_use[tag.kind] -= nbytes // tag.ranks
@@ -148,7 +148,7 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """Bytes in use."""
+        """The total number of bytes in use."""
         return self.in_use.total()
 
     def watch(self, model: nn.Module) -> None:
@@ -288,10 +288,10 @@ class _TensorMode(TorchDispatchMode):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of real or fake tensors that operations create, and the work that the operations do.
+    """Counts the bytes of real or fake tensors that operations create, and the work of these operations.
 
     The memory of the tensors in `outside` does not count.  `now` and `peak` are in bytes; for `flops` and `moved`, see
-    `planner.Trace`.  `history` contains the bytes in the heap and in mapped blocks after each change.
+    `planner.Trace`.  `history` contains the bytes in the heap and in memory-mapped blocks after each change.
     """
 
     def __init__(self, outside: Iterable[Any]) -> None:

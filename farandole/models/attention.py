@@ -42,14 +42,14 @@ def attention(
         key, value: (batch, key-value heads, key positions, width).  The number of heads must be a multiple of the
             number of key-value heads.  Values may have a different width.  If there are more key positions than
             queries, the queries are the last positions.
-        info: the documents; the default is one document per sequence.
+        info: the packed documents; by default, each sequence is one document.
         causal: whether a position attends only to itself and earlier positions.
         scale: the factor applied to the scores, by default 1 / sqrt(width).
-        window: the number of most recent positions, including the current one, that a position attends to; None for
-            all.
+        window: the number of most recent positions, including the current position, that a position attends to; None
+            for all positions.
         bias: (1 or batch, heads, positions, key positions), added to the scores.
         dropout: the probability of dropping an attention weight.
-        heads: the position of these heads among all heads, for dropout, if processes share the heads.
+        heads: the position of these heads among all heads, which dropout needs if heads are split over processes.
 
     Returns:
         (batch, heads, positions, value width).
@@ -112,7 +112,7 @@ def masked_attention(
     dropout: float = 0.0,
     heads: ShardedDropout | None = None,
 ) -> Tensor:
-    """Compute attention where `mask` is true.  If `mask` is None, use the causal mask."""
+    """Return the attention output over the positions where `mask` is true; a mask of None stands for the causal mask."""
     groups = query.shape[1] // key.shape[1]
     on_cpu = query.device.type == "cpu"
     if groups > 1 and on_cpu:

@@ -90,7 +90,7 @@ class BERTConfig:
                 f"width={self.width} is not a multiple of heads={self.heads}; change one of them"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"expected dropout at least 0 and below 1, got {self.dropout}")
+            raise ValueError(f"expected dropout of at least 0 and below 1, got {self.dropout}")
         if self.padding is not None and not 0 <= self.padding < self.vocabulary:
             raise ValueError(
                 f"expected padding to be a token below vocabulary={self.vocabulary}, got {self.padding}"
@@ -212,7 +212,7 @@ class BERT(Transformer):
     """A bidirectional transformer that masks padding tokens."""
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Mark padding as a separate document in `info`, if the configuration has a padding token.
+        """Return `info` with the padding as a separate document, if the configuration has a padding token.
 
         Such padding does not shift the positions of the other tokens.
         """

@@ -20,7 +20,7 @@ _factors = [1]
 
 
 def repetitions() -> int:
-    """Return how often the running operation repeats."""
+    """Return the number of times that the current operation counts in a dry run."""
     return _factors[-1]
 
 

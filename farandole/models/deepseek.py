@@ -40,16 +40,17 @@ class DeepSeekConfig:
     Args:
         inner: the feed-forward width in dense layers.
         query_rank, kv_rank: the widths of the latent vectors; query_rank=0 projects queries directly.
-        plain_width, rotary: the width of the head part without positions, and the rotary positions for the other part.
+        plain_width, rotary: the width of the part of a head without positions, and the rotary positions for the other
+            part.
         value_width: the width of a value head.
         dense: the number of dense layers at the start.
-        experts, top, groups, top_groups, normalized, route_scale: as in `moe.GroupedRouter`.
+        experts, top, groups, top_groups, normalized, route_scale: the options of `moe.GroupedRouter`.
         shared: the number of shared experts, which form one network with `shared` times the width.
         expert_inner: the width of an expert.
         attention_scale: a factor applied to the attention scores in addition to 1 / sqrt(head width).
         predicted: the number of modules that predict additional tokens.
         predicted_weight: the factor applied to the mean of the modules' losses.
-        balance: how the routers keep the load of the experts balanced, in addition to their biases.
+        balance: how routers balance the load of their experts, in addition to their biases.
     """
 
     vocabulary: int

@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ShardedDropout:
-    """Dropout for the elements from `first` on in dimension `dim`, which has `total` elements in the complete tensor.
+    """Dropout for a shard that begins at index `first` of dimension `dim`, which has `total` elements in the complete tensor.
 
-    All processes draw the mask of the complete tensor from equal generators, and use their part of it.
+    All processes draw the mask of the complete tensor from equal generators, and apply their part of the mask.
     """
 
     dim: int

@@ -46,6 +46,9 @@ class GPTConfig:
     Args:
         inner: the feed-forward width; 0 selects 4 D.
         tied: whether the head shares the token embedding.
+
+    Raises:
+        ValueError: if `width` is not a multiple of `heads`, or of twice `heads` with rotary positions.
     """
 
     vocabulary: int
@@ -87,8 +90,8 @@ class GPTConfig:
     def flops_per_token(self) -> int:
         """Return the floating-point operations per token in a forward and backward pass.
 
-        Each parameter counts 6 operations.  Attention over a context of C positions adds 12 L D C (Kaplan et al., 2020,
-        "Scaling Laws for Neural Language Models", table 1).
+        Each parameter counts as 6 operations.  Attention over a context of C positions adds 12 L D C (Kaplan et al.,
+        2020, "Scaling Laws for Neural Language Models", table 1).
         """
         return 6 * self.parameters + 12 * self.layers * self.width * self.context
 

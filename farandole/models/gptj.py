@@ -21,6 +21,9 @@ class GPTJConfig:
     """The configuration of a GPT-J model.
 
     `rotary` is the number of rotated values per head.  `inner` is the feed-forward width; 0 selects 4 times `width`.
+
+    Raises:
+        ValueError: if `width` is not a multiple of `heads`.
     """
 
     vocabulary: int

@@ -77,7 +77,8 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head self-attention with a fused projection of queries, keys and values.
 
-    The number of heads is derived from the projection's width, so a shard of the weights computes a shard of the heads.
+    The number of heads is derived from the width of the projection, so a module with a shard of the weights computes a
+    shard of the heads.
 
     Args:
         width: the width of the hidden states.
@@ -90,6 +91,9 @@ class SelfAttention(nn.Module):
         window: the number of most recent positions that a position attends to.
         norm: a function that returns the query and key normalization for a width (Qwen 3).
         scale: the factor applied to the scores, by default 1 / sqrt(head width).
+
+    Raises:
+        ValueError: if `heads` is not a multiple of `kv_heads`.
     """
 
     sharded_dropout: ShardedDropout | None = None

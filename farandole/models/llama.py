@@ -48,6 +48,10 @@ class LlamaConfig:
         feed_forward_bias: whether the feed-forward network has biases.
         qk_norm: whether queries and keys are normalized.
         tied: whether the head shares the token embedding.
+
+    Raises:
+        ValueError: if `width` is not a multiple of `heads` (with `head_width` = 0), `heads` is not a multiple of
+            `kv_heads`, or `windows` is neither empty nor has one entry per layer.
     """
 
     vocabulary: int

@@ -90,12 +90,12 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The words `first`, `first` + 1, ... of a vocabulary that is sharded over processes.
+    """The shard of a vocabulary that begins with token `first`; the vocabulary is sharded over processes.
 
     Args:
-        first: the first word of this process's shard.
-        words: the number of words in the vocabulary.
-        largest: the number of words in the largest shard.
+        first: the first token of this process's shard.
+        words: the number of tokens in the vocabulary.
+        largest: the number of tokens in the largest shard.
         gather: `gather(statistics)` returns the statistics of all shards, stacked along a new dimension 0.
     """
 
@@ -118,13 +118,13 @@ class VocabularyShard:
             )
 
     def local(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens' indices in a shard of `count` words, and a mask of the tokens outside of the shard."""
+        """Return the tokens' indices in a shard of `count` tokens, and a mask of the tokens outside of the shard."""
         places = tokens - self.first
         outside = (places < 0) | (places >= count)
         return places.masked_fill(outside, 0), outside
 
     def softmax_statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithms of the softmax denominators over all words, and the targets' logits, both (rows)."""
+        """Return the logarithms of the softmax denominators over the vocabulary, and the targets' logits, both (rows)."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         places, outside = self.local(targets, logits.shape[1])
         local = logits.new_empty((2, len(logits)), dtype=wide)
@@ -140,7 +140,7 @@ def _chunk_rows(logits: Tensor) -> int:
 
 
 def _head_rows(hidden: Tensor, weight: Tensor, chunk_bytes: int, shard: VocabularyShard | None) -> int:
-    """Return the number of rows in a chunk of logits, equal for all shards, because each chunk gathers statistics."""
+    """Return the number of rows in a chunk of logits, which is equal for all shards because each chunk gathers statistics."""
     words = len(weight) if shard is None else shard.largest
     return max(1, chunk_bytes // (words * hidden.element_size()))
 
@@ -255,7 +255,7 @@ def head_loss(
 ) -> tuple[Tensor, int]:
     """Return the summed cross-entropy for the logits `before(hidden) weight^T + bias`, and the number of targets.
 
-    In many models, the logits are the largest tensor.  This function computes them for one chunk of positions at a
+    In many models, the logits are the largest tensor.  This function computes logits for one chunk of positions at a
     time, and only for positions with a target.
 
     Args:
@@ -265,8 +265,8 @@ def head_loss(
         bias: (vocabulary).
         before: a function, such as a normalization, applied to the hidden states at positions with a target.
         chunk_bytes: the size of a logits chunk, by default `LOGITS_BYTES`.
-        shard: the words of `weight` and `bias`, if the vocabulary is sharded.  The gradient with respect to `hidden` is
-            then the part from these words.
+        shard: the vocabulary shard of `weight` and `bias`, if the vocabulary is sharded.  The gradient with respect to
+            `hidden` is then the contribution of this shard.
 
     Returns:
         The sum in nats as an fp32 scalar, and the number of targets that are not negative.

@@ -31,6 +31,6 @@ class _SkipRandomValues(TorchFunctionMode):
 
 @contextmanager
 def meta_device() -> Iterator[None]:
-    """Create tensors on the meta device in a `with` block."""
+    """Return a context in which tensors are created on the meta device."""
     with torch.device("meta"), _SkipRandomValues():
         yield

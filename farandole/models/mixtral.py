@@ -15,8 +15,8 @@ class MixtralConfig(LlamaConfig):
     """The configuration of a Mixtral, in which `top` of `experts` networks with width `inner` process each token.
 
     Args:
-        jitter: as in `moe.TopKRouter`.
-        balance: how the routers keep the load of the experts balanced.
+        jitter: the option of `moe.TopKRouter`.
+        balance: how routers balance the load of their experts.
     """
 
     experts: int = 8

@@ -22,7 +22,7 @@ from farandole.models.sequence import SequenceInfo
 
 @dataclass(frozen=True)
 class Balance:
-    """How a router keeps the load of its experts balanced during training.  The default changes nothing.
+    """How a router balances the load of its experts during training; by default, it does not.
 
     Losses and capacities apply to each sequence separately, so they do not depend on the distribution of sequences over
     micro-batches and processes.
@@ -34,8 +34,11 @@ class Balance:
         z_loss: the coefficient of the mean squared logarithm of the softmax denominator, which keeps logits small (Zoph et
             al., 2022, "ST-MoE", equation 5).
         capacity: the maximum number of a sequence's tokens per expert, as a multiple of the mean k T / E; None for no
-            limit.  The first tokens are kept, and first choices before second choices (Lepikhin et al., 2021, "GShard").
-            The residual connection passes dropped tokens on.
+            limit.  Earlier tokens have priority over later tokens, and first choices over second choices (Lepikhin et
+            al., 2021, "GShard").  Dropped tokens pass through the residual connection only.
+
+    Raises:
+        ValueError: if a coefficient is negative, or the capacity is not positive.
     """
 
     loss: float = 0.0
@@ -140,6 +143,9 @@ class GroupedRouter(Router):
             scores.
         normalized: whether the weights of the selected experts are divided by their sum.
         scale: the factor applied to the weights.
+
+    Raises:
+        ValueError: if groups would have different sizes, or the selected groups have fewer than `top` experts.
     """
 
     bias: Tensor
@@ -281,7 +287,7 @@ def as_sizes(counts: Tensor, total: int) -> list[int]:
 
 
 def kept_within(capacity: int, experts: Tensor, sequences: int, count: int) -> Tensor:
-    """Return a mask of the selections within the capacity of their experts, with the shape of `experts`.
+    """Return a mask of the selections that fit in the capacity of their experts, with the shape of `experts`.
 
     Args:
         capacity: the maximum number of tokens of a sequence that an expert processes.
@@ -400,7 +406,7 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         shared: the shared expert, or None.
-        balance: how the load of the experts is kept balanced.
+        balance: how the router balances the load of the experts.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ Scalings extend a model to sequences that are longer than its training sequences
     dynamic   the base grows with the sequence length (NTK-aware scaling)
     yarn      low frequencies are divided by `factor`, high frequencies are kept (Peng et al., 2023, "YaRN")
     llama3    like yarn, with Llama 3.1's ramp
-    longrope  each frequency is divided by its own factor, with other factors for sequences that are longer than the
+    longrope  each frequency is divided by its own factor, with different factors for sequences longer than the
               training sequences (Ding et al., 2024, "LongRoPE")
 """
 

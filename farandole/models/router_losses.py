@@ -47,7 +47,7 @@ class RouterLosses:
         return (self._targets >= 0).sum(1) / self.lengths
 
     def attach(self, hidden: Tensor, loss: Tensor, copies: int = 1) -> Tensor:
-        """Return `hidden` with a router's `loss`, an fp32 scalar.
+        """Return `hidden` with a router's `loss`, an fp32 scalar, attached for the backward pass.
 
         Args:
             copies: the number of processes that compute this loss and sum its gradients.
@@ -66,7 +66,7 @@ class RouterLosses:
         return added
 
     def continue_from(self, before: Tensor) -> None:
-        """Add to `before`, the fp32 sum of the losses of earlier blocks, which belong to another stage."""
+        """Continue the sum from `before`, the fp32 sum of the losses of earlier blocks, which belong to another stage."""
         self._before = before
 
     def pass_on(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class _Add(torch.autograd.Function):
 
 
 class _PassOn(torch.autograd.Function):
-    """Returns the hidden states too, so that the backward pass knows the gradient of the losses before any router needs it."""
+    """Returns the sum together with the hidden states, so that the gradient of the sum is known before any router needs it."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, before: Tensor, losses: RouterLosses) -> tuple[Tensor, Tensor]:

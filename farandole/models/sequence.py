@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The positions that this process holds, if several processes share each sequence.
+    """The positions that this process holds, if sequences are split over several processes.
 
     Args:
-        index: the indices (positions) of this process's positions in the complete sequences.
+        index: the indices, of shape (positions), of this process's positions in the complete sequences.
         documents, targets: the documents and targets of the complete sequences, (batch, complete length), if given.
         attend: a function with the arguments of `attention.attention` that also attends to the other processes' keys.
         all_reduce: sums a tensor over these processes in place.
@@ -53,9 +53,12 @@ class SequenceInfo:
             Padding is a separate document with a negative number, so its hidden states are finite but meaningless.
         cache: the keys and values of earlier positions, to which blocks append new keys and values.
         source: the encoder's sequences, for an encoder-decoder model.
-        shard: the positions of this process, if several processes share each sequence.
+        shard: the positions of this process, if sequences are split over several processes.
         router_losses: the sum of the routers' losses during training.
         shape: the numbers of sequences and of positions that this process embeds; set by `Transformer.prepare`.
+
+    Raises:
+        ValueError: if both `documents` and `cache` are given.
     """
 
     positions: Tensor | None = None
@@ -188,6 +191,6 @@ class Transformer(nn.Sequential):
         return hidden
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Return a fresh copy of `info`, with information from the inputs such as padding."""
+        """Return a new copy of `info`, with information from the inputs such as padding."""
         shape = inputs.shape if isinstance(inputs, Tensor) and inputs.dim() == 2 else None
         return replace(info, _shared={}, shape=None if shape is None else (shape[0], shape[1]))

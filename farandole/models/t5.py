@@ -67,7 +67,8 @@ def shift_right(labels: Tensor, start: int, padding: int = 0) -> Tensor:
 
 
 class RelativeBias(nn.Module):
-    """Score biases that depend on distance: one per small distance, and one per logarithmic bucket above."""
+    """Score biases that depend on distance: one for each small distance, and one for each logarithmic bucket of larger
+    distances."""
 
     def __init__(self, config: T5Config, causal: bool) -> None:
         super().__init__()

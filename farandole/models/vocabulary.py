@@ -1,4 +1,4 @@
-"""Operations over the words of a vocabulary, which tensor parallelism replaces by operations over shards of it."""
+"""Operations over a vocabulary, which tensor parallelism replaces by operations over shards of the vocabulary."""
 
 from __future__ import annotations
 

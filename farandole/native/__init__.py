@@ -60,7 +60,7 @@ class Status(IntEnum):
 
 
 class Operation(IntEnum):
-    """The operation that a rank runs."""
+    """The number of an operation in the C core."""
 
     NOTHING = 0
     ALL_REDUCE = 1

@@ -1,4 +1,4 @@
-"""Raise an error on all ranks if one rank finds it, so that no rank waits for a rank that has failed.
+"""Raise an error on all ranks if local work fails on any rank, so that no rank waits for a failed rank.
 
 with agreed_errors(comm):
     check(model)        # local work, which may fail on some ranks
@@ -20,9 +20,10 @@ _KINDS: dict[str, type[Exception]] = {
 
 @contextmanager
 def agreed_errors(comm: Communicator) -> Iterator[None]:
-    """Raise an exception of the block on all ranks, which all enter the context.  The block must not communicate.
+    """Raise an error on all ranks if the block fails on any rank.
 
-    If all ranks have the same error, each raises its own.  Otherwise the message names the first rank with an error.
+    All ranks must enter the context, and the block must not communicate.  If all ranks fail with the same error, each
+    rank raises its own exception.  Otherwise, the message names the first rank that failed.
     """
     own: Exception | None = None
     try:

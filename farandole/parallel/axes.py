@@ -29,12 +29,12 @@ Sent = list[tuple[tuple[int, ...], float]]
 
 
 class AxisCommunicator:
-    """The communicator of ranks along an axis.
+    """The communicator of the ranks along a mesh axis.
 
-    In a dry run, tensors have no values (`memory.dry_run`).  They are not transferred, and the bytes that a rank would send
-    are appended to `sent`.  A ring sends (size - 1) / size of a tensor in a reduce-scatter or an all-gather, and twice as
-    much in an all-reduce.  A message is recorded for the first and the last of the ranks, because all ranks of a ring send
-    at the same time, and the slowest link determines the time.
+    In a dry run, tensors have no values (`memory.dry_run`).  Collectives then transfer nothing, and append the number
+    of bytes that this rank would send to `sent`.  A ring sends (size - 1) / size of a tensor in a reduce-scatter or an
+    all-gather, and twice as much in an all-reduce.  For a ring, a message between the first and the last rank is
+    recorded, because all ranks of the ring send at the same time and the slowest link determines the time.
 
     Args:
         ranks: the ranks in the mesh.
@@ -54,7 +54,7 @@ class AxisCommunicator:
         return len(self.ranks)
 
     def connect(self, parent: AxisCommunicator, members: Sequence[int]) -> None:
-        """Create the group of the ranks `members` of `parent`.  This is a collective call of these ranks."""
+        """Create the process group of the ranks `members` of `parent`.  This is a collective call of these ranks."""
         if parent._comm is not None:
             self._comm = parent._comm.create_group(members)
 
@@ -111,7 +111,7 @@ class AxisCommunicator:
         return self._comm
 
     def _is_dry(self, times: float, tensor: Tensor, among: Sequence[int] = ()) -> bool:
-        """Return whether a tensor has no values; append `times` its size to the bytes that are sent.
+        """Return whether a tensor has no values; if so, record that `times` its size in bytes is sent.
 
         `among` are the indices of the ranks that communicate, by default all.
         """
@@ -125,7 +125,7 @@ class AxisCommunicator:
 
 @dataclass(frozen=True)
 class Position:
-    """A cell of the mesh, and the communicators of its rank.
+    """A cell of the mesh, and the communicators of the rank in this cell.
 
     `groups` is None if ranks do not communicate, as in the planner.  In a dry run, operations append to `sent`.
     """
@@ -220,7 +220,7 @@ class Layouts(dict[str, Layout]):
             return
         if any(other.dim == shard.dim for _, other in layout.shards):
             raise LayoutError(
-                f"{layout.name}: dimension {shard.dim} is already sharded along another axis than {axis!r}; shard "
+                f"{layout.name}: dimension {shard.dim} is already sharded along an axis other than {axis!r}; shard "
                 "another dimension"
             )
         alone = replace(layout, shards=((axis, shard),))
@@ -229,7 +229,7 @@ class Layouts(dict[str, Layout]):
 
 
 def own_part(value: Tensor, layout: Layout, mesh: Mesh, cell: Cell) -> Tensor:
-    """Return the part of a complete tensor that a cell stores, in separate memory."""
+    """Return a copy of the part of a complete tensor that a cell stores."""
     for axis, shard in layout.shards:
         boxes = replace(layout, shards=((axis, shard),)).boxes(mesh, cell)
         ends = [box[shard.dim] for box in boxes]

@@ -43,13 +43,13 @@ class Bucket:
     """The gradients of the parameters of `plan`, reduced in the type of master weights.
 
     Args:
-        number: the number of this rank's shard.
-        shards: the ranks among which the result is sharded; None for this rank alone.
-        replicas: the ranks with the same shard; None for this rank alone.
+        number: the index of this rank's shard.
+        shards: the ranks among which the result is sharded; None if the result is not sharded.
+        replicas: the ranks with the same shard; None if no other rank has it.
         pool: the pool of unsharded buffers (`zero` 2 and 3); None for a persistent buffer.
-        place: the number of the bucket in the pool.
+        place: the index of the bucket in the pool.
         compression: the compression of the all-reduce between hosts.
-        offload: the store of the shard (`zero` 2 and 3), if it is not in memory.
+        offload: the store of the shard (`zero` 2 and 3), if the shard is not in memory.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Bucket:
     # ---- the path of a gradient ----
 
     def in_the_way(self) -> list[Bucket]:
-        """Return the buckets whose reductions in progress must end before `accumulate` or `reduce_async` allocates memory."""
+        """Return the buckets whose reductions must end before `accumulate` or `reduce_async` can allocate memory."""
         if self._pool is None or self._buffer is not None:
             return []
         return self._pool.in_the_way(self._place)
@@ -155,7 +155,7 @@ class Bucket:
         return self.ready
 
     def has_arrived(self, index: int) -> bool:
-        """Return whether parameter `index` has its gradient in this pass."""
+        """Return whether the gradient of parameter `index` has arrived in this pass."""
         return index in self._arrived
 
     def reduce_async(self) -> None:
@@ -182,12 +182,12 @@ class Bucket:
 
     @property
     def held_nbytes(self) -> int:
-        """The bytes of the unsharded gradient that this bucket holds."""
+        """The size in bytes of the unsharded gradient that this bucket currently holds."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     @property
     def whole_nbytes(self) -> int:
-        """The bytes of the unsharded gradient."""
+        """The size of the unsharded gradient in bytes."""
         return self._layout.length * self._dtype.itemsize
 
     @property
@@ -269,14 +269,14 @@ class Bucket:
 
     @contextmanager
     def in_memory(self, device: torch.device | None = None) -> Iterator[Tensor]:
-        """Return a context with the result in memory, on its device or, if it is offloaded, on `device`."""
+        """Return a context in which the result is in memory, on its device or, if it is offloaded, on `device`."""
         if self._in_record:
             yield self._read(device or self._device)
         else:
             yield self.reduced
 
     def change(self, change: Change, factor: float | None = None) -> None:
-        """Apply `change` to the result, now or when the result is read; `factor` is the common factor of its norms, if there is one."""
+        """Apply `change` to the result now, or when it is next read; `factor` is the factor by which its norms change, if known."""
         if not self._in_record:
             change(self.reduced)
             return
@@ -289,7 +289,7 @@ class Bucket:
 
     @property
     def norms(self) -> dict[int, Tensor] | None:
-        """The Euclidean norms of the parameters' parts in the result, by index; None if they must be computed."""
+        """The Euclidean norms of the parameters' parts in the result, by parameter index; None if the norms are not known."""
         if not self._in_record or self._factor is None:
             return None
         return {index: norm * self._factor for index, norm in self._norms.items()}

@@ -1,4 +1,4 @@
-"""Buffers of a model, such as BatchNorm statistics: every replica continues with the mean of all replicas.
+"""Average the buffers of a model, such as BatchNorm statistics, over its replicas.
 
 Each rank updates buffers with its own samples.  The `Layout` of a buffer determines its replicas: the ranks that store
 the same elements.
@@ -17,7 +17,7 @@ from farandole.parallel.zero.sharding import ranks_of
 
 
 def with_buffers(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return `layouts` and the layouts of further buffers, which are complete on every rank.
+    """Return `layouts`, with a replicated layout added for each buffer of `model` that `layouts` does not contain.
 
     If the model is divided into stages, `layouts` has the layouts of all buffers, so that ranks have equal results.
     """
@@ -80,7 +80,7 @@ class ReplicatedBuffers:
         self._known = self._versions()
 
     def _by_replicas(self) -> dict[tuple[int, ...], list[Tensor]]:
-        """Return the floating-point buffers by the ranks that store the same elements; ranks list them in the same order."""
+        """Return the floating-point buffers, grouped by the ranks that store the same elements, in the same order on all ranks."""
         found: dict[tuple[int, ...], list[Tensor]] = {}
         for name, buffer in self._model.named_buffers():
             if buffer.is_floating_point():
@@ -89,7 +89,7 @@ class ReplicatedBuffers:
         return found
 
     def _versions(self) -> list[tuple[int, int]]:
-        # of all buffers: BatchNorm's kernel does not increment the version of its statistics, but that of its batch counter
+        # BatchNorm's kernel increments only the version of its batch counter, so the versions of all buffers are compared
         return [(id(buffer), buffer._version) for buffer in self._model.buffers()]
 
 

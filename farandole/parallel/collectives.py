@@ -1,4 +1,4 @@
-"""Differentiable collectives over the ranks of an axis, for the boundaries of regions that these ranks compute together.
+"""Differentiable collectives at the boundaries of regions that the ranks of an axis compute together.
 
     forward pass        backward pass       function
     identity            all-reduce          copy_to_all
@@ -8,12 +8,12 @@
     all-gather          slice               gather_same
     slice               all-gather          slice_of_same
 
-The first two pairs and the next two are each other's transposes (Shoeybi et al., 2019, "Megatron-LM"; Korthikanti et
-al., 2022, "Reducing Activation Recomputation in Large Transformer Models").  The last two connect shards with a tensor
-whose values and gradient are equal on all ranks.
+The first two functions are transposes of each other, and so are the next two (Shoeybi et al., 2019, "Megatron-LM";
+Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models").  The last two convert
+between shards and a tensor whose values and gradient are equal on all ranks.
 
-All functions shard dimension 0 as `layout.chunk` does, so its length need not be a multiple of the number of ranks.
-If `comm` is None, there is one rank, and the functions return their input.
+All functions shard dimension 0 as `layout.chunk` does, so the length of this dimension need not be a multiple of the
+number of ranks.  If `comm` is None, there is one rank, and the functions return their input.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sum_of_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def gather_and_reduce(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
-    """Return `rows` rows from the shards of all ranks; the gradient is the sum of all ranks' gradients."""
+    """Concatenate the shards of all ranks to `rows` rows; the gradient is this rank's shard of the sum of all ranks' gradients."""
     return shard if comm is None else _GatherAndReduce.apply(shard, rows, comm)
 
 
@@ -56,7 +56,7 @@ def reduce_and_gather(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def gather_same(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
-    """Return `rows` rows from the shards of all ranks, for an identical computation on all ranks."""
+    """Concatenate the shards of all ranks to `rows` rows, for a computation that is identical on all ranks."""
     return shard if comm is None else _GatherSame.apply(shard, rows, comm)
 
 
@@ -66,7 +66,7 @@ def slice_of_same(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def own_rows(rows: int, comm: AxisCommunicator) -> slice:
-    """Return the rows of this rank's shard."""
+    """Return the slice of rows in this rank's shard."""
     return slice(*chunk(rows, comm.size, comm.rank))
 
 

@@ -1,6 +1,6 @@
-"""Context parallelism: the ranks of an axis share each sequence, and attend to each other's keys and values.
+"""Context parallelism: each rank of an axis has a part of each sequence, and attends to the keys of all ranks.
 
-Everything but attention processes each position separately.  For attention, the ranks form a grid, ring x heads:
+All layers except attention process each position separately.  For attention, the ranks form a grid, ring x heads:
 
 - *Heads* (Jacobs et al., 2023, "DeepSpeed Ulysses"): before attention, an all-to-all exchanges some positions of all heads
   for all positions of some heads.  After attention, a second all-to-all reverses the exchange.
@@ -48,7 +48,7 @@ SCORES_BYTES = 16 << 20
 
 
 def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> None:
-    """Let the ranks of the context axis share the sequences of a decoder-only `Transformer`.
+    """Split the sequences of a decoder-only `Transformer` over the ranks of the context axis.
 
     Raises:
         PlanError: if the model's attention is not supported, or `plan.ring` is too small for its number of heads.
@@ -95,7 +95,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
-    """Return the smaller number of query heads and key-value heads on each rank of the tensor axis."""
+    """Return, for each rank of the tensor axis, the smaller of its numbers of query heads and key-value heads."""
     width = module.value_width if isinstance(module, LatentAttention) else module.head_width * module.group
     layout = layouts.of(module.out.get_parameter("weight"))
     return [
@@ -106,7 +106,7 @@ def _shared_heads(module: SelfAttention | LatentAttention, position: Position, l
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks that share sequences: `ring` x `heads`, with this rank's coordinates and communicators."""
+    """The `ring` x `heads` grid of ranks with parts of the same sequences, and this rank's coordinates and communicators."""
 
     ring: int
     heads: int
@@ -196,8 +196,8 @@ def _sum_of_all(
 ) -> tuple[Tensor, Tensor | float]:
     """Return the sums over all ranks of a sum of losses and a count; all ranks get the values of the complete sequences.
 
-    The gradient is that of this rank's sum, times the number of ranks.  The engine averages gradients over the ranks, which gives the
-    gradient of the complete sum.
+    The gradient is the gradient of this rank's sum times the number of ranks.  The engine averages gradients over the
+    ranks, which gives the gradient of the complete sum.
     """
     both = torch.stack((total.detach().double().cpu(), torch.as_tensor(count).double().cpu()))
     comm.all_reduce(both)
@@ -368,7 +368,7 @@ def _runs(index: Tensor) -> Iterator[slice]:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention of this rank's queries to the keys of all ranks of `comm`; `row` is this rank's number."""
+    """Attention of this rank's queries to the keys of all ranks of `comm`; `row` is this rank's index in `comm`."""
 
     @staticmethod
     def forward(
@@ -439,7 +439,7 @@ def _wide(x: Tensor) -> torch.dtype:
 def _circulate(
     own: Sequence[Tensor], visibility: Visibility, comm: AxisCommunicator | None, row: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield (rank, its keys and values) for each rank of the ring, backwards from this rank, while the next keys arrive."""
+    """Yield (rank, its keys and values) in descending rank order from this rank, while the next keys and values arrive."""
     held = [each.detach().contiguous() for each in own]
     if comm is None:
         yield row, held

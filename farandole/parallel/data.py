@@ -64,7 +64,7 @@ class StepEvents(Protocol):
 
 @dataclass
 class _Queue:
-    """One rank group's bucket numbers, in reduction order.  Buckets before `next` have already been reduced in this pass."""
+    """The buckets of one group of ranks, in reduction order.  Buckets before `next` have already been reduced in this pass."""
 
     ranks: tuple[int, ...]
     order: list[int] = field(default_factory=list)
@@ -75,10 +75,10 @@ class GradientReducer:
     """Reduces the gradients of buckets as soon as backward passes complete them.
 
     Args:
-        buckets: in the order in which a backward pass is expected to complete them.
-        shards: the tensors of each bucket that the optimizer updates.
+        buckets: the buckets, in the order in which a backward pass is expected to complete them.
+        shards: the tensors that the optimizer updates, for each bucket.
         buffers: the buffers of the model.
-        comm: all ranks.
+        comm: the communicator of all ranks.
         norms: the norms of averaged gradients, which are invalidated when gradients change.
         every_pass: whether each backward pass is reduced, because unsharded gradients are not kept.
         gatherer: gathers weights, if they are sharded.
@@ -194,7 +194,7 @@ class GradientReducer:
         return self.reduced and all(shards.all_cleared for shards in self.shards)
 
     def join_pass(self, *, last: bool) -> None:
-        """Join the other ranks' backward pass, without gradients."""
+        """Take part in the reductions of the other ranks' backward pass, without gradients."""
         if self._every_pass or last:
             self._begin_or_resume()
             self.end_pass(last=last)
@@ -275,7 +275,7 @@ class GradientReducer:
             hooks = parameter._post_accumulate_grad_hooks
             if len(hooks) > 1 and next(reversed(hooks.values())) is not accumulated:
                 raise RuntimeError(
-                    f"{self._name(parameter)} has a hook that would change a gradient under reduction: call "
+                    f"{self._name(parameter)} has a hook that would change a gradient during its reduction: call "
                     f"register_post_accumulate_grad_hook before parallelize, or use register_hook"
                 )
             is_accumulating = not (self._reduces or self._completing or queue.next)
@@ -390,7 +390,7 @@ class GradientReducer:
             self._launch(queue, end)
 
     def _early_end(self, queue: _Queue) -> int | None:
-        """Return the first place up to which reductions release at least as much memory as late gradients can need."""
+        """Return the first queue position up to which reductions release as much memory as late gradients can need."""
         released = late = 0
         for place in range(queue.next, len(queue.order)):
             bucket = self.buckets[queue.order[place]]

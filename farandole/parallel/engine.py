@@ -95,9 +95,9 @@ class Engine:
     a tied parameter is reduced once.  If a parameter has a gradient on some ranks only, the other ranks contribute zeros.
     If it has no gradient on any rank, its `.grad` remains None.  An engine on a single rank does not communicate.
 
-    With `zero` >= 1, or if an axis shards parameters, optimizers update this rank's shards of the parameters.  The `.grad` of a parameter is then a
-    placeholder for the averaged gradient, because each rank stores only a shard of the gradient (`optimizers.shards`).
-    Ranks that share memory use one common copy of the weights.
+    With `zero` >= 1, or if an axis shards parameters, optimizers update this rank's shards of the parameters.  The
+    `.grad` of a parameter is then a placeholder, because each rank stores only a shard of the averaged gradient
+    (`optimizers.shards`).  Ranks with common shared memory use one copy of the weights.
 
     Args:
         model: the model; the engine owns its parameters until `close`.
@@ -109,7 +109,8 @@ class Engine:
         dtype: the type in which the model computes (bf16, fp16).  Master weights and their gradients keep the original type
             of the parameters.
         offload: "host" or "disk:FOLDER": where master weights and optimizer states are stored between steps.
-        offloaded: "gradients" (with `zero` >= 2) or "parameters" (with `zero=3`) to offload these too.
+        offloaded: "gradients" (with `zero` >= 2) or "parameters" (with `zero=3`), to also offload gradients or
+            parameters.
         initialise: a function that fills a model on the meta device block by block, so that each rank allocates only its
             shards (`zero.initial_values`).
         watch: check each rank's gradients before they are averaged, so that `locate_nonfinite` can name the rank.  The check
@@ -325,16 +326,16 @@ class Engine:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether the losses of this rank are counted in means; ranks that compute the same loss count it once."""
+        """Whether means include this rank's losses.  If several ranks compute the same loss, one rank's loss is included."""
         return self._mean.counts
 
     def join_forward(self) -> None:
-        """Join the other ranks' weight gathers for a forward pass, on a rank without inputs."""
+        """Take part in the other ranks' weight gathers for a forward pass, on a rank without inputs."""
         if self._gatherer is not None:
             self._gatherer.end_pass("forward")
 
     def join_backward(self, *, last: bool) -> None:
-        """Join the other ranks' reductions for a backward pass, on a rank without gradients.
+        """Take part in the other ranks' reductions for a backward pass, on a rank without gradients.
 
         Args:
             last: whether this is the last backward pass of the step.
@@ -597,7 +598,8 @@ class Engine:
         return checkpoint.load(self, Path(folder).expanduser())
 
     def export(self, folder: str | Path, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30) -> None:
-        """Write parameters and buffers to safetensors files in a new folder, for other tools.  This is a collective call.
+        """Write parameters and buffers to safetensors files in a new folder, for other programs.  This is a collective
+        call.
 
         Args:
             dtype: the type of floating-point tensors; by default the type of the master weights.
@@ -683,7 +685,7 @@ class Engine:
             pending.wait()
 
     def metadata(self) -> dict[str, Any]:
-        """Return the non-tensor part of a checkpoint."""
+        """Return the contents of a checkpoint other than tensors, for `restore_metadata`."""
         return {
             "scaler": {"enabled": self.scaler.enabled, **self.scaler.state_dict()},
             "rounding_steps": self.rounding.steps if self.rounding is not None else 0,
@@ -710,7 +712,7 @@ class Engine:
     # ---- gradients ----
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's averaged gradients, or its shards of them.
+        """Return the averaged gradients, or this rank's shards of them if gradients are sharded.
 
         The gradients stay in memory until the next step and can be changed in place.
         """

@@ -1,11 +1,11 @@
-"""Expert parallelism: the ranks of an axis share the experts of each mixture of experts, and have different samples.
+"""Expert parallelism: each rank of an axis has some experts of each mixture of experts, and its own samples.
 
 A rank sends each row (the hidden state of a token for one of its experts) to the rank that has the expert, and gets the
 expert's output back (Lepikhin et al., 2021, "GShard").  The numbers of rows differ, and no row is dropped:
 
     1. all-gather      the number of rows for each expert, from each rank
     2. all-to-all      the rows, which are sorted by expert
-    3. the products of this rank's experts
+    3. compute         the outputs of this rank's experts
     4. all-to-all      the outputs
 
 A shared expert is computed during the first all-to-all.
@@ -47,7 +47,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     for path, experts in found:
         if experts.count < ranks:
             raise PlanError(
-                f"expert={ranks}: {path} has {experts.count} experts; nearest plan: expert={experts.count}"
+                f"expert={ranks}: {path} has only {experts.count} experts; nearest plan: expert={experts.count}"
             )
         for parameter in experts.parameters():
             layouts.shard(parameter, AXIS, Shard(0), position)
@@ -57,7 +57,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 class ExpertExchange:
-    """Computes rows of `experts` experts that the ranks of `comm` share."""
+    """Computes a mixture of `experts` experts, which are distributed over the ranks of `comm`."""
 
     def __init__(self, experts: int, comm: AxisCommunicator) -> None:
         self._experts, self._comm = experts, comm
@@ -69,9 +69,9 @@ class ExpertExchange:
         """Return the outputs (rows, width) for rows that are sorted by expert, and the result of `meanwhile`.
 
         Args:
-            counts: the number of rows of each expert.
-            products: computes this rank's experts.
-            meanwhile: runs while rows are sent, and so does its backward pass.
+            counts: the number of rows for each expert.
+            products: a function that computes the outputs of this rank's experts.
+            meanwhile: a function that runs while rows are sent.  Its backward pass runs while gradients are sent.
         """
         comm, (first, end) = self._comm, self._ranges[self._comm.rank]
         if isinstance(rows, FakeTensor):  # a dry run, in which all experts have the same load
@@ -92,7 +92,7 @@ class ExpertExchange:
 
 
 def transpose_blocks(rows: Tensor, counts: list[list[int]]) -> Tensor:
-    """Return rows (rows, width) in blocks (i, j) of counts[i][j] rows, sorted by i, as blocks sorted by j."""
+    """Reorder blocks of `rows` (rows, width): block (i, j) has counts[i][j] rows; the input is sorted by i, the result by j."""
     if len(counts) == 1 or len(counts[0]) == 1:
         return rows
     transposed: Tensor = _TransposeBlocks.apply(rows, counts)
@@ -100,7 +100,7 @@ def transpose_blocks(rows: Tensor, counts: list[list[int]]) -> Tensor:
 
 
 class _TransposeBlocks(torch.autograd.Function):
-    """Copies each row once in either pass; the backward pass of `index_select` also clears the result and adds to it."""
+    """Copies each row once in each pass; the backward pass of `index_select` would first clear its result and then add to it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: list[list[int]]) -> Tensor:
@@ -151,7 +151,8 @@ def exchange_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the rows that this rank receives, and the result of `meanwhile`, which runs during the transfer.
 
-    Autograd runs the backward pass of `meanwhile` between those of `_Wait` and `_Start`, because it runs later calls first.
+    Autograd runs the backward pass of `meanwhile` between the backward passes of `_Wait` and `_Start`, because it runs
+    later calls first.
     """
     transfer = _Transfer(sent, received, comm, overlaps=meanwhile is not None)
     arriving = _Start.apply(rows, transfer)

@@ -26,7 +26,7 @@ Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
 @dataclass(frozen=True)
 class Step:
-    """The gradients of a step; all values are equal on all ranks.
+    """The result of `Engine.forward_backward`; all values are equal on all ranks.
 
     Args:
         loss: the mean loss over all ranks.
@@ -148,7 +148,7 @@ class GlobalMean:
     def _run(
         self, batches: Sequence[Any], number: int, loss: Loss, inputs: Callable[[Any], Any]
     ) -> tuple[Tensor | None, Tensor | float]:
-        """Return the sum and the count of a micro-batch; (None, 0) if this rank has fewer micro-batches."""
+        """Return the loss sum and the count of micro-batch `number`, or (None, 0) if this rank has no such micro-batch."""
         if number >= len(batches):
             self._engine.join_forward()
             return None, 0.0

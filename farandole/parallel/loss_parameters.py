@@ -1,4 +1,4 @@
-"""Refuse parameters in the loss function that would give another result than in one process.
+"""Refuse loss functions that use parameters whose gradients would differ from those of a single process.
 
 A loss may contain a term that is computed from parameters instead of the model's output:
 
@@ -8,8 +8,8 @@ The term is exact if this rank has the complete parameter, and if the reduction 
 once per loss.  Data parallelism and ZeRO satisfy both conditions.  With other axes, the layout of each parameter decides:
 
 - A rank has a part of a parameter that an axis shards.  The term would be a partial sum, and some ranks would omit the gradient.
-- Some copies have partial gradients, such as a router under tensor parallelism.  The gradient of the term, which every copy has
-  completely, would be counted several times.
+- The copies of some parameters have partial gradients, such as a router under tensor parallelism.  Every rank would
+  compute the complete gradient of the term, so that the sum would contain it several times.
 - A rank of a pipeline does not have the parameters of other stages.
 
 These parameters are hidden while a loss is computed: from the end of the model's forward pass to the beginning of the backward
@@ -40,7 +40,7 @@ ADVICE = (
 
 
 def reason_to_refuse(layout: Layout, mesh: Mesh, rank: int) -> str | None:
-    """Return why a loss function on `rank` cannot use a parameter of which the rank has a copy or a part; None if it can."""
+    """Return why a loss function on `rank` cannot use a parameter that the rank stores; None if it can use the parameter."""
     if layout.shards:
         axes = " and ".join(axis for axis, _ in layout.shards)
         return f"this rank has only its part of the parameter ({axes} parallelism)"
@@ -123,7 +123,7 @@ class LossParameters:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Return a context for the call of a loss function."""
+        """Return a context for the call of a loss function, which calls `hide` on entry and `show` on exit."""
         self.hide()
         try:
             yield

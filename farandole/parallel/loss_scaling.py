@@ -42,7 +42,10 @@ class LossScaler:
     overflow, the scale is doubled.  At `minimum`, the scale stays constant and `stuck` counts consecutive overflows.
     All ranks pass the same argument to `update`, so their scales are equal.
 
-    With `enabled=False`, for types that need no scale, the scale is 1.
+    With `enabled=False`, the scale is 1, for types that need no scaling.
+
+    Raises:
+        ValueError: if `growth_interval` is less than 1, or `minimum` is not between 0 and `scale`.
     """
 
     def __init__(
@@ -68,11 +71,11 @@ class LossScaler:
         self.stuck = 0  # consecutive overflows at the minimum
 
     def multiply(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss; an fp16 loss becomes fp32, as fp16 would overflow."""
+        """Return the scaled loss; an fp16 loss is converted to fp32, because the scaled loss could overflow in fp16."""
         return loss * torch.tensor(self.scale) if self.enabled else loss
 
     def update(self, finite: bool) -> None:
-        """Count a step, and adapt the scale depending on whether the gradients were finite."""
+        """Count a step, and adapt the scale; `finite` is whether all gradients of the step were finite."""
         self.steps += 1
         if not self.enabled:
             return
@@ -88,7 +91,7 @@ class LossScaler:
 
     @property
     def is_reported(self) -> bool:
-        """Whether to report the last overflow; at the minimum scale, only some are reported."""
+        """Whether to report the last overflow; at the minimum scale, only some overflows are reported."""
         return self.stuck <= 1 or self.stuck % _REPORT_EVERY == 0
 
     @property
@@ -112,7 +115,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state that was saved in `state`."""
+        """Restore a state that `state_dict` returned."""
         self.scale = float(state["scale"])
         self.good_steps, self.steps = int(state["good_steps"]), int(state["steps"])
         self.skipped, self.stuck = int(state["skipped"]), 0

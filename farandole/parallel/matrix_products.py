@@ -1,8 +1,8 @@
 """Compute fp32 matrix products on the CPU with the library that is faster on this processor.
 
 On x86, torch computes fp32 products with MKL, which uses 256-bit instructions on AMD processors.  Zen 5 executes 512-bit
-instructions at full width.  oneDNN, which torch contains as well, uses them and takes half the time: one core of an EPYC
-multiplies 256 x 768 and 768 x 2304 matrices at 98 GFLOP/s with MKL, and at 209 GFLOP/s with oneDNN.
+instructions at full width.  oneDNN, which is also part of torch, uses these instructions and takes half the time: one
+core of an EPYC multiplies 256 x 768 and 768 x 2304 matrices at 98 GFLOP/s with MKL, and at 209 GFLOP/s with oneDNN.
 
 `use_fast_products` replaces the CPU kernels of `aten::mm`, `aten::addmm` and `aten::addmm_` for the whole process.
 Autograd and dispatch modes still see these operators.  Code from torch.compile calls `aten::mm.out`, which is not
@@ -35,7 +35,7 @@ def multiplies_faster_with_onednn(processor: Processor) -> bool:
 
 @cache
 def use_fast_products() -> bool:
-    """Compute large fp32 products with oneDNN if this processor is faster with it, and return whether it is."""
+    """Compute large fp32 products with oneDNN if oneDNN is faster on this processor; return whether it is used."""
     if not torch.backends.mkldnn.is_available() or not multiplies_faster_with_onednn(read_processor()):
         return False
     replace_kernels()

@@ -25,7 +25,7 @@ KINDS = ("finite", "inf", "nan")
 
 
 def kind_of(tensor: Tensor) -> int:
-    """Return the index in `KINDS` of the worst element of `tensor`."""
+    """Return the index in `KINDS` of the worst kind of element in `tensor`: finite, infinite or NaN."""
     if bool(tensor.isfinite().all()):
         return 0
     return 2 if bool(tensor.isnan().any()) else 1
@@ -41,7 +41,7 @@ class OverflowReport:
         parameter: the first such parameter in model order; None if only the norm was not finite.
         more_parameters: the number of other parameters with non-finite gradients, on any rank.
         other_ranks: the other ranks with non-finite gradients.
-        output: a sentence about the outputs of the blocks, if they were checked.
+        output: a description of the first non-finite output of a block, if outputs were checked.
     """
 
     kind: str
@@ -151,7 +151,7 @@ class OutputWatch:
         return bool(self._handles)
 
     def arm(self) -> None:
-        """Check the output of every block from now on; this reads each output once."""
+        """Start checking the output of every block; the check reads each output once."""
         self._first = None
         if not self._handles:
             self._handles = [
@@ -166,11 +166,12 @@ class OutputWatch:
         self._handles = []
 
     def found(self) -> tuple[int, int]:
-        """Return the first block with a non-finite output and the kind; the block is -1 if all outputs were finite, -2 if none was checked."""
+        """Return (block, kind) of the first non-finite output.  The block is -1 if all outputs were finite, -2 if none
+        was checked."""
         return self._first or (-1 if self.armed else -2, 0)
 
     def describe(self, found: Sequence[Sequence[int]], rank: int | None) -> str:
-        """Describe the first non-finite output: on `rank` if it has one, else on the first rank that has one."""
+        """Describe the first non-finite output: on `rank` if that rank has one, and otherwise on the first rank with one."""
         bad = {r: (block, kind) for r, (block, kind) in enumerate(found) if block >= 0}
         if not bad:
             checked = any(block == -1 for block, _ in found)

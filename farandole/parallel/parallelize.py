@@ -9,7 +9,7 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The parts of a plan are applied in this order: LoRA, 8-bit floats, experts, tensor parallelism, context parallelism,
+A plan is applied in this order: LoRA, 8-bit floats, expert parallelism, tensor parallelism, context parallelism,
 recomputation, pipeline stages, then data parallelism and ZeRO in the engine.
 """
 
@@ -70,13 +70,14 @@ def parallelize(
 
     Args:
         model: the model on a CPU or accelerator, or on the meta device with `initialise` or a `weight_source`.
-        plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA adapters and stochastic rounding depend on torch's seed on rank 0.
+        plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA
+            adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
         example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations, and
             `pipeline` measures the time of blocks in memory, to divide them into stages.
-        loss: a function of the output for this measurement.
-        memory: with `pipeline` > 1 and `example`, the bytes that a rank may have for its parameters and for the activations
-            of the micro-batches in flight.  Among the divisions into stages that fit, the fastest one is used.
+        loss: a function that returns a loss for the model's output, for this measurement.
+        memory: with `pipeline` > 1 and `example`, the maximum bytes per rank of parameters and of the activations of
+            the micro-batches in flight.  Among the divisions into stages that fit, the fastest one is used.
         initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
         diagnose: with `precision="fp16"`, check the outputs of blocks in every step, so that the report of the first
@@ -185,7 +186,7 @@ def _check_memory(plan: Plan, memory: int | None, example: Any) -> None:
         )
     if plan.recompute == "auto":
         raise PlanError(
-            f"memory={memory} with recompute='auto', which has a budget of its own: use recompute='block', or omit memory"
+            f"memory={memory} with recompute='auto', which is limited by activation_bytes: use recompute='block', or omit memory"
         )
     if example is None:
         raise PlanError(
@@ -265,7 +266,7 @@ def _recompute(
     loss: Callable[[Any], Tensor] | None,
     activations: RankActivations | None = None,
 ) -> None:
-    """Apply the plan's recomputation, measured in the plan's precision, to all blocks or to those of a pipeline rank."""
+    """Apply the plan's recomputation, measured in the plan's precision, to all blocks or to the blocks of a pipeline rank."""
     try:
         done = apply_recompute(
             model,

@@ -1,4 +1,4 @@
-"""Apply a plan's precision: casts of inputs, and 8-bit matrix products through torchao.
+"""Apply a plan's precision: cast inputs, and use 8-bit matrix products from torchao.
 
 With fp8, weights and the values between layers are bf16.  Each product of a linear layer or of an expert scales its two operands by
 their largest value and casts them (Micikevicius et al., 2022, "FP8 Formats for Deep Learning"): e4m3 in the forward pass,
@@ -94,7 +94,7 @@ class _Float8Product:
         self._layer: nn.Module = float8.convert_to_float8_training(layer, config=config)[0]
 
     def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
-        if not len(rows):  # have no largest value
+        if not len(rows):  # without rows, there is no largest value
             return F.linear(rows, weight)
         product: Tensor = torch.func.functional_call(self._layer, {"weight": weight}, (rows,))
         return product

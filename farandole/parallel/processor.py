@@ -11,7 +11,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor as Linux describes it; a machine without /proc/cpuinfo has an empty description.
+    """A processor as described by Linux; on a machine without /proc/cpuinfo, the description is empty.
 
     Args:
         vendor: the vendor, such as "AuthenticAMD"; "" on Arm.

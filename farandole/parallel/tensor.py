@@ -12,15 +12,16 @@ The backward pass runs the transposed collectives.  With `sequence=True`, normal
 process a shard of the tokens (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
 Inside a region, each rank's gradient of a replicated parameter is a partial sum.  Outside, gradients are equal on all ranks,
-or partial sums with `sequence=True`.  The layouts declare this, and the engine does the rest.
+or partial sums with `sequence=True`.  The layouts declare which case applies, and the engine sums partial gradients
+accordingly.
 
 `RULES` describes the region of each kind of module; `register` adds a rule for another model's modules:
 
     register(MyAttention, Rule(column={"qkv": my_parts}, row={"out": my_heads}))
 
-The token embedding and the output projection are split by words (`Words`).  With targets, no rank holds the logits of all
-words.  Without targets, the model returns the logits of all words, which are gathered, or within `sharded_logits`, the
-logits of this rank's words.
+The token embedding and the output projection are split along the vocabulary (`Words`).  With targets, no rank holds the
+logits of the whole vocabulary.  Without targets, the model gathers and returns the logits of the whole vocabulary or,
+within `sharded_logits`, returns the logits of this rank's part.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ Parts = Callable[[Any, int], Sequence[Part]]
 
 
 class Indivisible(ValueError):
-    """Raised if a module cannot be split over the ranks; `nearest` are the numbers of ranks that can split the module."""
+    """Raised if a module cannot be split over the ranks; `nearest` contains the nearest numbers of ranks that can split it."""
 
     def __init__(self, what: str, nearest: Iterable[int]) -> None:
         super().__init__(what)
@@ -80,11 +81,12 @@ class Rule:
         column: the linear layers whose outputs are split, by path, with the parts of the outputs.
         row: the linear layers whose inputs are split, by path, with the parts of the inputs.
         tensors: other split parameters of the module: the dimension and its parts.
-        words: the embeddings (by path) and parameters that are split by words.
-        region: whether the module is a region.  If not, it communicates nothing or is inside another region.
+        words: the embeddings (by path) and parameters that are split along the vocabulary.
+        region: whether the module is a region.  A module that is not a region does not communicate, or is inside
+            another region.
         inputs: the number of leading arguments that enter the region.
-        adjust: a function that is called with the module, before it is split, and the position, for example to change
-            the number of query heads per key-value head.
+        adjust: a function that is called with the module and the position before the module is split, for example to
+            change the number of query heads per key-value head.
     """
 
     column: Mapping[str, Parts] = field(default_factory=dict)
@@ -229,7 +231,7 @@ _EMBEDDINGS = (Embedding,)
 
 
 def register(kind: type[nn.Module], rule: Rule) -> None:
-    """Add the rule for modules of this class."""
+    """Make `apply` split modules of class `kind` over tensor-parallel ranks with `rule`; replaces an earlier rule."""
     RULES[kind] = rule
 
 
@@ -240,8 +242,8 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     """Split the modules of `model` that have a rule over the ranks of the tensor axis.
 
     Raises:
-        PlanError: if no module has a rule, or one cannot be split over this number of ranks; the message contains the
-            nearest numbers that can.
+        PlanError: if no module has a rule, or if a module cannot be split over this number of ranks; the message
+            contains the nearest possible numbers.
     """
     ranks = position.size(AXIS)
     if ranks == 1:
@@ -278,7 +280,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 @contextmanager
 def sharded_logits(model: nn.Module) -> Iterator[slice]:
-    """Return a context in which `model` returns the logits of this rank's words only, and does not gather logits.
+    """Return a context in which `model` does not gather logits, but returns the logits of this rank's part of the vocabulary.
 
         with sharded_logits(model) as words:
             logits = engine(tokens)  # (batch, positions, words): logits[..., words] of the complete logits
@@ -286,7 +288,7 @@ def sharded_logits(model: nn.Module) -> Iterator[slice]:
     The backward pass expects, on each rank, the gradient of the total loss with respect to the rank's logits.
 
     Yields:
-        The slice of the vocabulary that contains this rank's words.  Without tensor parallelism, it contains all words.
+        The slice of the vocabulary that belongs to this rank: the whole vocabulary without tensor parallelism.
     """
     found = [module.__dict__.get("vocabulary") for module in model.modules()]
     shards = [words for words in found if isinstance(words, Words)]
@@ -421,16 +423,16 @@ def _leading(
     if len(args) < count:
         raise TypeError(
             f"{type(module).__name__}: expected {count} inputs of a tensor-parallel region, got {len(args)}; pass them "
-            "first, or name them as `forward` does"
+            "as the first positional arguments, or by keyword"
         )
     return args[:count], args[count:], kwargs
 
 
 class _Tokens:
-    """The tokens that ranks share: those of (batch, positions), numbered along both dimensions.
+    """The tokens of a forward pass, which are divided over ranks; tokens (batch, positions) are numbered in row-major order.
 
-    The shape belongs to a forward pass, so it is that of the pass's `SequenceInfo`.  Passes may overlap: a recomputation runs a
-    block of an earlier pass.  A pipeline stage without the embedding has the shape, too.
+    The shape is taken from the `SequenceInfo` of the forward pass, because passes may overlap (a recomputation runs a
+    block of an earlier pass) and because a pipeline stage may have no embedding.
     """
 
     def __init__(self, comm: AxisCommunicator | None) -> None:
@@ -497,7 +499,7 @@ class _TokenBlock:
 
 
 class _TokenRegion:
-    """Wraps a region: the tokens of all ranks enter, and each rank leaves with its tokens of the sum."""
+    """Wraps a region: gathers the tokens of all ranks for the region, and returns this rank's tokens of the summed output."""
 
     def __init__(self, tokens: _Tokens) -> None:
         self._tokens = tokens
@@ -511,7 +513,7 @@ class _TokenRegion:
 
 
 class _TokenDropout:
-    """Wraps dropout between regions: each rank draws the mask of all tokens, and applies its part."""
+    """Wraps dropout between regions: each rank draws the mask for all tokens, and applies the part for its own tokens."""
 
     def __init__(self, tokens: _Tokens) -> None:
         self._tokens = tokens
@@ -565,7 +567,7 @@ class _GatherHead:
 
 
 class Words(Vocabulary):
-    """The operations on a vocabulary of `count` words that is split over ranks; this rank has the slice `words` of it."""
+    """The operations on a vocabulary of `count` entries that is split over ranks; this rank has the slice `words`."""
 
     gathered = True
     """Whether `logits` returns the logits of all words, instead of this rank's words (`sharded_logits`)."""
@@ -595,13 +597,13 @@ class Words(Vocabulary):
         return hidden if self.tokens is None else self.tokens.take(hidden)
 
     def embed_with(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, count: int) -> Tensor:
-        """Return the embeddings of tokens, where `embed` maps indices into this rank's `count` words to embeddings."""
+        """Return the embeddings of tokens; `embed` maps indices into this rank's `count` vocabulary entries to embeddings."""
         self._shard.check(tokens)
         places, outside = self._shard.local(tokens, count)
         return sum_of_all(embed(places).masked_fill(outside[..., None], 0), self.comm)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the logits of all words, or of this rank's words."""
+        """Return the logits of the whole vocabulary or, within `sharded_logits`, of this rank's part."""
         own = nn.functional.linear(self._enter(hidden), weight, bias)
         if not self.gathered or self.comm is None:
             return own

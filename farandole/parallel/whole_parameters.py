@@ -1,4 +1,4 @@
-"""Read, load and change unsharded parameters while a model is sharded or has master weights.
+"""Read, load and change unsharded parameters of a model that is sharded or has master weights.
 
     state = engine.state_dict()                 # unsharded values, on all ranks
     model.load_state_dict(state)                # all ranks; the optimizer continues from the loaded values
@@ -42,7 +42,7 @@ def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
 
     Args:
         name: the name of the module in the message.
-        advice: more advice for the message.
+        advice: additional advice for the message.
     """
     guard = module.__dict__.get(_GUARD)
     if guard is not None and not guard(module):
@@ -56,7 +56,7 @@ class WholeParameters:
     """Provides unsharded values of the model's parameters, which are stored as `weights`.
 
     Args:
-        groups: all ranks, and the groups of ranks among which axes shard parameters.
+        groups: the communicators of all ranks, and of the ranks among which axes shard parameters.
         gatherer: gathers weights for the model's computations (`zero=3`), or None.
         layouts: the layouts of parameters by name.
     """
@@ -111,7 +111,7 @@ class WholeParameters:
     # ---- unannounced changes ----
 
     def remember(self) -> None:
-        """Record the parameters' current versions as unchanged."""
+        """Record the current versions of the parameters, with which `check` compares."""
         self._versions = [[p._version for p in weight.parameters] for weight in self._weights]
 
     def check(self) -> None:
@@ -137,7 +137,9 @@ class WholeParameters:
         except RuntimeError as error:
             raise RuntimeError(f"load_state_dict did not find the other ranks: {advice} ({error})") from error
         if any(each != found[0] for each in found):
-            raise RuntimeError(f"load_state_dict was called with states of different names: {advice}")
+            raise RuntimeError(
+                f"load_state_dict was called with states whose names differ between ranks: {advice}"
+            )
 
     def masters_are_elsewhere(self) -> None:
         """Record that master weights are offloaded, so that parameters cannot be changed."""
@@ -145,7 +147,7 @@ class WholeParameters:
 
     @contextmanager
     def masters(self) -> Iterator[None]:
-        """Return a context with unsharded parameters in the type of the master weights, in separate memory.  This is a collective call."""
+        """Return a context in which parameters are unsharded copies in the master weights' type.  This is a collective call."""
         if self._editing:
             raise RuntimeError(
                 "edit_parameters() cannot be nested, or called while a state is being loaded: first exit the other "
@@ -194,13 +196,14 @@ class WholeParameters:
     def values(
         self, wanted: Callable[[nn.Parameter], bool] = lambda parameter: True
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every wanted parameter with its unsharded value, one bucket or parameter at a time.  All ranks iterate together."""
+        """Yield every wanted parameter with its unsharded value, one bucket or parameter at a time.  All ranks must
+        iterate together."""
         for parameter, value in self._values_of_cell():
             if wanted(parameter):
                 yield parameter, self._complete(parameter, value)
 
     def _values_of_cell(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every parameter with the value with which this rank computes: a part, if an axis shards the parameter."""
+        """Yield every parameter with the value that this rank uses in computations: a part, if an axis shards the parameter."""
         gathered: set[int] = set()
         if self._gatherer is not None:
             for parameters in self._gatherer.one_by_one():

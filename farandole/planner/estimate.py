@@ -32,9 +32,9 @@ class PipelineSummary:
 
     Args:
         idle: the fraction of the simulated time in which ranks do not compute, 0.1 for 10 %.
-        sent: bytes that the rank with the most messages sends to other stages in a step.
-        message_s: the seconds by which messages make the step longer.
-        imbalance: how much the number of parameters that a token uses in the largest stage exceeds the mean, 0.1 for 10 %.
+        sent: the bytes that a rank sends to other stages in a step, on the rank that sends the most.
+        message_s: the time in seconds that messages add to the step.
+        imbalance: the excess of the largest stage over the mean, in parameters that a token uses: 0.1 for 10 %.
         activations: the peak bytes of the activations of each pipeline rank.
         peaks: the peak memory of each pipeline rank in bytes.
     """
@@ -52,11 +52,11 @@ class Estimate:
     """The memory and step time of a plan, on the rank that needs the most memory.
 
     Args:
-        parts: bytes by name, whose sum is the peak of a step.  A negative part is a correction for parts that are not
-            in use at the same time.
-        start: bytes in use while the model is being sharded, before the first step.
-        times: seconds per step, by activity.
-        complete: whether activations are included; they are not if the other parts already do not fit.
+        parts: the parts of the peak of a step, in bytes by name.  A negative part corrects for parts that are not in
+            use at the same time.
+        start: the bytes in use while the model is being sharded, before the first step.
+        times: the seconds per step, by activity.
+        complete: whether activations are included; they are omitted if the other parts alone do not fit.
         micro_batches: the number of micro-batches of a rank in a step.
         pipeline: the simulated step of a plan with pipeline stages.
     """
@@ -128,10 +128,10 @@ def estimate_workload(
     traced: Trace | None = None,
     state: StateBytes | None = None,
 ) -> Estimate:
-    """Like `estimate`, for a `Workload`.
+    """Predict the memory and step time of `workload`; see `estimate`.
 
     Args:
-        traced, state: the trace and the states of this workload under this plan, if available.
+        traced, state: the trace and the state bytes of this workload under this plan, if they have been computed.
     """
     _check(plan, machine)
     if not workload.applied:
@@ -169,7 +169,7 @@ def _estimate_rank(
 
 
 def estimate_ranks(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> dict[int, Estimate]:
-    """Return the estimate of each rank; only those of ranks with different pipeline stages differ."""
+    """Return the estimate of each rank; the estimates of ranks with the same pipeline stages are equal."""
     workload = workload if workload.applied else workload.split(plan, ranks, machine.hosts)
     if plan.pipeline == 1:
         return dict.fromkeys(range(ranks), estimate_workload(workload, plan, ranks, machine))
@@ -190,11 +190,11 @@ def estimate_stages(
     step: PipelineStep,
     states: Sequence[StateBytes] | None = None,
 ) -> Estimate:
-    """Like `estimate_workload`, for a model in stages.
+    """Predict the memory and step time of a model in stages; see `estimate_workload`.
 
     Args:
         step: the simulated step of this workload under this plan.
-        states: the states of each pipeline rank, if available.
+        states: the state bytes of each pipeline rank, if they have been computed.
     """
     _check(plan, machine)
     states = states or stage_states(staged, plan, ranks, machine)
@@ -232,7 +232,7 @@ def _estimate_pipeline_ranks(
 
 
 def stage_states(staged: StagedModel, plan: Plan, ranks: int, machine: Machine) -> list[StateBytes]:
-    """Return the states of each pipeline rank, which builds the whole model before it is divided."""
+    """Return the state bytes of each pipeline rank, where each rank builds the whole model before the division."""
     return [
         replace(state_bytes(workload, plan, ranks, machine), whole=staged.whole) for workload in staged.ranks
     ]
@@ -274,10 +274,10 @@ def _check(plan: Plan, machine: Machine) -> None:
 
 
 def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace) -> int:
-    """Return the bytes of measured C library overhead and of freed memory that the C library keeps.
+    """Return the bytes of overhead in the C library (a measured value) and of freed memory that the C library keeps.
 
-    With `swap`, the C library maps most blocks one by one and does not keep them.  States that are offloaded to a disk
-    are allocated in the first step and then copied.
+    With `swap`, the C library maps most blocks one by one, and returns them to the kernel when they are freed.  States
+    that are offloaded to a disk are allocated in the first step and then copied.
     """
     found = min(ALLOCATOR_BYTES, traced.peak)
     if plan.swap == "none":
@@ -300,7 +300,7 @@ def _start(workload: Workload, plan: Plan, state: StateBytes) -> int:
 
 
 def _swapped(plan: Plan, traced: Trace) -> int:
-    """Return the number of saved bytes that are certainly swapped out.
+    """Return a lower bound of the saved bytes that are swapped out.
 
     At most `BEHIND_BYTES` of the swapped tensors are still waiting to be copied.  Tensors kept by selective
     recomputation are not swapped.

@@ -30,14 +30,14 @@ RECORD_BUFFERS = 3
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The bytes of a rank that depend on the sharding of the model and not on its activations.
+    """The memory of a rank except its activations, which follows from the sharding of the model.
 
     Args:
         sharding: the buckets.
-        weights: bytes of the weights used in computation and of the model's buffers.
+        weights: bytes of the weights with which the model computes, and of the model's buffers.
         gradients: bytes of gradients that are kept until the update.
         masters: bytes of the master weights, which the optimizer updates.
-        updated: total size in bytes of one value per parameter that this rank updates.
+        updated: bytes of the parameters that this rank updates, in the dtype of the optimizer's values.
         optimizer: bytes of optimizer states and master weights in device memory, or, if these are offloaded to a disk,
             bytes of the transfer buffers.
         records: bytes of offloaded states and master weights.
@@ -46,7 +46,7 @@ class StateBytes:
         gathered: with `zero=3`, bytes of gathered weights and of shards prefetched from an offload store.
         copies: bytes of copies of weights and states for a checkpoint.  States that are offloaded to a disk are not
             copied.
-        whole: bytes of the full model when the rank builds it.
+        whole: bytes of the full model while the rank builds it.
         largest_block: bytes of the largest block of the model.
     """
 

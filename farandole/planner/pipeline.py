@@ -5,8 +5,8 @@
     step.timeline.idle, step.traces[0].saved                      # idle fraction; bytes of activations on pipeline rank 0
 
 The stages are traced on fake tensors (`planner.stage_trace`).  The simulated step gives the order of actions, the times at which
-messages arrive, and the idle time.  The memory of a rank follows from its actions: the activations of micro-batches in flight,
-what remains between input gradients and weight gradients, and received tensors that wait.
+messages arrive, and the idle time.  The memory of a rank follows from its actions: the activations of micro-batches in
+flight, the tensors kept between input gradients and weight gradients, and received tensors that are not used yet.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StagedModel:
     """A model that is divided into stages, with the workload of each pipeline rank.
 
     Args:
-        workload: the result of `Workload.split`, whose model is complete.
+        workload: a result of `Workload.split`, with a model that contains all blocks.
     """
 
     def __init__(self, workload: Workload, plan: Plan) -> None:
@@ -68,9 +68,9 @@ class PipelineStep:
 
     Args:
         timeline: the actions in seconds.
-        waiting_s: the seconds by which messages make the step longer.
-        traces: the memory of each pipeline rank in the step, and its work for one micro-batch.
-        sent: bytes that each pipeline rank sends to other stages.
+        waiting_s: the time in seconds that messages add to the step.
+        traces: the memory of each pipeline rank in the step, and the rank's work for one micro-batch.
+        sent: the bytes that each pipeline rank sends to other stages.
     """
 
     timeline: Timeline
@@ -127,7 +127,7 @@ def simulate_step(
 
 
 def _recomputed(staged: StagedModel, plan: Plan) -> dict[str, str]:
-    """Return the modules that ranks recompute, if they are chosen with a dry run; a stage of two replicas counts once."""
+    """Return the modules that ranks recompute, if a dry run chooses them; a stage with two replicas counts once."""
     if plan.recompute not in MEASURED:
         return {}
     workload, found = staged.workload, dict[str, str]()

@@ -1,12 +1,12 @@
-"""Measure a model with equal blocks by measuring models with few of them.
+"""Measure a model with many equal blocks by measuring models with a few of these blocks.
 
 The layers of a transformer are equal, so every quantity of a pass (activations, operations, transferred bytes) is a
-linear function of their number.  The exact number of layers therefore follows from two small models:
+linear function of the number of layers.  The exact number of layers therefore follows from two small models:
 
     runs = find_runs(model)                                      # layers 3 to 60
     extrapolated(runs, measure)                                  # runs `measure` with 3 and with 4 of these layers
 
-The smaller model has a few layers, because a quantity such as a peak is linear only from some number of layers on.
+The smaller model has several layers, because a quantity such as a peak is linear only above a certain number of layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEAST = 2
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive equal blocks in a container, by their names, and the first of them."""
+    """Consecutive equal blocks in a container: their names and the first block."""
 
     container: nn.Module
     names: tuple[str, ...]
@@ -33,7 +33,7 @@ class Run:
 
 
 def find_runs(model: nn.Module) -> list[Run]:
-    """Return the runs of equal blocks that are longer than the two smaller models together."""
+    """Return the runs of equal blocks that have more blocks than the two smaller models together."""
     found: list[Run] = []
     seen: set[int] = set()
 
@@ -90,7 +90,8 @@ def _plain(value: Any) -> Any:
 
 
 def extrapolated(runs: Sequence[Run], measure: Callable[[], Mapping[Any, float]]) -> dict[Any, float]:
-    """Return what `measure` would return for the complete model; missing keys are zero."""
+    """Return the predicted result of `measure` for the complete model, from results for two smaller models; missing
+    keys are zero."""
     with shortened(dict.fromkeys(runs, LEAST)):
         base = dict(measure())
     result = dict(base)
@@ -105,7 +106,7 @@ def extrapolated(runs: Sequence[Run], measure: Callable[[], Mapping[Any, float]]
 
 @contextmanager
 def shortened(lengths: Mapping[Run, int]) -> Iterator[None]:
-    """Leave only the first blocks of each run in the model, inside a `with` block."""
+    """Return a context in which only the first `lengths[run]` blocks of each run are in the model."""
     dropped: dict[nn.Module, set[str]] = defaultdict(set)
     for run, length in lengths.items():
         dropped[run.container].update(run.names[length:])

@@ -38,10 +38,11 @@ def estimates_of(
 ) -> Iterator[Estimate]:
     """Yield the estimates of `plans` in order.
 
-    Plans with equal passes are traced once.  The pass is not traced if the states alone do not fit.
+    Plans with equal passes are traced once.  A plan is not traced if its weights, gradients and optimizer states alone
+    do not fit.
 
     Args:
-        tracer: one for several calls, which then trace equal pipeline stages once.
+        tracer: a tracer that is shared by several calls, so that equal pipeline stages are traced once.
     """
     parts: dict[tuple[object, ...], Workload] = {}
     traces: dict[tuple[object, ...], Trace] = {}
@@ -100,7 +101,7 @@ class _StageEstimates:
         self._steps: dict[object, PipelineStep] = {}
 
     def estimate(self, plan: Plan) -> Estimate:
-        """Return the estimate of a plan; the stages are not traced if the states alone do not fit.
+        """Return the estimate of a plan; the stages are not traced if their weights, gradients and optimizer states do not fit.
 
         Raises:
             PlanError: if the plan is invalid for the model or the number of micro-batches.
@@ -173,7 +174,7 @@ def estimated_plans(workload: Workload, ranks: int, machine: Machine) -> Iterato
 
 
 def what_fits(found: Sequence[Estimate], ranks: int, memory: int) -> str:
-    """Return text for an error message: the first three plans of `found` that fit into `memory` with a margin."""
+    """Return, as text for an error message, the first three plans of `found` that fit into `memory` with a margin."""
     fitting = [one for one in found if one.peak <= _SURE * memory]
     if not fitting:
         least = min(one.peak for one in found)

@@ -3,12 +3,12 @@
     part = ServedPart.of(model, tensor=2, precision="bf16")
     estimate_serving(part, machine, Mix(prompt=512, output=128), running=16).tokens_per_s
 
-A step computes one token of each running sequence, and the prompts of new sequences.  Its time is the sum of
+A step computes one token of each running sequence, and the prompts of new sequences.  The time of a step is the sum of:
 
-products       a matrix product reads its weights once for all rows of the step
-attention      reads the keys and values of all running sequences
-communication  tensor parallelism all-reduces the hidden states of all tokens, several times per layer
-overhead       of each layer and of each sequence, which does not depend on the size of the model
+products       matrix products, each of which reads its weights once for all rows of the step
+attention      reading the keys and values of all running sequences
+communication  with tensor parallelism, all-reduces of the hidden states of all tokens, several per layer
+overhead       a constant time per step, per layer and per sequence
 
 In the steady state, as many sequences start as end.  A replica with B running sequences, prompts of P tokens and outputs
 of N tokens therefore computes, in the time of one sequence, N steps with B sequences, and B prompts.
@@ -43,16 +43,18 @@ class ServingMachine:
     """One rank's share of a machine while all ranks compute.
 
     Args:
-        memory: bytes that a rank may use.
-        products: by precision, the seconds per weight of a product with this number of rows, in ascending order.  Between
-            the points, seconds are a linear function of the rows; above the last, they are proportional to the rows.
-        read: bytes per second with which attention reads keys and values.
+        memory: the bytes that a rank may use.
+        products: by precision, points (rows, seconds per weight of a matrix product), in ascending order of rows.
+            Between the points, the seconds are interpolated linearly; above the last point, they are proportional to
+            the rows.
+        read: the bytes per second at which attention reads keys and values.
         flops: floating-point operations per second in the attention of prompts, by precision.
         bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
         latency: seconds of an all-reduce of a few bytes.
-        step, layer, sequence: seconds per step, per layer of a step, and per sequence of a step, in addition to the rest.
+        step, layer, sequence: the constant overhead in seconds per step, per layer of a step, and per sequence of a
+            step.
         process: bytes of a process without a model.
-        copies: by precision, the number of copies of the multiplied weights.
+        copies: by precision, the number of copies of the multiplied weights in memory.
     """
 
     memory: int
@@ -71,7 +73,8 @@ class ServingMachine:
     def of_accelerator(
         cls, *, memory: int, flops: float, read: float, bandwidth: float, process: int
     ) -> ServingMachine:
-        """Return an accelerator with published speeds: a product takes the time of its reads or of its operations."""
+        """Return a machine for an accelerator with published speeds; a product takes the longer of its read time and
+        its compute time."""
         products = {}
         for name in ("fp32", "bf16", "fp16"):
             reading = TYPES[name].itemsize / read
@@ -108,7 +111,7 @@ class Mix:
 
     @property
     def positions(self) -> int:
-        """Return the positions whose keys and values a sequence stores; its last token needs none."""
+        """Return the number of positions whose keys and values a sequence stores: all except its last token."""
         return -(-(self.prompt + self.output - 1) // PAGE) * PAGE
 
 
@@ -120,14 +123,14 @@ class ServedPart:
         precision: the precision of weights, keys and values.
         tensor: the number of ranks that divide the model.
         layers: the number of attention layers.
-        weights: all parameters, including tables that are not multiplied.
-        body: the weights that each token is multiplied with, without experts and the head.
-        experts: the weights of all experts.
-        expert_count, expert_top: the number of experts of a layer, and of experts of a token.
-        head: the weights that each token with logits is multiplied with.
+        weights: the number of all parameters, including embedding tables, which are not multiplied.
+        body: the number of weights that multiply each token, without experts and the output projection.
+        experts: the number of weights of all experts.
+        expert_count, expert_top: the number of experts per layer, and the number of experts that process a token.
+        head: the number of weights of the output projection, which multiply each token with logits.
         kv_bytes: the bytes of keys and values per position.
-        attention: the operations of attention per token and position.
-        messages: the all-reduces of a step.
+        attention: the floating-point operations of attention per token and position.
+        messages: the number of all-reduces in a step.
         sent: the bytes that this rank sends per token of a step.
     """
 
@@ -209,11 +212,11 @@ class ServingEstimate:
     Args:
         running: the number of running sequences.
         weight_bytes: the bytes of the weights, including copies.
-        fits: the number of sequences whose keys and values fit in memory.
-        ttft: seconds from the arrival to the first token, if no other request waits.
-        tpot: seconds per output token after the first, with the prompts of other requests.
-        tokens_per_s: output tokens of the replica per second.
-        requests_per_s: requests of the replica per second.
+        fits: the maximum number of sequences whose keys and values fit in memory.
+        ttft: the seconds from the arrival of a request to its first token, if no other request is waiting.
+        tpot: the seconds per output token after the first, while prompts of other requests are computed.
+        tokens_per_s: the number of output tokens per second of the replica.
+        requests_per_s: the number of requests per second of the replica.
     """
 
     part: ServedPart
@@ -232,7 +235,7 @@ def estimate_serving(
     """Return the prediction for a replica with this number of running sequences.
 
     Args:
-        token_budget: the maximum number of tokens of a step.
+        token_budget: the maximum number of tokens in a step.
     """
     decode = _decode_s(part, machine, mix, running)
     per_step = max(1, (token_budget or max(256, 2 * running)) - running + 1)
@@ -256,7 +259,7 @@ def estimate_serving(
 
 
 def kv_memory(part: ServedPart, machine: ServingMachine, weight_bytes: int) -> int:
-    """Return the bytes of a rank that remain for keys and values."""
+    """Return the bytes of a rank's memory that remain for keys and values."""
     return max(0, machine.memory - machine.process - weight_bytes)
 
 
@@ -273,7 +276,7 @@ def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int)
 
 
 def _prompt_s(part: ServedPart, machine: ServingMachine, tokens: int, pieces: int, running: int) -> float:
-    """Return the seconds by which a prompt makes its steps longer, compared with one more decoded token."""
+    """Return the seconds that a prompt adds to its steps, compared with one more decoded token."""
     others = running - 1
     rows = others + tokens / pieces
     products = pieces * (_products_s(part, machine, rows) - _products_s(part, machine, running))

@@ -38,7 +38,8 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in blocks that the C library keeps when they are freed (`heap`), and in blocks that it returns (`mapped`)."""
+    """Bytes in blocks that the C library keeps when they are freed (`heap`), and in blocks that it then returns to the
+    kernel (`mapped`)."""
 
     heap: float = 0
     mapped: float = 0
@@ -57,12 +58,12 @@ class Memory:
         return Memory(self.heap - other.heap, self.mapped - other.mapped)
 
     def largest(self, other: Memory) -> Memory:
-        """Return the larger heap and the larger mapped memory."""
+        """Return the larger of the two heaps and the larger of the two mapped memories."""
         return Memory(max(self.heap, other.heap), max(self.mapped, other.mapped))
 
     @property
     def total(self) -> float:
-        """All bytes."""
+        """The total number of bytes."""
         return self.heap + self.mapped
 
 
@@ -72,7 +73,7 @@ class ActionTrace:
 
     Args:
         kept: the memory that the action allocates and keeps; negative if the action releases memory.
-        peak: the peak above the memory at the start of the action.
+        peak: the peak of memory during the action, above the memory at its start.
         resident: the peaks of the heap and of mapped memory, which may be at different times.
         flops: floating-point operations of matrix products and attention.
         moved: bytes that all other operations read and write.
@@ -98,7 +99,7 @@ class StageTrace:
 
 
 class StageTracer:
-    """Traces the stages of models with the same loss, and remembers stages with equal blocks, also for other numbers of stages."""
+    """Traces the stages of models with the same loss; a stage with the same blocks as an earlier stage is not traced again."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[dict[Any, float], Shapes, bool]] = {}
@@ -117,7 +118,7 @@ class StageTracer:
         """Return the trace of a stage, and the shapes of its output and whether the output is a single tensor.
 
         Args:
-            workload: one whose model is complete, with the shards of the plan's other axes.
+            workload: a workload whose model contains all blocks, with the shards of the plan's other axes.
             shapes, single: the input of the stage, which the first stage ignores.
             splits: whether to trace the halves of the backward pass.
             recomputed: the modules that the plan recomputes, if they were chosen for the complete model.
@@ -207,7 +208,7 @@ class _Pass:
     def run(
         self, arguments: tuple[Any, dict[str, Any]], numbers: dict[Any, float], halves: bool
     ) -> tuple[Shapes, bool]:
-        """Run the actions, and add their numbers.
+        """Run the actions, and record their memory and work in `numbers`.
 
         Returns:
             The shapes of the stage's output, and whether the output is a single tensor.
@@ -272,7 +273,7 @@ class _Pass:
 
 
 class _Recorder:
-    """Records the numbers of each action of a pass; the peak of each part of an action separately (`planner.trace`)."""
+    """Records the memory and work of each action of a pass, with a separate peak for each part of an action (`planner.trace`)."""
 
     def __init__(
         self,

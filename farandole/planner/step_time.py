@@ -4,7 +4,7 @@ compute        for each micro-batch, matrix products at the machine's FLOP/s, an
                bandwidth (Williams et al., 2009, "Roofline")
 communication  ring algorithms: each of n ranks sends 2 (n - 1) / n S bytes in an all-reduce of S bytes, and half as
                many in a reduce-scatter or all-gather; time that overlaps the backward pass does not count
-update         the optimizer reads and writes each of its values once
+update         the optimizer reads and writes each of its values once, at the machine's memory bandwidth
 offload        in each step, offloaded data pass through the disk or the link between accelerator and host; transfers of
                gradients and weights overlap the passes, and count only if they take longer than the passes
 swap           activations are copied out and back during the passes; only the time beyond the passes counts
@@ -52,7 +52,7 @@ def step_time(
 
 
 def _reduction_s(buckets: Sequence[BucketPlan], ranks: int, machine: Machine) -> float:
-    """Return the seconds in which this rank reduces each bucket among its shards, and then among replicas."""
+    """Return the seconds that this rank needs to reduce each bucket among its shards, and then among replicas."""
     total = 0.0
     for bucket in buckets:
         shards, replicas = len(bucket.ranks.shards), len(bucket.ranks.replicas)
@@ -65,7 +65,7 @@ def _reduction_s(buckets: Sequence[BucketPlan], ranks: int, machine: Machine) ->
 
 
 def _gathering_s(workload: Workload, plan: Plan, ranks: int, state: StateBytes, machine: Machine) -> float:
-    """Return the seconds in which this rank sends weights to ranks with which it does not share memory."""
+    """Return the seconds that this rank needs to send weights to ranks with which it does not share memory."""
     sharding = state.sharding
     if plan.zero == 0:
         return 0.0

@@ -81,8 +81,8 @@ def trace(
         dtype: the dtype of weights and inputs; with None, their dtypes do not change.
         scaled: whether the loss is multiplied by a factor (several micro-batches, fp16), which requires a copy of its
             gradient.
-        prepare: called before each pass.
-        runs: the runs of equal blocks of which a pass needs only a few (`planner.repeats`).
+        prepare: a function that is called before each pass.
+        runs: the runs of equal blocks, of which only a few blocks are traced (`planner.repeats`).
         sent: the list to which the model's collectives append the bytes that they send.
     """
 
@@ -127,11 +127,11 @@ def _measure(
     scaled: bool,
     runs: Sequence[Run],
 ) -> dict[Any, float]:
-    """Return the numbers of a pass, with the peaks of its parts.
+    """Return the memory and the work of a pass, with the peaks of its parts.
 
     The first part ends when the backward pass of the last run is complete, and so on.  The peak of each part is a linear
-    function of the lengths of the runs.  The peak of a pass is not: with few blocks, it may be in the last part, for
-    example for the gradient of a large embedding, and with many blocks in the first.
+    function of the lengths of the runs.  The peak of a whole pass is not linear: with few blocks, it may be in the last
+    part, for example because of the gradient of a large embedding, and with many blocks in the first part.
     """
     where = device_of(model, device)
     with ExitStack() as stack:

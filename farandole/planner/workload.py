@@ -40,7 +40,7 @@ class Machine:
     """One rank's share of a machine while all ranks compute.
 
     Args:
-        memory: bytes that a rank may use: the memory of its accelerator, or its share of the host's memory.
+        memory: the bytes that a rank may use: the memory of its accelerator, or its share of the host's memory.
         flops: floating-point operations per second in matrix products, by precision ("fp32", "bf16", "fp16").
         stream: bytes per second that other operations read and write.
         bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
@@ -54,6 +54,9 @@ class Machine:
         shared: whether the ranks of a host share memory, and so keep one copy of identical weights.
         overlap: whether communication overlaps computation; False if the same cores run both.
         host: whether `memory` is host memory, which also stores checkpoint copies and states offloaded to the host.
+
+    Raises:
+        ValueError: if the memory or a speed is not above 0.
     """
 
     memory: int
@@ -81,7 +84,7 @@ class Machine:
                 )
 
     def host_of(self, rank: int, ranks: int) -> int:
-        """Return the number of a rank's host."""
+        """Return the index of a rank's host."""
         return rank * self.hosts // ranks
 
     def bandwidth_among(self, members: Sequence[int], ranks: int) -> float:
@@ -101,10 +104,10 @@ class Workload:
     """One rank's part of a training step.
 
     Args:
-        model, example, loss: as for `saved_bytes`; the example is a micro-batch of one rank.  The model may be on the
-            meta device.
-        micro_batches: forward and backward passes per rank in a step.
-        states: values that the optimizer keeps per parameter (2 for Adam, 1 for momentum).
+        model, example, loss: the arguments of `saved_bytes`; the example is a micro-batch of one rank.  The model may
+            be on the meta device.
+        micro_batches: the number of forward and backward passes per rank in a step.
+        states: the number of values that the optimizer keeps per parameter (2 for Adam, 1 for momentum).
         checkpoints: whether copies of weights and states are kept in host memory (`farandole train`).
         block_by_block: whether the model is created block by block, never in full (`parallelize` of a model on the meta
             device).
@@ -128,7 +131,7 @@ class Workload:
     sent: Sent | None = None
 
     def split(self, plan: Plan, ranks: int, hosts: int = 1) -> Workload:
-        """Return the workload of rank 0 under `plan`: with its adapters, and this rank's shards of the model.
+        """Return the workload of rank 0 under `plan`, with the plan's adapters and with this rank's shards of the model.
 
         The model is not divided into stages (`planner.pipeline`).
 

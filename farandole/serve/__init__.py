@@ -1,8 +1,8 @@
 """Serve language models: requests join and leave a running batch at every step.
 
-request.py     what a request asks for, and what it gets
+request.py     the parameters and the outputs of a request
 engine.py      the generation engine: schedule, run, post-process
-admission.py   limits the batch so that measured step times meet a target
+admission.py   limits the batch so that step times meet a target
 runner.py      runs a model on tokens of many sequences
 store.py       keys and values of all running sequences: contiguous slots, or pages with shared prefixes
 rows.py        products and attention whose results do not depend on the other rows of a batch

@@ -1,11 +1,11 @@
 """Limit the running sequences and the prompt tokens of a step, so that measured step times meet a target.
 
-The time of a step is modelled as
+The duration of a step is modelled as
 
     seconds = base + per_decode * decodes + per_prompt_token * prompt tokens
 
-and the three coefficients follow the measurements of all steps.  A common factor of the three follows the last few
-steps: the whole machine becomes slower or faster when other processes start or end.
+The three coefficients are fitted to the measurements of all steps.  A common factor of the three is fitted to the last
+few steps, because the whole machine becomes slower or faster when other processes start or end.
 """
 
 from __future__ import annotations
@@ -51,30 +51,31 @@ class Target:
 
     @property
     def step(self) -> float:
-        """Return the longest time of a step in which sequences decode."""
+        """Return the maximum duration in seconds of a step in which sequences decode."""
         return min(math.inf if self.tpot is None else self.tpot, self.first_step)
 
     @property
     def first_step(self) -> float:
-        """Return the longest time of a step: a new request waits for the current step, and needs one of its own."""
+        """Return the maximum duration in seconds of any step: half of `ttft`, because a new request waits for the
+        current step and then needs a step for its prompt."""
         return math.inf if self.ttft is None else self.ttft / 2
 
 
 class StepTimes:
-    """Recursive least squares for the times of steps, with constant memory.
+    """Recursive least squares for the durations of steps, with constant memory.
 
-    Old measurements are forgotten only in the direction of a new one: steps without prompts do not change what is known
-    about prompts.  Errors are relative to the predicted time.  Coefficients are never negative.  Before a measurement is added,
-    all coefficients are multiplied by 1 + speed x (measured / predicted - 1), to follow the machine's speed.  The mean of this factor
-    is 1, as least squares make the mean of the ratio 1; a factor with another mean would change, step by step, the coefficients that
-    the measurements do not determine.
+    Old measurements are forgotten only in the direction of a new measurement, so steps without prompts do not change
+    the coefficient for prompts.  Errors are relative to the predicted time.  Coefficients are never negative.  Before a
+    measurement is added, all coefficients are multiplied by 1 + speed x (measured / predicted - 1), to follow the
+    machine's speed.  The mean of this factor is 1, because least squares make the mean of the ratio 1.  A factor with
+    another mean would gradually change the coefficients that the measurements do not determine.
 
     L. Cao and H. Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix",
     Automatica 36 (2000).
 
     Args:
         forgetting: the weight of old measurements, in the direction of a new one, after that measurement.
-        speed: see above.
+        speed: the weight of a new measurement in the estimate of the machine's speed.
     """
 
     def __init__(self, forgetting: float = 0.95, speed: float = 0.2) -> None:
@@ -92,7 +93,7 @@ class StepTimes:
         return base, per_decode, per_prompt_token
 
     def predict(self, decodes: float, prompt_tokens: float) -> float:
-        """Return the seconds of a step; 0 before the first measurement."""
+        """Return the predicted seconds of a step; 0 before the first measurement."""
         return float(self._constrained @ ((1.0, decodes, prompt_tokens) / _SCALE))
 
     def add(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
@@ -125,7 +126,7 @@ class StepTimes:
         self._information, self._solution = information, solution
 
     def _restart(self) -> None:
-        """Fit new measurements only, from the last coefficients: the earlier ones no longer determine a solution."""
+        """Discard the earlier measurements, which no longer determine a solution, and continue from the last coefficients."""
         if not np.isfinite(self._constrained).all():
             self._constrained = np.zeros(3)
         self._solution, self._steps = self._constrained.copy(), 0
@@ -153,17 +154,17 @@ def _nonnegative(information: np.ndarray, solution: np.ndarray) -> np.ndarray:
 
 
 class Rate:
-    """A ratio of two sums in which old terms fade out.
+    """A ratio of two sums in which the weight of old terms decreases exponentially.
 
     Args:
-        numerator, denominator: the first terms, which stand for measurements until there are some.
+        numerator, denominator: the initial terms, which determine the ratio until there are measurements.
     """
 
     def __init__(self, numerator: float, denominator: float, forgetting: float) -> None:
         self._numerator, self._denominator, self._forgetting = numerator, denominator, forgetting
 
     def add(self, numerator: float, denominator: float) -> None:
-        """Add a term to both sums."""
+        """Decrease the weight of earlier terms, and add a new term to each sum."""
         self._numerator = self._forgetting * self._numerator + numerator
         self._denominator = self._forgetting * self._denominator + denominator
 
@@ -174,9 +175,9 @@ class Rate:
 
 
 class Admission:
-    """Decides how many sequences run and how many prompt tokens a step computes.
+    """Limits the number of running sequences and the number of prompt tokens in a step.
 
-    Each number grows to at most twice the largest value that was measured.
+    Each limit grows to at most twice the largest value that was measured.
 
     Args:
         target: the target latencies.
@@ -197,11 +198,12 @@ class Admission:
         """Add a measured step.
 
         Args:
-            decodes: the tokens of sequences that decode: the last token of each, and the verified tokens.
-            prompt_tokens: the tokens of prompts.
-            seconds: the time of the step.
-            selected: the sequences for which a token was selected.
-            ended: the sequences that ended.
+            decodes: the number of tokens of sequences that decode: the last token of each sequence, and the verified
+                tokens.
+            prompt_tokens: the number of prompt tokens.
+            seconds: the duration of the step.
+            selected: the number of sequences for which a token was selected.
+            ended: the number of sequences that ended.
         """
         self.times.add(decodes, prompt_tokens, seconds)
         self._most_decodes = max(self._most_decodes, decodes)
@@ -213,8 +215,8 @@ class Admission:
     def max_running(self) -> int:
         """Return the number of sequences that may run, at least 1.
 
-        In a steady state, each running sequence decodes one token per step, and the prompts of the sequences that
-        replace it need their share of each step.
+        In a steady state, each running sequence decodes one token per step, and the prompts of new sequences, which
+        replace sequences that end, take a part of each step.
         """
         step = MARGIN * self.target.step
         if step == math.inf:
@@ -235,9 +237,9 @@ class Admission:
         return min(most, max(MIN_PROMPT_TOKENS, int(min(2 * self._most_prompt_tokens, fits))))
 
     def proposal_budget(self, decodes: int) -> int:
-        """Return the number of tokens that a step with `decodes` decoding sequences may verify in addition.
+        """Return the number of proposed tokens that a step with `decodes` decoding sequences may verify.
 
-        At least half of the remaining tokens of the step are left to prompts.
+        At least half of the remaining tokens of the step are reserved for prompts.
         """
         most = max(self._token_budget - decodes, 0) // 2
         step = MARGIN * self.target.step

@@ -40,8 +40,8 @@ def generate_file(
 ) -> int:
     """Write a line for each line of the input, in order.
 
-    Lines that the output already has are not computed again.  Line i is sampled with the seed of `defaults` plus i, so
-    an interrupted run writes the same lines as an uninterrupted run.
+    Lines that are already in the output file are not computed again.  Line i is sampled with the seed of `defaults`
+    plus i, so an interrupted run writes the same lines as an uninterrupted run.
 
     Args:
         progress: a callback with three arguments: the numbers of lines written so far, of all lines, and of new tokens.

@@ -1,6 +1,6 @@
 """Constrain generated text to a JSON schema, a regular expression or a grammar, with llguidance.
 
-A grammar is compiled once.  Each sequence has its own matcher, which determines the tokens that may come next.
+A grammar is compiled once.  Each sequence has its own matcher, which determines the permitted next tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPACE = r"[\x20\x09]{1,4}|\x0A[\x20\x09]{0,32}"
 
 
 class Matcher:
-    """The state of one sequence."""
+    """The state of a constraint in one sequence."""
 
     def __init__(self, core: Any) -> None:
         self.core = core
@@ -88,7 +88,7 @@ class Grammars:
             return Matcher(core.deep_copy())
 
     def _load(self) -> None:
-        """Load the library when the first constraint is used: its tables of a large vocabulary take a second."""
+        """Load the library when the first constraint is used, because building its tables for a large vocabulary takes a second."""
         with optional_import():
             import llguidance
         text = self._tokenizer.to_str()
@@ -97,7 +97,7 @@ class Grammars:
         self._executor = llguidance.LLExecutor(num_threads=torch.get_num_threads())
 
     def mask(self, logits: Tensor, rows: Sequence[int], matchers: Sequence[Matcher]) -> None:
-        """Set the logits of all tokens that may not follow to -inf, in the given rows."""
+        """Set the logits of all tokens that a matcher does not permit to -inf, in the given rows."""
         words = -(-self._vocabulary // 32)
         bits = np.zeros((len(rows), words), np.int32)
         pairs = [(matcher.core, number) for number, matcher in enumerate(matchers)]

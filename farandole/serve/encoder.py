@@ -1,4 +1,4 @@
-"""Compute embeddings of texts with a BERT, as the folder's configuration for Sentence Transformers says.
+"""Compute embeddings of texts with a BERT, as specified by the folder's configuration for Sentence Transformers.
 
 The sequences of a batch form one row of packed documents, without padding.  In fp32, the embedding of a sequence does
 not depend on the other sequences (`rows.py`).
@@ -46,12 +46,12 @@ class Encoder:
 
     @property
     def width(self) -> int:
-        """Return the number of values of an embedding."""
+        """Return the number of values in an embedding."""
         return int(self.model.config.width)
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of tokens that the model knows."""
+        """Return the number of tokens in the vocabulary."""
         return int(self.model.config.vocabulary)
 
     @torch.inference_mode()
@@ -71,7 +71,7 @@ class Encoder:
 
 
 def is_encoder(path: Path) -> bool:
-    """Return whether a folder has a BERT."""
+    """Return whether a folder contains a BERT."""
     return is_hugging_face(path) and read_config(path).architecture.name == "bert"
 
 
@@ -80,8 +80,8 @@ def read_encoder(path: Path, *, precision: str = "fp32", context: int | None = N
 
     Args:
         precision: "fp32" or "bf16".
-        context: the maximum number of tokens of a sequence, by default the one of Sentence Transformers, else the
-            model's.
+        context: the maximum number of tokens of a sequence, by default the value of Sentence Transformers, or else the
+            model's context.
 
     Raises:
         FolderError: if a file is missing or damaged, or the folder has a module that is not supported.

@@ -6,11 +6,11 @@
         for output in engine.step():
             print(output.request, output.tokens, output.finish_reason)
 
-A step is: schedule, run, post-process.  There are no prefill and decode phases.  Each sequence has a number of tokens
-and a number of computed tokens, and each step computes the next tokens of some sequences, at most `token_budget` in
-all: first one token of every sequence that generates, and proposed tokens after it (`speculation/speculator.py`), then the tokens
-of prompts, in order of arrival.  A request therefore joins the running batch at the next step, and a long prompt does
-not delay the others by more than one step.
+A step consists of scheduling, running the model and post-processing.  There are no separate prefill and decode phases.
+Each sequence has a number of tokens and a number of computed tokens.  Each step computes the next tokens of some
+sequences, at most `token_budget` tokens in total: first one token of every sequence that generates, followed by
+proposed tokens (`speculation/speculator.py`), then the tokens of prompts, in order of arrival.  A request therefore
+joins the running batch at the next step, and a long prompt does not delay other requests by more than one step.
 
 In fp32, the greedy tokens of a request, and the logits from which they are selected, do not depend on the other
 requests or on proposed tokens (`rows.py`).
@@ -47,7 +47,7 @@ SPECULATE = ("off", "lookup", "draft")
 
 
 class QueueFullError(Exception):
-    """The queue is full; the client should try again after `retry_after` seconds."""
+    """Raised if the queue is full; the client should try again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class GenerationEngine:
 
     Args:
         model: a decoder on the CPU, or its runner.
-        context: the maximum number of tokens of a sequence, with its prompt.
+        context: the maximum number of tokens of a sequence, including its prompt.
         tokenizer: converts tokens to text; without a tokenizer, outputs have no text.
         end_tokens: the model's end-of-sequence tokens.
         store: "slots" or "pages"; see `store.py`.
@@ -217,7 +217,7 @@ class GenerationEngine:
         )
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        """Return the maximum number of generated tokens for a request.
+        """Check a request, and return the maximum number of tokens to generate.
 
         Raises:
             RequestError: if the engine cannot serve the request.

@@ -34,7 +34,7 @@ class ModelFolder:
         context: the maximum number of tokens of a sequence.
         end_tokens: the tokens that end a sequence.
         template: the chat template, or None.
-        no_template: the reason, if there is no chat template.
+        no_template: the reason why there is no chat template, if there is none.
         adapters: the LoRA adapters by name.
     """
 
@@ -79,8 +79,8 @@ def read_model(
         precision: "fp32" or "bf16".
         context: the maximum number of tokens of a sequence, by default the model's context.
         template: a file with another chat template, or "chatml".
-        lora: folders of LoRA adapters by name.
-        lazy: whether the model of a Hugging Face folder is on the meta device, for `shards.shard_model`.
+        lora: the folders of LoRA adapters by name.
+        lazy: whether to create the model of a Hugging Face folder on the meta device, for `shards.shard_model`.
 
     Raises:
         FolderError, CheckpointError, DataError: if a file is missing or damaged, or the model is not supported.

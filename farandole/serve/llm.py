@@ -26,7 +26,7 @@ class Completion:
         text: the text, without stop strings.
         tokens: the generated tokens.
         finish_reason: "stop" or "length".
-        logprobs: for each token, if requested.
+        logprobs: the log-probabilities of each token, if requested.
     """
 
     text: str = ""
@@ -48,8 +48,8 @@ class Generation:
 
     Args:
         prompt_tokens: the prompt's tokens.
-        completions: `n` sequences.
-        prompt_logprobs: for each token of the prompt except the first, if requested.
+        completions: the `n` generated sequences.
+        prompt_logprobs: the log-probabilities of each token of the prompt except the first, if requested.
     """
 
     prompt_tokens: list[int]
@@ -70,11 +70,11 @@ class LLM:
             print(result.text)
 
     With `tensor`, several ranks divide the model.  Without a launcher, this process is rank 0 and starts the other
-    ranks, which end with this process or with `close`.  Meanwhile, this process uses as many threads as each other
-    rank (`torch.set_num_threads`).
+    ranks, which end with this process or with `close`.  While the other ranks exist, this process uses the same number
+    of threads as each of them (`torch.set_num_threads`).
 
-    Under a launcher, all ranks of the job run the same program: the constructor, `generate`, `stream` and `close` are
-    collective calls.  Rank 0's prompts and parameters count, and each rank gets the results.
+    Under a launcher, all ranks of the job run the same program.  The constructor, `generate`, `stream` and `close` are
+    then collective calls, which use the prompts and parameters of rank 0 and return the results on every rank.
 
     Args:
         folder: a Hugging Face folder, a checkpoint, a run, or a folder of runs.
@@ -84,7 +84,7 @@ class LLM:
         chat_template: a file with another chat template, or "chatml".
         draft: the folder of a draft model, for speculate="draft".
         lora: folders of LoRA adapters by name.  A prompt selects an adapter with the field `lora` of `Sampling`.
-        options: further arguments of `GenerationEngine`, such as max_running=32.
+        options: other arguments of `GenerationEngine`, such as max_running=32.
 
     Raises:
         FolderError, CheckpointError, DataError: if a file is missing or damaged, or the model is not supported.
@@ -131,7 +131,7 @@ class LLM:
     def close(self) -> None:
         """End the other ranks, if any.  Afterwards, the LLM can no longer generate.
 
-        Under a launcher, the ranks other than 0 compute with rank 0 until rank 0 calls this method.
+        Under a launcher, this method does not return on other ranks before rank 0 calls it.
         """
         self._ranks.close()
 
@@ -170,11 +170,12 @@ class LLM:
 
         Args:
             prompts: text or tokens.
-            sampling: how tokens are selected; or the fields of `Sampling` as keyword arguments.
+            sampling: the sampling parameters; alternatively, pass the fields of `Sampling` as keyword arguments.
 
         Raises:
-            RequestError: if a prompt does not fit or a parameter is out of range.  No prompt is computed in this case.
-            RanksFailed: if a rank fails; the message names the rank.  Create the LLM again in this case.
+            RequestError: if a prompt is too long or a parameter is out of range.  No prompt is then computed.
+            TypeError: if both `sampling` and its fields are given.
+            RanksFailed: if a rank fails; the message names the rank.  The LLM must then be created again.
         """
         return list(self.stream(prompts, sampling, **parameters))
 
@@ -186,11 +187,15 @@ class LLM:
         progress: Callable[[Sequence[Output]], None] | None = None,
         **parameters: Any,
     ) -> Iterator[Generation]:
-        """Yield the results in order, each as soon as the results before it are complete.
+        """Yield the results in order, each as soon as this result and all earlier results are complete.
 
         Args:
-            sampling: for all prompts, or for each prompt.
+            sampling: the sampling parameters of all prompts, or a sequence with the parameters of each prompt.
             progress: a callback that receives the outputs of each step, on rank 0.
+
+        Raises:
+            TypeError: if both `sampling` and its fields are given.
+            RequestError, RanksFailed: as for `generate`.
         """
         if sampling is not None and parameters:
             raise TypeError("expected either sampling or its fields, got both")

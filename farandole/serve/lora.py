@@ -1,7 +1,8 @@
 """Read the LoRA adapters that requests select.
 
-The base model's weights are shared by all requests.  An adapter adds s B A to a weight, and its rows of a batch get
-the two small products in addition (`rows.IndependentRows`), so requests with different adapters share a batch.
+All requests share the base model's weights.  An adapter adds s B A to a weight.  For the rows of a batch that use the
+adapter, the two small products are computed in addition to the product with the weight (`rows.IndependentRows`), so a
+batch can contain requests with different adapters.
 
 Y. Sheng et al., "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (2024).
 """
@@ -21,10 +22,10 @@ Adapter = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def parse_adapters(lora: Sequence[str]) -> dict[str, Path]:
-    """Return the folders of adapters by name, given "NAME=FOLDER" for each.
+    """Parse entries "NAME=FOLDER", and return the folders of adapters by name.
 
     Raises:
-        RequestError: if an entry has another form, or two adapters have the same name.
+        RequestError: if an entry has a different format, or if two adapters have the same name.
     """
     found: dict[str, Path] = {}
     for entry in lora:

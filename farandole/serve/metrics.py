@@ -1,4 +1,4 @@
-"""Count and measure, and write the result in Prometheus' text format."""
+"""Collect counters and histograms, and write them in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = (1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
 
 
 class Histogram:
-    """Counts observations by size.
+    """A histogram, which counts observations in buckets.
 
     Args:
         bounds: the upper bounds of the buckets, in ascending order.
@@ -23,7 +23,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
+        """Add an observation."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -34,8 +34,8 @@ class Family:
 
     Args:
         kind: "counter", "gauge" or "histogram".
-        values: each value with the end of its name, such as `_count` or `{reason="stop"}`.
-        adds: whether the sum over engines has a meaning.
+        values: the values by the suffix of their names, such as `_count` or `{reason="stop"}`.
+        adds: whether the sum over several engines is meaningful.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Family:
 
 
 class Metrics:
-    """The measurements of an engine.  Times are in seconds."""
+    """The metrics of an engine.  Times are in seconds."""
 
     def __init__(self) -> None:
         self.requests: dict[str, int] = {}
@@ -70,7 +70,7 @@ class Metrics:
         limit: int,
         step: tuple[float, float, float],
     ) -> list[Family]:
-        """Return all measurements.
+        """Return all metrics.
 
         Args:
             limit: the number of sequences that may run.

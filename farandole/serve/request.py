@@ -14,7 +14,7 @@ CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 
 class RequestError(ValueError):
-    """A request that cannot be served.  `field` names the invalid field."""
+    """Raised if a request cannot be served; `field` is the name of the invalid field."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -38,33 +38,37 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are selected, and when a sequence ends.
+    """The parameters of a request: how tokens are selected, and when a sequence ends.
 
     The logits are processed in this order: logit_bias, repetition, presence and frequency penalties, minimum tokens,
     temperature, top_k, top_p, min_p.
 
     Args:
         max_tokens: the maximum number of generated tokens; None for as many as the context allows.
-        min_tokens: the number of tokens before which neither an end-of-sequence nor a stop token is generated.
-        temperature: 0 selects the most likely token.
-        top_k: the number of most likely tokens to sample from; 0 for all.  Tokens as likely as the last one are kept.
-        top_p: the smallest set of tokens whose probability reaches `top_p`.
-        min_p: the minimum probability, relative to the most likely token.
-        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt or the output.
-        presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once and per occurrence.
+        min_tokens: the minimum number of tokens before an end-of-sequence token or a stop token can be generated.
+        temperature: the sampling temperature; 0 selects the most likely token.
+        top_k: the number of most likely tokens to sample from; 0 for all.  Tokens as likely as the last of them are
+            also kept.
+        top_p: the total probability of the tokens to sample from: the smallest set of most likely tokens that reaches
+            `top_p`.
+        min_p: the minimum probability of a token to sample from, relative to the most likely token.
+        repetition_penalty: a number that divides the positive logits and multiplies the negative logits of tokens in
+            the prompt or the output.
+        presence_penalty, frequency_penalty: numbers that are subtracted from the logits of generated tokens, once per
+            token and once per occurrence.
         seed: with the same seed, a request gets the same tokens.
         n: the number of sequences for the prompt.
         logprobs: the number of most likely tokens to report with log-probabilities; None for no log-probabilities.
-            They describe the model's distribution, before any processing.
+            Log-probabilities describe the model's distribution, before any processing.
         prompt_logprobs: whether to report log-probabilities of the prompt's tokens.
-        logit_bias: added to the logits, by token.
-        stop: strings that end the sequence.  They are not part of the text.
+        logit_bias: numbers that are added to the logits, by token.
+        stop: strings that end the sequence; they are not part of the returned text.
         stop_token_ids: tokens that end the sequence.
         ignore_eos: whether the model's end-of-sequence tokens do not end the sequence.
-        json_schema: the text is JSON that is valid under this schema.
-        regex: the text matches this regular expression completely.
-        grammar: the text is in the language of this grammar, in llguidance's variant of Lark's syntax.
-            At most one of the three is allowed.  A text that reaches `max_tokens` can be incomplete.
+        json_schema: a schema; the text is JSON that conforms to it.
+        regex: a regular expression that the whole text matches.
+        grammar: a grammar that accepts the text, in llguidance's variant of Lark's syntax.  At most one of
+            `json_schema`, `regex` and `grammar` is allowed.  A text that reaches `max_tokens` can be incomplete.
         lora: the name of the LoRA adapter with which the model computes; None for the base model.
 
     Raises:
@@ -160,7 +164,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability of a token in nats, and of the most likely tokens, most likely first."""
+    """The log-probability of a token in nats, and the log-probabilities of the most likely tokens, in descending order."""
 
     token: int
     logprob: float
@@ -169,17 +173,19 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Output:
-    """A change of one sequence in a step.
+    """The change of one sequence in a step.
 
     Args:
         request: the request's number.
         choice: the sequence's number, from 0 to n - 1.
         tokens: the new tokens.
         text: the new text, which can lag behind the tokens.
-        offsets: for each new token, the number of complete characters in the text before, with text that is held back.
-        logprobs: for each new token, if requested.
-        prompt_logprobs: for each token of the prompt except the first, in the first output of choice 0, if requested.
-        finish_reason: "stop", "length", "cancelled" or "error", in the sequence's last output.
+        offsets: for each new token, the number of complete characters in the text before this token, including text
+            that is held back.
+        logprobs: the log-probabilities of each new token, if requested.
+        prompt_logprobs: the log-probabilities of each token of the prompt except the first, in the first output of
+            choice 0, if requested.
+        finish_reason: "stop", "length", "cancelled" or "error" in the sequence's last output; otherwise None.
     """
 
     request: int
@@ -192,7 +198,7 @@ class Output:
     finish_reason: str | None = None
 
     def joined(self, later: Output) -> Output:
-        """Return this output and a later output of the same sequence as one."""
+        """Return one output that combines this output and a later output of the same sequence."""
         return replace(
             later,
             tokens=self.tokens + later.tokens,
@@ -214,7 +220,7 @@ class Progress:
         generated: the number of generated tokens.
         most: the maximum number of generated tokens.
         stored: the number of positions with keys and values.
-        blocks: the numbers of the sequence's blocks in the store.
+        blocks: the indices of the sequence's blocks in the store.
     """
 
     request: int

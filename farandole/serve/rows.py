@@ -1,16 +1,16 @@
 """Compute each row of a batch independently of the other rows, bit by bit.
 
-A library's matrix product selects its algorithm by the number of rows, and sums in another order.  Vectorized functions
-such as `exp` compute the last elements of a tensor with another approximation.  Therefore, the logits of a request
-would depend on the other requests in its batch.  Within `IndependentRows`, for fp32,
+A library selects the algorithm of a matrix product by the number of rows, and algorithms sum in different orders.
+Vectorized functions such as `exp` compute the last elements of a tensor with a different approximation.  Therefore, the
+logits of a request would depend on the other requests in its batch.  Within `IndependentRows`, for fp32,
 
 - `F.linear` sums in an order that depends on the weight only, and adds the updates of the rows' LoRA adapters;
 - activations and trigonometric functions run on whole vectors.
 
-Normalization, softmax and additions are independent already.  `ragged_attention` computes each query alone.
+Normalization, softmax and additions are already independent.  `ragged_attention` computes each query separately.
 
-The C core computes products and attention.  Where it was not compiled, torch computes products of 16 rows, and one
-query at a time, which is slow.
+The C core computes products and attention.  If the C core is missing, torch computes products of 16 rows, and attention
+for one query at a time, which is slow.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def weight_key(weight: Tensor) -> WeightKey:
 
 
 class IndependentRows(TorchFunctionMode):
-    """A context in which the fp32 results of a model on the CPU do not depend on the other rows.
+    """A context in which each row of a model's fp32 results on the CPU does not depend on the other rows.
 
     The context keeps a packed copy of each weight.
 
@@ -147,14 +147,15 @@ def ragged_attention(
     window: int | None = None,
     use_core: bool | None = None,
 ) -> Tensor:
-    """Return the attention of single queries over the stored positions of their sequences.
+    """Return the attention of each query over the stored positions of its sequence.
 
     Args:
         query: (queries, heads, width).
         keys: (blocks, key-value heads, tiles, width, 16), fp32 or bf16.
         values: (blocks, key-value heads, block length, value width), like `keys`.
         table: int32 of shape (queries, maximum number of blocks), the blocks of each query's sequence.
-        positions: int64 of shape (queries).  A query attends to positions 0 to its own.
+        positions: int64 of shape (queries), the position of each query.  A query attends to position 0 up to its own
+            position.
         scale: the factor applied to the scores.
         window: the number of most recent positions that a query attends to.
         use_core: whether to use the C core, by default if available.

@@ -1,6 +1,6 @@
 """Run a model on tokens of many sequences at once, and return the logits of selected tokens.
 
-The tokens of all sequences form one row, each with its own position.  All layers but attention compute each token
+The tokens of all sequences form one row, each with its own position.  All layers except attention compute each token
 independently; attention reads the sequence's blocks in the store.
 """
 
@@ -28,8 +28,8 @@ class Span:
     Args:
         tokens: the tokens.
         start: the position of the first token.
-        blocks: the numbers of the sequence's blocks.
-        logits: the number of last tokens whose logits are required.
+        blocks: the indices of the sequence's blocks.
+        logits: the number of tokens at the end of the span whose logits are required.
         adapter: the name of the LoRA adapter, or None for the base model.
     """
 
@@ -111,7 +111,7 @@ class _Probe(KeyValueCache):
 
 
 class Runner:
-    """Computes logits.
+    """Computes the logits of a model.
 
     Args:
         model: a decoder on the CPU, whose weights no longer change.
@@ -156,9 +156,9 @@ class Runner:
         return Memory(self.shapes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
-        """Store keys and values, and return the fp32 logits (selected tokens, vocabulary).
+        """Compute the tokens of `spans`: store keys and values, and return the fp32 logits (selected tokens, vocabulary).
 
-        Call in inference mode.
+        Call this method in inference mode.
         """
         with self._rows:
             cache = _StepCache(memory, self._layers, spans, self._use_core)
@@ -179,7 +179,7 @@ class Runner:
             return self._logits(hidden[:, selected], info).float()
 
     def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Updates, Tensor]]:
-        """Return the adapters of the spans, with the numbers of their rows; each span has a number of rows."""
+        """Return the adapters of the spans, with the indices of their rows; `counts` are the numbers of rows of the spans."""
         rows: dict[str, list[int]] = {}
         end = 0
         for span, count in zip(spans, counts, strict=True):
@@ -189,7 +189,7 @@ class Runner:
         return [(self.adapters[name], torch.tensor(numbers)) for name, numbers in rows.items()]
 
     def beat(self) -> None:
-        """Check the ranks that compute with this process."""
+        """Check that the ranks that compute with this process are alive."""
 
     def close(self) -> None:
         """End the ranks that compute with this process."""

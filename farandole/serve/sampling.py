@@ -1,7 +1,7 @@
 """Select the next tokens of many sequences at once.
 
-Random numbers come from a hash of the seed, the choice and the number of the token, so a request gets the same tokens
-in any batch.
+Random numbers are computed from a hash of the seed, the choice and the index of the token, so a request gets the same
+tokens in any batch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from farandole.serve.request import Logprob, Sampling
 
 @dataclass(eq=False)
 class Draw:
-    """One sequence's part in a draw.
+    """A sequence for which the next token is drawn.
 
     Args:
         sampling: the request's parameters.
-        choice: the number of the sequence in its request.
+        choice: the index of the sequence in its request.
         generated: the number of generated tokens.
         seat: the sequence's row in the sampler's tables, from `Sampler.add`.
         ends: the tokens that may not be selected before the minimum number of tokens.
@@ -40,7 +40,7 @@ class Draw:
 
 @dataclass(eq=False)
 class _Batch:
-    """The parameters of a batch as tensors (sequences, 1), which are computed again only when the batch changes."""
+    """The parameters of a batch as tensors (sequences, 1), which are recomputed only when the batch changes."""
 
     draws: list[Draw]
     temperature: Tensor = field(init=False)
@@ -74,8 +74,8 @@ class Sampler:
 
     Args:
         vocabulary: the number of tokens.
-        seats: the maximum number of sequences.
-        grammars: computes the masks of constrained sequences.
+        seats: the maximum number of sequences, which is the number of rows of the tables.
+        grammars: the grammars that compute the masks of constrained sequences.
     """
 
     def __init__(self, vocabulary: int, seats: int, grammars: Grammars | None = None) -> None:
@@ -113,7 +113,7 @@ class Sampler:
         self._free.append(draw.seat)
 
     def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-        """Return a token for each row of `logits`, and count the tokens.  Changes `logits`."""
+        """Return a token for each row of `logits`, and update the sequences' penalties.  `logits` is overwritten."""
         batch = self._batch
         if batch is None or batch.draws != list(draws):
             batch = self._batch = _Batch(list(draws))

@@ -5,7 +5,7 @@ Both stores keep, for each attention layer, two tensors of *blocks*:
     keys    (blocks, key-value heads, positions / 16, width, 16)     transposed in tiles of 16 positions
     values  (blocks, key-value heads, positions, value width)
 
-The tensors belong to the store's `Memory`, and the store itself contains only the bookkeeping.
+The tensors belong to the store's `Memory`; the store itself records only which blocks are in use.
 
 A sequence has a list of blocks.  In `SlotStore`, a sequence has one block, which is long enough for the longest
 sequence.  In `PageStore`, a block is a page of 16 positions, and sequences with the same first tokens share pages.
@@ -31,7 +31,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The keys and values of one layer at one position."""
+    """The sizes of one layer's keys and values at one position."""
 
     heads: int
     key_width: int
@@ -49,7 +49,7 @@ class Blocks:
     """A sequence's blocks, owned by a store.
 
     Args:
-        most: the maximum number of positions.
+        most: the maximum number of positions of the sequence.
         stored: the number of positions with keys and values.
         digests: the hash of the tokens up to the end of each complete page.
         model: the name of the model that computes the keys and values.
@@ -101,7 +101,7 @@ class Memory:
 
 
 class Store(Protocol):
-    """Keys and values of running sequences."""
+    """Stores the keys and values of running sequences."""
 
     memory: Memory
     block_length: int
@@ -111,7 +111,7 @@ class Store(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Return the number of positions that fit."""
+        """Return the number of positions that fit in memory."""
         ...
 
     @property
@@ -130,10 +130,10 @@ class Store(Protocol):
         ...
 
     def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
-        """Add a sequence of at most `most` positions, or return None if the memory is in use.
+        """Add a sequence of at most `most` positions; return None if there is too little free memory.
 
         If other sequences began with the same tokens, the result may already have stored positions, but always fewer
-        than there are tokens.  Only sequences with the same `model`, a name, share positions.
+        than there are tokens.  Positions are shared only among sequences with the same model name `model`.
         """
         ...
 
@@ -146,24 +146,24 @@ class Store(Protocol):
         ...
 
     def release(self, blocks: Blocks) -> None:
-        """Remove a sequence."""
+        """Remove a sequence, and free its blocks."""
         ...
 
     def compact(self) -> None:
-        """Fill the holes that removed sequences left."""
+        """Move sequences into the blocks of removed sequences, if necessary."""
         ...
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent."""
+        """Raise RuntimeError if the records of the store are inconsistent."""
         ...
 
 
 class SlotStore:
     """One contiguous slot per sequence.
 
-    Running sequences occupy the first slots.  When sequences end, sequences in the last slots move into the holes: the
-    fewest moves that close them.  All slots grow by `CHUNK` positions when the longest sequence needs more, and shrink
-    when no sequence is running.
+    Running sequences occupy the first slots.  When sequences end, sequences in the last slots move into the free slots,
+    with the smallest number of moves.  All slots grow by `CHUNK` positions when the longest sequence needs more, and
+    shrink when no sequence is running.
 
     Args:
         memory: the tensors.
@@ -187,7 +187,7 @@ class SlotStore:
 
     @property
     def cached(self) -> list[int]:
-        """Return no slots: slots are not shared."""
+        """Return an empty list, because slots are not shared."""
         return []
 
     def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
@@ -213,12 +213,12 @@ class SlotStore:
         blocks.stored = stored
 
     def release(self, blocks: Blocks) -> None:
-        """Remove a sequence."""
+        """Remove a sequence, and free its blocks."""
         self._sequences[blocks.numbers[0]] = None
         blocks.numbers = []
 
     def compact(self) -> None:
-        """Move the sequences in the last slots into holes."""
+        """Move the sequences in the last slots into free slots."""
         sequences = self._sequences
         while sequences and sequences[-1] is None:
             sequences.pop()
@@ -236,10 +236,10 @@ class SlotStore:
             self.memory.resize(0, 0, 0, 0)
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent."""
+        """Raise RuntimeError if the records of the store are inconsistent."""
         for slot, blocks in enumerate(self._sequences):
             if blocks is not None and blocks.numbers != [slot]:
-                raise RuntimeError(f"slot {slot} belongs to a sequence with slots {blocks.numbers}")
+                raise RuntimeError(f"slot {slot} is assigned to a sequence whose slots are {blocks.numbers}")
 
     def _grow(self, slots: int, length: int) -> None:
         """Enlarge the tensors, and copy the stored positions."""
@@ -281,7 +281,7 @@ class PageStore:
 
     @property
     def capacity(self) -> int:
-        """Return the number of positions that fit."""
+        """Return the number of positions that fit in memory."""
         return self._pages * TILE
 
     @property
@@ -322,7 +322,7 @@ class PageStore:
         return blocks
 
     def reserve(self, blocks: Blocks, length: int) -> None:
-        """Take pages for the first `length` positions."""
+        """Allocate pages for the first `length` positions."""
         while len(blocks.numbers) * TILE < length:
             if self._free:
                 page = self._free.pop()
@@ -348,7 +348,7 @@ class PageStore:
                 self._page_of[digest], self._digest_of[page] = page, digest
 
     def release(self, blocks: Blocks) -> None:
-        """Remove a sequence.  Its last pages are reused first."""
+        """Remove a sequence.  The last pages of the sequence are reused first."""
         self._reserved -= -(-blocks.most // TILE) - len(blocks.numbers)
         for page in reversed(blocks.numbers):
             self._users[page] -= 1
@@ -361,10 +361,10 @@ class PageStore:
         self._sequences.remove(blocks)
 
     def compact(self) -> None:
-        """Do nothing: pages leave no holes."""
+        """Do nothing, because pages need not be contiguous."""
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent."""
+        """Raise RuntimeError if the records of the store are inconsistent."""
         users = [0] * self._pages
         for blocks in self._sequences:
             for page in blocks.numbers:
@@ -385,7 +385,7 @@ class PageStore:
 
 
 def _digests(tokens: Sequence[int], before: bytes) -> list[bytes]:
-    """Return the hash of all tokens up to the end of each page; `before` is the hash of the tokens before."""
+    """Return, for each page, the hash of all tokens up to its end; `before` is the hash of the preceding tokens."""
     found = []
     for start in range(0, len(tokens), TILE):
         content = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + TILE])

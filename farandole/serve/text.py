@@ -1,6 +1,7 @@
 """Convert tokens to text as they arrive, and find stop strings.
 
-A stop string is never part of the text: text that could be its beginning is held back until the next tokens decide.
+A stop string is never part of the text.  Text that could be the beginning of a stop string is held back until more
+tokens have arrived.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class TextStream:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Return the text that a token completes.  `stopped` then says whether a stop string was found."""
+        """Add a token, and return the text that becomes complete.  Afterwards, `stopped` is true if a stop string was found."""
         self._tokens.append(token)
         new = self._stream.step(self._tokenizer, token)
         return self._advance(new) if new else ""
 
     @property
     def length(self) -> int:
-        """Return the number of complete characters so far, with text that is held back."""
+        """Return the number of complete characters so far, including text that is held back."""
         return len(self._decoded)
 
     def finish(self) -> str:
@@ -64,7 +65,7 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

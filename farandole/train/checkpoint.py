@@ -52,7 +52,7 @@ class CheckpointWriter:
     A run that resumes from step `resumed_step` repeats the later steps, so the checkpoints of these steps are moved to
     another folder.
 
-    All ranks call `save` and `wait`.
+    All ranks must call `save` and `wait` together.
 
     Raises:
         CheckpointError: on all ranks, if a checkpoint cannot be written.  The next `save` or `wait` raises the error.
@@ -139,7 +139,7 @@ class CheckpointWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _complete(self, trainer: Trainer, metadata: str, types: Mapping[str, torch.dtype]) -> None:
-        """Write the other files next to the state, rename the checkpoint to its final name, and delete old ones."""
+        """Write the other files next to the state, rename the checkpoint to its final name, and delete old checkpoints."""
         folder = self._partial
         write_weights(folder / WEIGHTS, folder / STATE, types)
         if (
@@ -181,7 +181,7 @@ class CheckpointWriter:
 
 
 def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
-    """Restore `trainer` from checkpoint `folder`.  Collective call.
+    """Restore `trainer` from checkpoint `folder`, and return the checkpoint's metadata.  Collective call.
 
     Raises:
         CheckpointError: if files are missing or damaged, or belong to another model.

@@ -90,7 +90,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """The GPT or BERT to train, or a Hugging Face folder, which determines all model sizes except `context`."""
+    """The sizes of the GPT or BERT to train, or a Hugging Face folder, which determines all sizes except `context`."""
 
     folder: str = ""
     pretrained: bool = True
@@ -106,14 +106,14 @@ class ModelSection(_Section):
     _restored: bool = PrivateAttr(default=False)
 
     def restored(self, folder: Path) -> ModelSection:
-        """Return this section for a model whose weights a checkpoint has, with its other files in `folder`."""
+        """Return a copy of this section for a model whose weights come from a checkpoint and whose other files are in `folder`."""
         section = self.model_copy(update={"folder": str(folder)})
         section._restored = True
         return section
 
     @property
     def is_restored(self) -> bool:
-        """Whether the weights come from a checkpoint, so that none are read from the folder."""
+        """Whether the weights come from a checkpoint, instead of the folder."""
         return self._restored
 
     @model_validator(mode="after")
@@ -135,11 +135,11 @@ class ModelSection(_Section):
         return GPTConfig(**self.sizes())
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes for a model that is not read from a folder."""
+        """Return the sizes of a model that is not read from a folder, by key."""
         return self.model_dump(exclude={"folder", "pretrained", *ROUTERS})
 
     def routers(self) -> dict[str, float]:
-        """Return the keys in `ROUTERS` that are not 0."""
+        """Return the values of the keys in `ROUTERS` that are not 0, by key."""
         return {name: value for name in ROUTERS if (value := getattr(self, name))}
 
     @model_validator(mode="after")
@@ -226,7 +226,7 @@ class ImagesSection(_Section):
 
 
 class OptimizerSection(_Section):
-    """AdamW and its schedule."""
+    """The options of AdamW, and the learning-rate schedule."""
 
     learning_rate: Positive
     final_share: Annotated[float, Field(ge=0, le=1)]

@@ -1,4 +1,4 @@
-"""Count the floating-point operations of a transformer, forward and backward.
+"""Count the floating-point operations of a transformer's forward and backward passes.
 
 A weight in a matrix product needs 6 operations per position: 2 in the forward pass, 2 for the gradient of the input and
 2 for the gradient of the weight.  A frozen weight needs 4.  Attention also needs operations for each pair of positions
@@ -30,9 +30,10 @@ class Flops:
     """The operations of a forward and backward pass.
 
     Args:
-        position: per position of a sequence.  The source and the target of an encoder-decoder model have equal lengths.
-        pair: per pair of positions of a sequence.
-        target: per target of the loss, because the head computes only positions with a target.
+        position: operations per position of a sequence.  The source and the target of an encoder-decoder model have
+            equal lengths.
+        pair: operations per pair of positions of a sequence.
+        target: operations per target of the loss, because the output projection computes only positions with a target.
     """
 
     position: float = 0.0
@@ -40,7 +41,8 @@ class Flops:
     target: float = 0.0
 
     def of(self, lengths: NDArray[np.int64], samples: float, targets: float) -> float:
-        """Return the operations for samples with the mean cost of sequences with `lengths` positions."""
+        """Return the operations for `samples` samples with `targets` targets; each sample has the mean cost of
+        sequences with `lengths` positions."""
         positions = lengths.astype(np.float64)
         each = float((self.position * positions + self.pair * positions**2).mean())
         return samples * each + targets * self.target

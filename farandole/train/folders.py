@@ -75,7 +75,7 @@ def check_context(config: TrainConfig, origin: Pretrained) -> None:
 
 
 def open_folder_model(config: TrainConfig, classes: int | None = None, **changes: Any) -> Transformer:
-    """Create the folder's model on the meta device, with `changes` of its configuration; `parallelize` reads the weights.
+    """Create the folder's model on the meta device, with `changes` to its configuration; `parallelize` reads the weights.
 
     With `model.pretrained=false`, the weights are random.
 
@@ -123,7 +123,7 @@ class _NoWeights:
 
 
 def _router_changes(config: TrainConfig, origin: Pretrained) -> dict[str, Any]:
-    """Return the configured losses and capacity of the routers as a change of the model's configuration."""
+    """Return the configured losses and capacity of the routers as changes to the model's configuration."""
     routers = config.model.routers()
     if not routers:
         return {}

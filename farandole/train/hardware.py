@@ -40,7 +40,8 @@ class PrecisionChoice:
 def choose_precision(
     configured: Literal["auto", Precision], comm: Communicator, device: torch.device
 ) -> PrecisionChoice:
-    """Return `configured`, or for "auto" bf16 if all ranks' devices multiply it faster, else fp32.  Collective call."""
+    """Return `configured` or, for "auto", bf16 if the devices of all ranks multiply bf16 faster than fp32, and fp32
+    otherwise.  Collective call."""
     if configured != "auto":
         return PrecisionChoice(configured, "configured")
     found = comm.all_gather_object(bf16_unit(device))
@@ -53,7 +54,7 @@ def choose_precision(
 
 
 def bf16_unit(device: torch.device) -> str:
-    """Return the name of the unit that multiplies bf16 faster than fp32, or ""."""
+    """Return the name of the hardware unit that multiplies bf16 faster than fp32, or "" if the device has no such unit."""
     if device.type == "cuda":
         capable = torch.cuda.get_device_capability(device) >= _CUDA_CAPABILITY
         return torch.cuda.get_device_name(device) if capable else ""
@@ -70,7 +71,7 @@ _SIZE = {"cpu": 1024, "cuda": 8192}
 
 
 def measured_flops(precision: Precision, device: torch.device, comm: Communicator) -> float:
-    """Measure the floating-point operations per second in matrix products on all ranks at once.  Collective call."""
+    """Return the total floating-point operations per second of matrix products that run on all ranks at once.  Collective call."""
     use_fast_products()
     size = _SIZE.get(device.type, 2048)
     dtype = TYPES[precision]

@@ -154,7 +154,7 @@ class ImagesTask(Task):
             raise ConfigError(f"images.network: {error}") from None
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return a ResNet."""
+        """Return the ResNet that `images.network` names, with one output per class."""
         return build_resnet(self._network)
 
     def batch(

@@ -84,7 +84,7 @@ def find_key(name: str) -> Key:
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """Return the key's value in each preset that changes the default."""
+    """Return the value of key `name` in each preset that changes the default, by preset."""
     default = load_config().flat()[name]
     values = {preset: load_config(preset).flat()[name] for preset in presets()}
     return {preset: value for preset, value in values.items() if value != default}

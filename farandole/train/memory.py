@@ -34,7 +34,7 @@ _REFUSED_FRACTION = 0.9
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` if a model does not suit the plan, or a language model does not fit in this host's memory."""
+    """Raise `ConfigError` if the model is incompatible with the plan, or if a language model does not fit in this host's memory."""
     if any(getattr(config.plan, axis) > 1 for axis in ("pipeline", *MODEL_AXES)):
         _check_division(config, ranks)
     if config.task not in ("text", "sft"):
@@ -67,7 +67,7 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
 
 
 def _check_division(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` if the model cannot be divided along the plan's axes, or the batch does not suit the schedule."""
+    """Raise `ConfigError` if the model cannot be divided along the plan's axes, or if the schedule does not support the batch."""
     plan, (micro_batches, _) = _plan_of(config), config.micro_batches(ranks)
     try:
         if plan.pipeline > 1:

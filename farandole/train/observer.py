@@ -35,8 +35,8 @@ class Progress:
     """A run's progress.
 
     Args:
-        speed: units (`unit`) per second, over all ranks.
-        left_s: estimated time until the end, in seconds.
+        speed: the number of units (`unit`) that all ranks together process per second.
+        left_s: the estimated time until the end, in seconds.
         waiting: the fraction of time spent waiting for communication.
     """
 
@@ -52,7 +52,7 @@ class Progress:
         return "  ".join(self._parts())
 
     def fit(self, width: int) -> str:
-        """Return the text in at most `width` characters, omitting the last parts if necessary."""
+        """Return the progress as text of at most `width` characters, omitting the last parts if necessary."""
         parts = self._parts()
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()

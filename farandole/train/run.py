@@ -159,7 +159,7 @@ class StopSignals:
 
 
 def main(text: str) -> None:
-    """Run a JSON order on this rank."""
+    """Run the order `text`, in JSON, on this rank."""
     given = Order.load(text)
     with farandole.init() as runtime:
         _run(given, runtime)

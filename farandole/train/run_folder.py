@@ -102,7 +102,7 @@ def weights_file(config: TrainConfig) -> Path | None:
 
 
 def tokenizer_file(config: TrainConfig) -> Path | None:
-    """Return the tokenizer that belongs to the initial weights, or None if no tokenizer exists."""
+    """Return the tokenizer file that belongs to the initial weights, or None if there is none."""
     file = weights_file(config)
     tokenizer = None if file is None else file.with_name(TOKENIZER)
     return tokenizer if tokenizer is not None and tokenizer.is_file() else None

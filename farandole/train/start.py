@@ -131,7 +131,7 @@ class Order:
 
 
 def read_request(words: Sequence[str], resume: bool) -> Request:
-    """Parse command arguments.  Raises `ConfigError`."""
+    """Parse the words of a command; `resume` is whether --resume was given.  Raises `ConfigError`."""
     overrides = [word for word in words if "=" in word]
     rest = [word for word in words if "=" not in word]
     folders = [word for word in rest if _is_folder(word, resume)]
@@ -211,7 +211,7 @@ def check_wandb() -> None:
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """Return the largest number of ranks that this host supports, that suits the plan and that divides the batch."""
+    """Return the largest number of ranks that this host supports, that the plan allows, and that divides the batch."""
     together, experts = config.plan.ranks_per_sample, config.plan.expert
     if config.plan.data:
         return config.plan.data * experts * together
@@ -221,7 +221,7 @@ def default_ranks(config: TrainConfig) -> int:
 
 
 def order(start: Start) -> Order:
-    """Return a run's order, and create the folder for a new run.  Raises `ConfigError` on failure."""
+    """Return the job description of a run, and create the folder of a new run.  Raises `ConfigError` on failure."""
     if start.checkpoint is not None:
         return Order(start.config, start.checkpoint.parent.parent, start.checkpoint)
     return Order(start.config, new_run(start.config))

@@ -82,7 +82,7 @@ class Task:
         raise NotImplementedError
 
     def loss(self, output: Any, batch: Any) -> Mean:
-        """Return the summed loss of a micro-batch, and the number of summands."""
+        """Return the sum of the losses in a micro-batch, and their number."""
         raise NotImplementedError
 
     def batch(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Any:

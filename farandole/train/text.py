@@ -1,4 +1,4 @@
-"""The tasks with text: "text" (a language model), "masked-text" (a BERT) and "sft" (a language model, on conversations).
+"""The text tasks: "text" trains a language model, "masked-text" a BERT, and "sft" a language model on conversations.
 
 `load_model` loads trained language models from checkpoints.
 """
@@ -48,7 +48,7 @@ def open_text(
     progress: Progress = lambda what, share: None,
     special_tokens: tuple[str, ...] = (),
 ) -> Text:
-    """Return the configured text, tokenized.  Raises `DataError`."""
+    """Return the configured text, tokenized.  Raises `DataError` or `ConfigError`."""
     vocabulary, tokenizer, end = config.model.vocabulary, tokenizer_file(config), END_OF_TEXT
     if config.model.folder:
         folder = folder_of(config)
@@ -78,7 +78,7 @@ def open_text(
 
 
 class TextTask(Task):
-    """Trains a GPT on token windows from `text` if given, else from the configured text."""
+    """Trains a GPT on token windows, from `text` if given, otherwise from the configured text."""
 
     unit = "tokens"
 
@@ -145,7 +145,7 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
     The weights come from `model.safetensors`.  Pickle files are not read.
 
     Raises:
-        CheckpointError: if a file is missing or damaged, or the task is not "text".
+        CheckpointError: if a file is missing or damaged, or the task is neither "text" nor "sft".
     """
     config = saved_config(read_metadata(checkpoint).config)
     if config.task not in ("text", "sft"):
@@ -251,7 +251,7 @@ class ChatTask(Task):
         return open_folder_model(self._config)
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> ChatBatch:
-        """Return the tokens, document numbers and targets."""
+        """Return the tokens, the index of each token's document, and the targets."""
         tokens, documents, targets = (torch.from_numpy(part) for part in samples.read(numbers))
         return tokens, documents, targets
 

@@ -2,7 +2,7 @@
 
 Weight decay applies to matrices but not to vectors (biases and normalization weights), as in GPT-3.  See Loshchilov and
 Hutter, 2019, "Decoupled Weight Decay Regularization".
-The module `run` prints, saves and decides when to stop.
+Module `run` prints, saves and decides when to stop.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Trainer:
     With `resumed`, the trainer does not read the initial weights, because the caller loads a checkpoint.
 
     Raises:
-        ConfigError: on all ranks, if the plan does not suit the model or the ranks.
+        ConfigError: on all ranks, if the model or the number of ranks does not support the plan.
     """
 
     def __init__(

@@ -37,10 +37,10 @@ def workload_of(config: TrainConfig, ranks: int, model: nn.Module | None = None)
     """Return one rank's share of a step.
 
     Args:
-        model: the configuration's model on the meta device, if it has been created before.
+        model: the configuration's model on the meta device, if the caller has created it already.
 
     Raises:
-        ConfigError: if the task cannot be estimated, or the batch cannot be divided.
+        ConfigError: if the planner does not support the task, or if the batch cannot be divided.
     """
     if config.task not in PLANNED:
         raise ConfigError(f"task={config.task!r}: the planner supports only task={', '.join(PLANNED)}")

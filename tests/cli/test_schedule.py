@@ -79,7 +79,7 @@ def test_the_search_finds_a_schedule_that_fits():
         (("1f1b", "--parts", "2"), "--parts is an option of gems, gems-master, gems-w"),
         (("chimera", "--stages", "3"), "chimera needs an even number of ranks, got 3"),
         (("1f1b", "--draw", "x.gif"), "x.gif: expected a name that ends in .png, .svg, .pdf or .json"),
-        (("--draw", "x.json"), "x.json: a trace has one schedule, got 14"),
+        (("--draw", "x.json"), "x.json: a trace contains one schedule, got 14"),
         (("1f1b", "--memory", "2"), "--memory is a limit for --search"),
         (("1f1b", "--search"), "--search compares all schedules: omit names"),
         (("1f1b", "--stage-input", "2"), "--stage-input is used with --recompute only"),

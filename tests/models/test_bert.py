@@ -212,7 +212,7 @@ def test_initializing_a_meta_block_is_refused() -> None:
         ({"heads": 3}, "width=8 is not a multiple of heads=3"),
         ({"layers": 0}, "expected sizes of at least 1"),
         ({"feed_forward": -1}, "expected sizes of at least 1"),
-        ({"dropout": 1.0}, "expected dropout at least 0 and below 1, got 1.0"),
+        ({"dropout": 1.0}, "expected dropout of at least 0 and below 1, got 1.0"),
         ({"padding": 97}, "expected padding to be a token below vocabulary=97, got 97"),
     ],
 )

@@ -65,7 +65,9 @@ def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
 
 def test_models_without_enough_experts_are_refused(ranks: Any) -> None:
     assert "has no mixture of experts" in ranks(2).run(_refused, "gpt", Plan(expert=2))[0]
-    assert "has 4 experts; nearest plan: expert=4" in ranks(5).run(_refused, "mixtral", Plan(expert=5))[0]
+    assert (
+        "has only 4 experts; nearest plan: expert=4" in ranks(5).run(_refused, "mixtral", Plan(expert=5))[0]
+    )
 
 
 def _uneven(rank: int, size: int) -> str:

@@ -219,7 +219,7 @@ def _set(name: str, value: Any) -> Change:
             r"the adapter has no 0.norm.weight, 0.norm.bias, .*has 0.norm.gain, which",
         ),
         (_set(PREFIX + "head.weight", torch.zeros(2)), "also_train: .*head.* matches no module"),
-        (_set(PREFIX + "scale", torch.zeros(2)), "has tensors without a module: scale"),
+        (_set(PREFIX + "scale", torch.zeros(2)), "has tensors that do not belong to a submodule: scale"),
         (
             _set("0.qkv.lora_A.weight", torch.zeros(2)),
             "'0.qkv.lora_A.weight' does not begin with 'base_model.model.'",

@@ -278,7 +278,7 @@ def test_invalid_plans_are_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> N
     with pytest.raises(PlanError, match="nearest plan: zero=3"):
         Plan(zero=2, offload="disk:.", offloaded="parameters")
     with pytest.raises(
-        PlanError, match="gradients and parameters are offloaded together with optimizer states"
+        PlanError, match="gradients and parameters are offloaded only together with optimizer states"
     ):
         Plan(zero=2, offloaded="gradients")
     with pytest.raises(PlanError, match="only recompute='auto' uses activation_bytes"):

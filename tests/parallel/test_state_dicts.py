@@ -103,7 +103,7 @@ def test_a_run_goes_on(ranks: Any, name: str, saved: str, zero: int, tmp_path: P
     [
         ("of rank 0", 1, "on rank 1: this is the state of other shards, saved by rank 0 of 2"),
         ("of zero=1", 0, "this is the state of other shards, saved by rank . of 2"),
-        ("half", 1, "on rank 1: expected groups of .* parameters, got"),
+        ("half", 1, "on rank 1: expected parameter groups with .* parameters, got"),
     ],
 )
 @pytest.mark.parametrize("name", ["fused", "whole parameters"])

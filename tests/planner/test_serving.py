@@ -109,7 +109,7 @@ def test_the_command_plans_accelerators(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["tiny", "--zero", "1"], "--zero is for training"),
-        (["tiny", "--flops", "3T"], "--flops requires --accelerators, with --serve"),
+        (["tiny", "--flops", "3T"], "with --serve, --flops requires --accelerators"),
         (["tiny", "--accelerators", "--memory", "1GiB"], "requires --memory, --flops and --memory-bandwidth"),
         (["tiny", "--precision", "fp16"], "expected one of fp32, bf16"),
     ],

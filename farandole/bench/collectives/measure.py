@@ -1,4 +1,4 @@
-"""Time collectives; the implementations take turns at each size, with a barrier after every call.
+"""Time collectives: at each size, the implementations run alternately, with a barrier after every call.
 
 A rank times its own call, from entry to return.  The barrier after the call is not timed, and prevents calls from
 overlapping.  The OSU Micro-Benchmarks (D. K. Panda et al.) use the same method.
@@ -82,7 +82,7 @@ class Buffers:
 
 
 class Trial:
-    """An implementation with one operation and size."""
+    """Times and, with `validate`, checks one operation of one implementation, with messages of one size."""
 
     def __init__(self, implementation: Implementation, case: Case) -> None:
         self.implementation = implementation

@@ -50,7 +50,7 @@ class Operation:
 
     @property
     def sized(self) -> bool:
-        """Whether the operation has a size."""
+        """Whether the operation has a message size; a barrier has none."""
         return self.input != "none"
 
     @property

@@ -40,7 +40,7 @@ class Work:
 
 
 class Overlap:
-    """An implementation with one operation and size, with and without computation between start and wait."""
+    """Times one operation of one implementation, with and without computation between start and wait."""
 
     def __init__(self, implementation: Implementation, case: Case, work: Work) -> None:
         self.implementation = implementation

@@ -1,4 +1,4 @@
-"""Plot latency and bandwidth over size, with one line per backend."""
+"""Plot latency and bandwidth against message size, with one line per backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Send requests to an OpenAI-compatible server, and record when each part of an answer arrives.
 
-Each request has its own thread and its own connection.  Times of an arrival process count from the planned arrival, so
-that a slow client does not hide a slow server.
+Each request has its own thread and its own connection.  Times are measured from the planned arrival of a request, so
+that a delayed client does not hide a slow server.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sample:
         arrival: the planned arrival.
         texts: the times at which text arrived.
         end: the time of the last part, or of the failure.
-        prompt_tokens, output_tokens: as counted by the server.
+        prompt_tokens, output_tokens: the numbers of tokens, as counted by the server.
         refused: whether the server answered with status 429.
         error: the reason of any other failure.
     """
@@ -109,7 +109,7 @@ class Client:
     Args:
         url: the server's address, with or without `/v1` at the end.
         model: the model's name; None for the server's first model.
-        vocabulary: prompts are sent as tokens below this number; None to send text.
+        vocabulary: the size of the vocabulary, to send prompts as token ids; None to send text.
         api_key: the API key, or an empty string.
 
     Raises:
@@ -146,7 +146,7 @@ class Client:
             connection.close()
 
     def one_after_another(self, requests: Sequence[Request]) -> list[Sample]:
-        """Send each request when the answer to the request before is complete."""
+        """Send each request when the answer to the previous request is complete."""
         return [self.send(request, time.perf_counter()) for request in requests]
 
     def at_times(self, requests: Sequence[Request], arrivals: Sequence[float]) -> list[Sample]:

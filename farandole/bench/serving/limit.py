@@ -1,4 +1,4 @@
-"""The shortest possible times of a model on this machine, from its weights and two measured speeds.
+"""Lower bounds of a model's times on this machine, from the number of weights and two measured speeds.
 
 A step reads all weights from memory once and multiplies them with each of its tokens.  Keys, values and attention are
 not counted, so real times are longer.
@@ -23,12 +23,13 @@ _SIDE = 1024
 
 @dataclass(frozen=True)
 class Limit:
-    """Lower limits of the times, in seconds.
+    """Lower bounds of times, in seconds.
 
     Args:
-        body: the weights that each token is multiplied with, without the head; of experts, those of one token.
-        head: the weights that each token with logits is multiplied with.
-        weight_bytes: the size of both.
+        body: the number of weights that multiply each token, without the output projection; of the experts, only the
+            weights of the experts that process the token.
+        head: the number of weights of the output projection, which multiply each token with logits.
+        weight_bytes: the size of all these weights in bytes.
         bandwidth: bytes per second of reads from a buffer of `weight_bytes`.
         flops: floating-point operations per second of a large matrix product.
     """
@@ -41,11 +42,11 @@ class Limit:
 
     @property
     def step_s(self) -> float:
-        """Return the time for reading the weights once: the limit of the time per output token."""
+        """Return the time for reading the weights once, a lower bound of the time per output token."""
         return self.weight_bytes / self.bandwidth
 
     def first_token_s(self, prompt_tokens: int) -> float:
-        """Return the time for computing a prompt."""
+        """Return the lower bound of the time to first token, for a prompt of `prompt_tokens` tokens."""
         return max(self.step_s, self.products_s([(prompt_tokens, 1)]))
 
     def products_s(self, lengths: Sequence[tuple[int, int]]) -> float:
@@ -54,11 +55,11 @@ class Limit:
         return 2 * (self.body * tokens + self.head * sum(output for _, output in lengths)) / self.flops
 
     def latency_s(self, prompt_tokens: int, output_tokens: int) -> float:
-        """Return the time of a request alone."""
+        """Return the lower bound of the latency of a single request."""
         return self.first_token_s(prompt_tokens) + (output_tokens - 1) * self.step_s
 
     def total_s(self, lengths: Sequence[tuple[int, int]], batch: int) -> float:
-        """Return the time of all requests in batches of at most `batch` sequences."""
+        """Return the lower bound of the time of all requests, in batches of at most `batch` sequences."""
         outputs = [output for _, output in lengths]
         steps = max(*outputs, -(-sum(outputs) // batch))
         return max(steps * self.step_s, self.products_s(lengths))

@@ -22,7 +22,7 @@ def ragged_requests(
 
     Args:
         prompt_tokens, output_tokens: the smallest and the largest length.
-        vocabulary: tokens are from 1 to `vocabulary` - 1.
+        vocabulary: the size of the vocabulary; tokens are drawn from 1 to `vocabulary` - 1.
     """
     choose = random.Random(seed)
     return [
@@ -35,7 +35,8 @@ def ragged_requests(
 
 
 def with_fresh_prompts(requests: Sequence[Request], vocabulary: int, seed: int) -> list[Request]:
-    """Return requests of the same lengths with other tokens, so that a server cannot reuse computed prompts."""
+    """Return requests with the same lengths and different tokens, so that a server cannot reuse the keys and values of
+    earlier prompts."""
     choose = random.Random(seed)
     return [
         Request([choose.randrange(1, vocabulary) for _ in request.prompt], request.output_tokens)

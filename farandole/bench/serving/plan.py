@@ -62,7 +62,7 @@ class ServingPlanSetup:
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """The predictions for all choices, and the replicas of each."""
+    """The predictions for all choices."""
 
     setup: ServingPlanSetup
     machine: ServingMachine
@@ -74,7 +74,8 @@ class ServingPlan:
 
 
 def plan_serving(setup: ServingPlanSetup) -> ServingPlan:
-    """Predict every choice: the precision, the ranks that divide the model, and the running sequences.
+    """Predict the speed of every choice: the precision, the number of ranks that divide the model, and the number of
+    running sequences.
 
     Raises:
         ConfigError, PlanError, BenchError: if options are invalid.
@@ -120,7 +121,7 @@ def _machine(setup: ServingPlanSetup) -> ServingMachine:
         if given := [
             name for name in ("flops", "memory_bandwidth", "bandwidth") if getattr(setup, name) is not None
         ]:
-            raise BenchError(f"--{given[0].replace('_', '-')} requires --accelerators, with --serve")
+            raise BenchError(f"with --serve, --{given[0].replace('_', '-')} requires --accelerators")
         measured = speeds(setup.ranks, remeasure=setup.remeasure)
         return measured.machine(setup.memory or available_memory() // setup.ranks)
     if (
@@ -221,7 +222,7 @@ def check(plan: ServingPlan) -> list[tuple[ServingEstimate, Measured]]:
 
 
 def checked_table(found: Sequence[tuple[ServingEstimate, Measured]], replicas: int) -> Table:
-    """Return the predicted and measured speeds, and the errors."""
+    """Return the table of predicted and measured speeds, with the errors of the prediction."""
     result = Table(
         title="predicted / measured (error)", title_justify="left", title_style="", box=None, pad_edge=False
     )

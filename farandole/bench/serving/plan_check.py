@@ -55,7 +55,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Measured:
-    """Mean seconds to the first token and per output token, and the tokens per second of all replicas."""
+    """The mean seconds to the first token and per output token, and the tokens per second of all replicas together."""
 
     ttft: float
     tpot: float

@@ -1,4 +1,4 @@
-"""Summarize the samples of a scenario, and print a summary next to the limit."""
+"""Summarize the samples of a scenario, and report them together with the lower bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmark a server of OpenAI's interface: a server of ours, which the benchmark starts, or any running server."""
+"""Benchmark a server with OpenAI's interface: a farandole server that the benchmark starts, or any running server."""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ class ServingSetup:
         for name in self.scenarios:
             check_choice("--scenario", name, SCENARIOS)
         if (self.rate is None) == ("server" in self.scenarios):
-            raise BenchError("--scenario server and --rate need each other: use --scenario server --rate 2")
+            raise BenchError(
+                "--scenario server and --rate require each other: pass both, as in --scenario server --rate 2, or omit both"
+            )
         for option, number in (
             ("--requests", self.requests),
             ("--max-running", self.max_running),

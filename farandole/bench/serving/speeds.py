@@ -85,7 +85,7 @@ def measure(runtime: Runtime, fields: Mapping[str, Any] = _LARGE, turns: int = _
 
     Args:
         fields: the configuration of the model for products and attention.
-        turns: the number of calls of which the median counts.
+        turns: the number of timed calls, of which the median is used.
     """
     keep_freed_memory()
     process = data_bytes()
@@ -181,7 +181,7 @@ def _seconds(call: Callable[[], object], runtime: Runtime, turns: int) -> float:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the means of equal structures of numbers."""
+    """Return the element-wise mean of number structures with the same shape."""
     first = values[0]
     if isinstance(first, dict):
         return {name: _mean([each[name] for each in values]) for name in first}

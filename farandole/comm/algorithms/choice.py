@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Choice:
-    """Chooses the algorithms for a group on several hosts.
+    """Chooses the algorithms of collectives in a group that spans several hosts.
 
     The logger `farandole.comm.algorithms.choice` reports each choice once at level DEBUG.
 

@@ -47,7 +47,7 @@ class Running:
         return self._next is None
 
     def advance(self, deadline: float) -> None:
-        """Wait for one message and run to the next message; `deadline` is a `time.monotonic` time."""
+        """Wait for the current message, and run until the algorithm must wait again; `deadline` is a `time.monotonic` time."""
         if self._next is not None:
             self._next.wait(max(0.0, deadline - time.monotonic()))
             self._next = next(self._steps, None)
@@ -117,7 +117,7 @@ class PowerOfTwo:
 
 
 def in_order(combine: Combine, own: Tensor, other: Tensor, own_first: bool) -> None:
-    """Combine `other` into `own`, with the same operand order on both ranks for bitwise equal results."""
+    """Combine `other` into `own`, with the same operand order on both ranks, so that results are bitwise equal."""
     if own_first:
         combine(own, own, other)
     else:

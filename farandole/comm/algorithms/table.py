@@ -1,8 +1,8 @@
 """Measured times for the algorithms, and predictions for other sizes and numbers of hosts.
 
 For a measured number of hosts, times between two measured sizes are interpolated linearly.  For other numbers of hosts,
-the cost model of each algorithm predicts the time.  Its latency and seconds per byte are fitted to all measurements of
-the link.
+the cost model of each algorithm predicts the time.  The latency and the seconds per byte are fitted to all measurements
+of the link.
 
 All hosts in a group must make the same decision.  This module therefore uses only + - * / and sums that are rounded
 once, whose results are bitwise equal on all machines.

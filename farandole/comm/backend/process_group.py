@@ -1,9 +1,9 @@
 """The process group class, which maps torch's methods and option objects to a `Communicator`.
 
 The methods have the names and arguments that torch uses from Python and, through pybind11, from C++ (DDP's reducer,
-functional collectives, autograd).  Methods renamed in torch 2.13 have both names.  Tensors that the communicator does
-not support use an inner torch process group that is created on first use: NCCL for CUDA tensors, and Gloo for sparse
-tensors.  If ranks share a device, which NCCL rejects, their CUDA tensors are copied to the host.
+functional collectives, autograd).  Methods that torch 2.13 renamed are available under both names.  Tensors that the
+communicator does not support use an inner torch process group that is created on first use: NCCL for CUDA tensors, and
+Gloo for sparse tensors.  If ranks share a device, which NCCL rejects, their CUDA tensors are copied to the host.
 """
 
 # mypy: disable-error-code="override,assignment,attr-defined"

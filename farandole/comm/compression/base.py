@@ -34,6 +34,10 @@ class Compression(ABC):
             count: The number of elements.
             parameters: The tensors within a flat tensor; only PowerSGD uses them.
             exact: The number of elements at the end that are not compressed.
+
+        Raises:
+            ValueError: if `exact` is out of range, or `parameters` overlap, are not in increasing order, or extend into
+                the last `exact` elements.
         """
         if count < 0 or not 0 <= exact <= count:
             raise ValueError(f"expected exact to be between 0 and count={count}, got {exact}")

@@ -20,7 +20,12 @@ _BLOCKS = range(16, 4096 + 1)
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """Compresses fp32 to 16-bit floats, half the size.  bf16 keeps the range; fp16 has three more bits of precision."""
+    """Compresses fp32 to 16-bit floats, half the size.  bf16 keeps the range of fp32; fp16 has three more bits of
+    precision than bf16.
+
+    Raises:
+        ValueError: if `dtype` is not a 16-bit float type.
+    """
 
     dtype: torch.dtype = torch.bfloat16
     error_feedback: bool = field(default=False, kw_only=True)
@@ -40,6 +45,9 @@ class Int8(Compression):
     A block with an infinity or a NaN is decoded as NaN.  `block` is the number of values per block.
 
     T. Dettmers: 8-bit approximations for parallelism in deep learning (2016).
+
+    Raises:
+        ValueError: if `block` is out of range.
     """
 
     block: int = 256
@@ -71,7 +79,7 @@ class Codec:
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """Return the encoded x * factor + residual; store the error in `residual`, decoded values in `decoded`."""
+        """Return the encoding of x * factor + residual; store the error in `residual`, and the decoded values in `decoded`."""
         message = self.message(x.numel())
         status = native.library().frd_encode(
             TYPES[self.dtype],

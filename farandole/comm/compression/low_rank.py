@@ -29,6 +29,9 @@ class PowerSGD(Compression):
 
     A tensor with more than two dimensions is treated as a matrix whose rows are indexed by the first dimension.  If the
     parameters within a tensor are unknown, each share is treated as a square matrix.
+
+    Raises:
+        ValueError: if `rank` is less than 1.
     """
 
     rank: int = 4

@@ -21,7 +21,11 @@ from farandole.comm.transport import Transport
 class TopK(Compression):
     """Sends a fraction `ratio` of the values, at least one, with their indices: 8 bytes per value.
 
-    Every host receives the values from all p - 1 other hosts, (p - 1) * ratio * 2 S bytes in total.
+    Every one of p hosts receives the values from all other hosts, (p - 1) * ratio * 2 S bytes in total for S bytes of
+    values.
+
+    Raises:
+        ValueError: unless 0 < `ratio` <= 1.
     """
 
     ratio: float = 0.01

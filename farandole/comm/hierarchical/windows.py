@@ -1,4 +1,4 @@
-"""Windows of a large tensor, so that shared memory and the inter-node link work in parallel."""
+"""Split a large tensor into windows, so that shared memory and the inter-node link work in parallel."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class Engine:
                 self._wake.notify()
 
     def abandon(self, request: Any) -> None:
-        """Keep a request that cannot be cancelled, and its memory, until the request is complete.
+        """Keep a request that cannot be cancelled, and its memory, alive until the request is complete.
 
         Local variables of the callers hold the tensors, so this method keeps their stack frames alive.
         """

@@ -188,7 +188,7 @@ register(
 
 
 def llama_fields(fields: Fields, *, tied: bool = False) -> dict[str, Any]:
-    """Return the `LlamaConfig` arguments that all Llama-like families share."""
+    """Return the `LlamaConfig` arguments that are common to all Llama-like families."""
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_width = fields.size("head_dim", width // heads)
     return {
@@ -335,7 +335,7 @@ def _llama_table(config: LlamaConfig) -> Table:
 
 
 def _rotates_heads(config: LlamaConfig) -> bool:
-    """Return whether complete heads are rotated in halves, as in all Llama-like families of transformers."""
+    """Return whether rotary positions rotate whole heads in halves, as in all Llama-like families of transformers."""
     rotary = config.rotary
     return rotary is not None and rotary.width == config.head_width and not rotary.interleaved
 

@@ -1,4 +1,4 @@
-"""Read a configuration field by field, so that no field is silently ignored."""
+"""Read the fields of a configuration one by one, so that no field is silently ignored."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Fields:
 
     Args:
         values: the fields.
-        where: the file name to show in messages.
+        where: the file name for error messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:

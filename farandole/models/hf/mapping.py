@@ -35,7 +35,8 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 @dataclass(frozen=True)
 class Part:
-    """Tensor `name` in a folder, which fills box `index` in a model tensor.  Dimensions beyond `index` are complete."""
+    """Tensor `name` in a folder, which fills box `index` in a model tensor.  The box spans all dimensions after those
+    in `index`."""
 
     name: str
     index: tuple[Index, ...] = ()
@@ -65,7 +66,8 @@ class Table:
         ignored: regular expressions for tensors in the folder that the model does not use.
         renamed: pairs of a regular expression and its replacement, which convert names in older files to names in the
             table.
-        modules: pairs that convert paths in a folder to module paths in `transformers`, if the paths differ.
+        modules: pairs of a regular expression and its replacement, which convert paths in a folder to module paths in
+            `transformers`, if the paths differ.
     """
 
     prefix: str = ""

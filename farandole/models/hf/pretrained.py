@@ -1,4 +1,4 @@
-"""Create models from Hugging Face folders, reading weights immediately or on demand, and write these folders."""
+"""Create models from Hugging Face folders, reading weights immediately or on demand, and write models to such folders."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Request = tuple[str, Box, Tensor]
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model's origin, which `save_pretrained` needs.
+    """The Hugging Face description of a model, which `save_pretrained` writes.
 
     Args:
         architecture: the family.
@@ -132,7 +132,7 @@ def read_config(folder: str | Path, *, with_weights: bool = True) -> Pretrained:
     """Read the family and the configuration of the model in a folder, without its weights.
 
     Args:
-        with_weights: whether the weights will be read, which must not be quantized.
+        with_weights: whether the weights will be read; they must then not be quantized.
 
     Raises:
         FolderError: if `config.json` is missing or damaged, or has an unsupported field.
@@ -194,7 +194,12 @@ def _open(
 
 
 def with_changes(origin: Pretrained, classes: int | None, changes: Mapping[str, Any]) -> Pretrained:
-    """Return `origin` with a classifier for `classes` classes and changed fields; see `from_pretrained`."""
+    """Return `origin` with a classifier for `classes` classes and changed fields; see `from_pretrained`.
+
+    Raises:
+        FolderError: if the family has no classifier.
+        TypeError: if the configuration has no such field.
+    """
     config, values = origin.config, dict(origin.values)
     if classes is not None:
         if not hasattr(config, "classes"):
@@ -238,7 +243,7 @@ def describe(model: nn.Module) -> Pretrained:
 
 
 class Weights:
-    """Reads boxes in model tensors from a folder.
+    """Reads boxes of model tensors from a folder.
 
     Args:
         model: the model, whose tensors may be on the meta device.

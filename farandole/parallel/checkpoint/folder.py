@@ -1,4 +1,4 @@
-"""Save engine checkpoints in the foreground or background, and load them under any plan and number of ranks.
+"""Save engine checkpoints, optionally in the background, and load them under any plan and number of ranks.
 
     engine.save(folder, extra={"step": n})            # `state` lists the contents
     pending = engine.save(folder, asynchronous=True)  # copies the state to host memory; a thread writes the copy
@@ -122,7 +122,7 @@ _background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGro
 
 
 def _background_group(comm: Communicator) -> dist.ProcessGroup:
-    """Return a group with the same ranks, so that the thread's collectives do not mix with collectives in training."""
+    """Return another group with the same ranks, so that the thread's collectives do not interfere with those of training."""
     if comm.group not in _background_groups:
         ranks = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
         _background_groups[comm.group] = local_group(comm.group, ranks)
@@ -152,7 +152,7 @@ def save(
         if background:
             state = {name: _copy(value) for name, value in state.items()}
         pending.start(state, text, on_saved, background=background)
-    # the next step changes offloaded state
+    # wait, because the next step changes offloaded state in place
     if not background or any(isinstance(each, Range) and each.held is None for each in state.values()):
         pending.wait()
     return pending
@@ -196,9 +196,9 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
         loaded = empty_state(engine, comm.rank, saved)
         _check_optimizers(engine, found)
     with fail_on_all(comm, folder):
-        # into new tensors, so that a failure does not change the engine
+        # load into new tensors, so that a failure does not change the engine
         load_state(folder, loaded, comm.group)
-        # records have no space for a second state, so it is read twice
+        # records have no space for a second state, so offloaded states are read twice: to check, and to load
         for update, unit, states in offloaded_states(engine, folder, loaded):
             try:
                 update.check(unit, states)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a rank's tensor in the global tensor of `shape`.
+    """The position of a rank's tensor in a global tensor of shape `shape`.
 
     The rank's tensor has shape `local` and consists of `regions`: pairs of a local box and the corresponding global box.
     """
@@ -63,7 +63,7 @@ def _box_of(shape: Sequence[int]) -> Box:
 
 @dataclass(frozen=True)
 class Range:
-    """Consecutive elements of a rank's flattened tensor, from element `start` on.
+    """Consecutive elements of a rank's flattened tensor, beginning with element `start`.
 
     PyTorch saves the elements as boxes of the global tensor, through two methods (`torch.distributed._checkpointable`)
     and the planners in `storage`.  `load` reads the elements if they are not `held` in memory.  The result of `load` is valid
@@ -79,7 +79,7 @@ class Range:
 
     @staticmethod
     def of(values: Tensor, start: int, place: Place) -> Range:
-        """Return the range of `values`, which are in memory."""
+        """Return a range for `values`, which are in memory."""
         flat = values.detach().reshape(-1)
         return Range(place, start, flat.numel(), flat.dtype, held=flat)
 

@@ -94,10 +94,10 @@ def save_pretrained(engine: Engine, folder: Path, dtype: torch.dtype | None, fil
 
 
 def write_weights(path: Path, state: Path, types: Mapping[str, torch.dtype]) -> None:
-    """Write the parameters and buffers in checkpoint `state` to one file.  Not a collective call.
+    """Write the parameters and buffers in the checkpoint folder `state` to the file `path`.  Call this on one rank.
 
     Args:
-        types: the types to write by tensor name; other tensors keep the saved types.
+        types: the type of each tensor to convert, by tensor name; other tensors keep their saved types.
     """
     saved, reader = _saved(state, types), _StateReader(state, {})
     types = {name: entry.properties.dtype for name, entry in saved.items()} | dict(types)
@@ -127,7 +127,7 @@ def _write(
     from farandole.parallel.checkpoint.storage import write_state
 
     comm, temporary = engine.comm, partial_folder(folder)
-    # of all stages
+    # of the stages of all ranks
     scalings = dict(
         pair for each in comm.all_gather_object(lora_scalings(engine.model)) for pair in each.items()
     )
@@ -333,7 +333,8 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
 
 
 def _names(engine: Engine) -> tuple[dict[str, list[str]], set[str]]:
-    """Return all names of each parameter of all stages by its first name, and the names of buffers.  This is a collective call.
+    """Return a mapping from the first name of every parameter of all stages to all its names, and the names of the
+    buffers.  This is a collective call.
 
     Files can list a tied parameter under any of its names.
     """

@@ -47,7 +47,7 @@ State = dict[str, "Tensor | Range"]
 
 
 def state_of(engine: Engine, rank: int) -> State:
-    """Return the state of `engine`; its tensors share memory with the engine."""
+    """Return the state of `engine`.  The returned tensors share memory with the engine."""
     reader = _WeightReader()
     state: State = {f"model.{s.name}": reader.range_of(s) for s in stored_tensors(engine)}
     for stem, place, shard, start, states in _states(engine):
@@ -347,7 +347,7 @@ def _load_master(reader: UnitReader, unit: int, at: int) -> Tensor:
 def offloaded_states(
     engine: Engine, folder: Path, loaded: Mapping[str, Tensor | Range]
 ) -> Iterator[tuple[OffloadedUpdate, int, list[ShardState]]]:
-    """Yield (update, unit, states of its shards in checkpoint `folder`), one unit at a time, on this rank alone."""
+    """Yield (update, unit, states of its shards in checkpoint `folder`), one unit at a time, without communication."""
     if not engine.offloaded:
         return
     places = _places(engine)

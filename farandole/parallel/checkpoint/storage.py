@@ -95,7 +95,7 @@ def read_state(folder: Path, state: dict[str, Any], metadata: Metadata | None = 
 
     `metadata` is the checkpoint's metadata, if the caller has already read it.
 
-    `torch.distributed.checkpoint.load` has the same steps, but warns if ranks load different tensors.
+    `torch.distributed.checkpoint.load` is not used, because it warns if ranks load different tensors.
     """
     reader, planner = FileSystemReader(folder), LoadPlanner()
     metadata = metadata or reader.read_metadata()

@@ -1,4 +1,4 @@
-"""Collect an adapter on rank 0, if ranks have different stages of the model."""
+"""Gather an adapter on rank 0 if ranks have different stages of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gather_adapter(
     The first rank that has a tensor sends it.
 
     Args:
-        own: the complete values of the tensors that this rank has.
+        own: the unsharded values of the tensors that this rank has.
         device: the device of these tensors.
     """
     found: dict[str, Tensor] = {}

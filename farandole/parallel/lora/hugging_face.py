@@ -1,8 +1,8 @@
 """Convert adapters of models from Hugging Face folders to and from the layer names in `transformers`.
 
 One fused layer of a model can correspond to several layers in `transformers`, such as queries, keys and values.  The
-adapter of a fused layer has one A (rank, in) and one B (out, rank).  For PEFT it becomes one adapter per layer with
-the same A and the rows of B that belong to the layer.
+adapter of a fused layer has one A (rank, in) and one B (out, rank).  For PEFT, this adapter is written as one adapter
+per layer, with the same A and the layer's rows of B.
 
 In the other direction, layers may have different matrices A.  The fused adapter's A is then the concatenation of all
 A, and B is zero in the blocks that combine the rows of one layer with the ranks of another layer.

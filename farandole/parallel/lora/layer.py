@@ -81,10 +81,10 @@ class LoRALinear(nn.Linear):
 
 
 def adapt(linear: nn.Linear, lora: LoRA, frozen_weight: Tensor | None = None) -> None:
-    """Turn `linear` into a `LoRALinear` with the same output, and with the weight `frozen_weight` if it is given.
+    """Turn `linear` into a `LoRALinear` with the same output; `frozen_weight` replaces its weight if given.
 
-    A is initialized like the weight of a new Linear, uniform in +-1/sqrt(in), from torch's global generator, and
-    B with zeros. Both are fp32 if the weight is bf16 or fp16, because these types lose small updates.
+    A is initialized like the weight of a new Linear: uniform in +-1/sqrt(in), drawn from torch's global generator.  B
+    is initialized with zeros.  Both are fp32 if the weight is bf16 or fp16, because these types lose small updates.
     """
     weight = linear.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)

@@ -121,7 +121,7 @@ def read_adapter(model: nn.Module, folder: str | Path) -> Saved:
 
     Raises:
         AdapterError: if files are missing or damaged, or require an unsupported feature.
-        ValueError: if the adapter changes a stack of layers, or has other shapes than layers that the model fuses.
+        ValueError: if the adapter changes a stack of layers, or if its shapes do not match layers that the model fuses.
     """
     folder = Path(folder).expanduser()
     config, tensors = _read(folder)
@@ -177,7 +177,7 @@ def _config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
 
 
 def _exactly(paths: Sequence[str], modules: Sequence[str]) -> list[str] | str:
-    """Return `paths` as a list, or as a regular expression if PEFT would match the ending of another path."""
+    """Return `paths` as a list, or as a regular expression if PEFT would also match the end of another path."""
     wanted = set(paths)
     endings = tuple(f".{path}" for path in paths)
     if any(module.endswith(endings) for module in modules if module not in wanted):
@@ -351,7 +351,11 @@ class Saved:
 
 
 def lora_of(saved: Saved) -> LoRA:
-    """Return the LoRA options of an adapter; its targets are the layers for which it has tensors."""
+    """Return the LoRA options of an adapter; its targets are the layers for which it has tensors.
+
+    Raises:
+        AdapterError: if the configuration is incomplete, or a tensor does not belong to a submodule.
+    """
     config = saved.config
     bias = config.get("bias", "none")
     names = [name for name in saved.others if not (bias == "all" and "bias" in name.rpartition(".")[2])]
@@ -360,7 +364,7 @@ def lora_of(saved: Saved) -> LoRA:
     trained = dict.fromkeys(name.rpartition(".")[0] for name in names)
     if "" in trained:
         raise AdapterError(
-            f"{saved.folder} has tensors without a module: {_listed([n for n in names if '.' not in n])}; train only "
+            f"{saved.folder} has tensors that do not belong to a submodule: {_listed([n for n in names if '.' not in n])}; train only "
             "parameters of submodules"
         )
     try:

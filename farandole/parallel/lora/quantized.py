@@ -1,7 +1,7 @@
-"""Frozen weights with 8 or 4 bits, quantized by torchao, and products with them.
+"""Frozen weights with 8 or 4 bits, quantized by torchao, and matrix products with these weights.
 
-A product dequantizes the weight temporarily, in the forward pass and
-again in the backward pass, for the gradient of the input (Dettmers et al., 2023, "QLoRA").
+A product dequantizes the weight temporarily: in the forward pass, and again in the backward pass to compute the
+gradient of the input (Dettmers et al., 2023, "QLoRA").
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, or of the tensors that it wraps."""
+    """Return the size in bytes of a tensor, or of the tensors that it wraps."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()

@@ -15,7 +15,7 @@ from farandole.plan import ALL_LINEAR, LoRA, Pattern, as_patterns
 
 
 def find_targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
-    """Return the layers that `lora` adapts by path, in model order.
+    """Return the layers that `lora` adapts, by path, in model order.
 
     Raises:
         ValueError: if a pattern matches nothing or a module that cannot be adapted.

@@ -36,9 +36,9 @@ _AHEAD = 2
 
 
 def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
-    """Return a function that creates records with given sizes in the storage `Plan.offload`.  This is a collective call.
+    """Return a function that creates records of given sizes in the storage that `Plan.offload` names.  This is a collective call.
 
-    The function is also a collective call, and raises `OffloadError` on all ranks if any rank has too little space.
+    Calls of the function are collective too, and raise `OffloadError` on all ranks if any rank has too little space.
     """
     if place.kind != "disk":
         return partial(host_records, pinned=pinned)
@@ -64,7 +64,7 @@ def stores_at(
     if place.kind == "disk" and accelerator:
         raise OffloadError(
             f"offloaded={offloaded!r} with offload='disk:{place.folder}' is not supported for models on an "
-            "accelerator, because a disk is read into host memory: use offload='host' or "
+            "accelerator, because data from a disk are read into host memory: use offload='host' or "
             "offloaded='optimizer'"
         )
     sizes = {"gradients": [b.layout.shard_length * b.master_dtype.itemsize for b in plan.trained]}
@@ -162,7 +162,7 @@ class OffloadedUpdate:
         self._after()
 
     def check(self, unit: int, states: Sequence[ShardState]) -> None:
-        """Raise ValueError if the states do not fit a unit."""
+        """Raise ValueError if the states do not match the shards of a unit."""
         self.state.check(unit, states)
 
     def invalidate(self) -> None:
@@ -170,7 +170,7 @@ class OffloadedUpdate:
         self.state.invalidate()
 
     def load(self, unit: int, states: Sequence[ShardState]) -> None:
-        """Set a unit to the states that `saved` yielded for its shards.  Raise ValueError if the states do not fit."""
+        """Set a unit to the states that `saved` yielded for its shards.  Raise ValueError if the states do not match the shards."""
         with self._shards[unit].values_in_place(write=True):
             self.state.load(unit, states)
 

@@ -7,8 +7,8 @@ among the ranks that store its parts.  The owner updates the complete matrix and
     optimizer.step()    # updates complete matrices
     owned.send_back()   # every rank receives its parts of the updated master weights
 
-A parameter within one shard is updated in place, and not sent.  Between steps an owned parameter is NaN and uses no
-memory; in a step the owner needs memory for its gradient and values.
+A parameter within one shard is updated in place, and not sent.  Between steps, an owned parameter reads as NaN and uses
+no memory.  During a step, the owner needs memory for the parameter's gradient and values.
 """
 
 from __future__ import annotations

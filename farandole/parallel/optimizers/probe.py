@@ -1,7 +1,7 @@
 """Determine whether an optimizer updates each element by itself, each parameter by itself, or all parameters together.
 
-The module does not compare names of optimizers.  It runs a few steps twice: one copy of the optimizer updates two small
-matrices, and further copies each update a part of these matrices.  The optimizer is independent of a split if the
+The result does not depend on the optimizer's name: a few steps are run twice.  One copy of the optimizer updates two
+small matrices, and further copies each update a part of these matrices.  The optimizer is independent of a split if the
 results are equal.
 """
 

@@ -34,7 +34,7 @@ class OptimizerShards:
 
     Args:
         weights: the bucket's weights; None if the optimizer updates the model's parameters directly (`zero=0`, same type).
-        number: the number of this rank's shard.
+        number: the index of this rank's shard.
         offloaded: whether shards are offloaded between updates; they are then flat.
     """
 
@@ -323,7 +323,7 @@ class GradientNorms:
     Args:
         names: the names of all parameters of the model, in the same order on all ranks.
         shards: this rank's shards of all buckets.
-        comm: the ranks whose parts are added; None if this rank has unsharded gradients.
+        comm: the communicator of the ranks whose parts are added; None if this rank has unsharded gradients.
     """
 
     def __init__(
@@ -356,7 +356,8 @@ class GradientNorms:
         return self._norms[order][self._numbers[name]]
 
     def total(self) -> float:
-        """Return the Euclidean norm of all gradients, which is infinite or NaN if any element is.  This is a collective call.
+        """Return the Euclidean norm of all gradients, infinite or NaN if any element is infinite or NaN.  This is a
+        collective call.
 
         This rank's parts are read again only if they have changed since the last call.
         """
@@ -400,7 +401,8 @@ class GradientNorms:
 
 
 class ShardedGradient(Tensor):
-    """A placeholder for the averaged gradient of `parameter`; `change` modifies this rank's part, if this rank has a part."""
+    """A placeholder for the averaged gradient of `parameter`.  `change` modifies this rank's part; it is None on ranks
+    without a part."""
 
     _change_part: Callable[[Change], None] | None
     _norms: GradientNorms
@@ -421,7 +423,7 @@ class ShardedGradient(Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return a description."""
+        """Return a description of the placeholder."""
         return f"ShardedGradient({self._name}, {tuple(self.shape)})"
 
     @classmethod

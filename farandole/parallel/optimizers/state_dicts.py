@@ -1,9 +1,9 @@
 """`optimizer.state_dict()` and `load_state_dict()` of optimizers that update shards.
 
-A rank's state contains the states of its shards, and a description of the shards.  It can be loaded
+A rank's state contains the states of its shards, and a description of the shards.  A rank can load
 
-- if it is the rank's own state, saved by the same rank with the same shards,
-- if it is the state of one process, whose elementwise states are cut into this rank's shards.
+- a state that the same rank saved with the same shards,
+- the state of a single process, whose elementwise states are cut into the rank's shards.
 
 Other states raise an error on all ranks.  `engine.save` and `engine.load` support every change of plan.
 """
@@ -29,13 +29,13 @@ Tensors = Callable[[], Iterable[tuple[nn.Parameter, nn.Parameter, int]]]
 
 
 class StateDicts:
-    """Adapts the states that `optimizer` returns and loads.
+    """Adapts `state_dict` and `load_state_dict` of `optimizer` to this rank's shards.
 
     Args:
         given: the parameters of each group before they were replaced by shards.
         tensors: the tensors that replace them on this rank.
         names: the names of parameters by their identity.
-        comm: all ranks, if they have different shards; `load_state_dict` is then a collective call.
+        comm: the communicator of all ranks, if they have different shards; `load_state_dict` is then a collective call.
         elementwise: whether the optimizer updates each element independently.
     """
 
@@ -55,7 +55,7 @@ class StateDicts:
         optimizer.register_load_state_dict_pre_hook(self._fit)
 
     def add_group(self, given: Sequence[nn.Parameter]) -> None:
-        """Follow a new group of parameters."""
+        """Register a new group of parameters."""
         self._given.append(list(given))
 
     def _describe(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +114,9 @@ class StateDicts:
         groups = state_dict["param_groups"]
         counts = [[len(each) for each in lists] for lists in ([g["params"] for g in groups], self._given)]
         if counts[0] != counts[1]:
-            raise ValueError(f"expected groups of {counts[1]} parameters, got {counts[0]}")
+            raise ValueError(
+                f"expected parameter groups with {counts[1]} parameters, got groups with {counts[0]}"
+            )
         parts = {id(parameter): (tensor, start) for parameter, tensor, start in self._tensors()}
         state = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
         fitted: list[dict[str, Any]] = []

@@ -43,7 +43,7 @@ class Updates:
         shards: the shards of each bucket.
         layouts: the layouts of all parameters.
         zero: the ZeRO stage.
-        place: the place of master weights and states.
+        place: where master weights and states are stored.
         before, after: functions called at the start and at the end of each step; `before` returns whether there are
             gradients.
     """
@@ -78,7 +78,7 @@ class Updates:
     def add(
         self, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer], model: nn.Module
     ) -> Optimizer:
-        """Make an optimizer of `model` update this rank's shards, and return it; see `Engine.optimizer`."""
+        """Make an optimizer of `model` update this rank's shards, and return the optimizer; see `Engine.optimizer`."""
         optimizer = self._created(optimizer, model)
         owned = None
         if not self._updates_elements(optimizer):
@@ -284,7 +284,7 @@ def _members(optimizer: Optimizer) -> set[int]:
 
 
 def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Parameter, int]]) -> None:
-    """Replace the optimizer's parameters by shards, and shard its states.
+    """Replace the optimizer's parameters by shards, and cut its existing states accordingly.
 
     Args:
         shards: tuples (parameter, shard, first element of the flattened parameter); a whole parameter is also a shard.

@@ -69,12 +69,12 @@ class Channel:
         self._posted: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, header: Header, tensors: Iterable[Tensor] = ()) -> None:
-        """Send a header and tensors; return when the tensors can be reused."""
+        """Send a header and tensors; return when the memory of the tensors can be reused."""
         for tensor in (_pack(header), *tensors):
             self._comm.send(tensor, self._other)
 
     def post(self, header: Header, tensors: Iterable[Tensor] = ()) -> None:
-        """Start sending a header and tensors.  When the other end sends its next request, earlier posts have arrived."""
+        """Start sending a header and tensors.  They have arrived when the other end sends its next request."""
         self._posted = [(work, tensor) for work, tensor in self._posted if not work.is_completed()]
         for tensor in (_pack(header), *tensors):
             work = dist.isend(tensor, group=self._comm.group, group_dst=self._other)
@@ -105,7 +105,7 @@ class Channel:
         return bytes(data.tolist()).decode(errors="replace").strip()
 
     def abandon(self, note: str) -> None:
-        """Close the connection after a failure: notify the other end, and interrupt calls in other threads."""
+        """Close the connection after a failure: send `note` to the other end, and interrupt calls in other threads."""
         leave = getattr(self._comm.group, "abandon", None)
         if leave is not None:
             leave(note, PATIENCE_S)

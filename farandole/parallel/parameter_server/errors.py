@@ -6,7 +6,7 @@ from farandole.comm.errors import CommunicationError
 
 
 class ServerLost(CommunicationError):
-    """Raised if a server died, left or does not respond, so that its part of the parameters is lost."""
+    """Raised if a server died, left or does not respond; its part of the parameters is then lost."""
 
 
 class AllWorkersLost(CommunicationError):

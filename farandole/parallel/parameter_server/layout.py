@@ -1,4 +1,4 @@
-"""Distribute parameters over servers, and pack each server's pieces into flat buffers."""
+"""Distribute parameters over servers, and pack each server's parts into flat buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Buffers = dict[torch.dtype, Tensor]
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """The elements `start` to `stop` of a flattened parameter, or all of it."""
+    """The elements `start` to `stop` of a flattened parameter, or the whole parameter."""
 
     parameter: int
     start: int
@@ -57,7 +57,7 @@ def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) ->
 
 
 class Packing:
-    """The positions of the pieces of one server in its buffers: consecutive, by type."""
+    """The positions of one server's pieces in its buffers: one buffer per type, with consecutive pieces."""
 
     def __init__(self, pieces: Sequence[Piece], parameters: Sequence[Tensor]) -> None:
         self.pieces = list(pieces)

@@ -20,7 +20,7 @@ Mode = Literal["sync", "async"]
 class ParameterServer:
     """Parameter servers on the first `servers` ranks of `comm`; the other ranks are workers.
 
-    All ranks create this object and use it together.  Sessions run one after the other.
+    All ranks create this object, and call its methods in the same order.  Only one session is open at a time.
 
     Args:
         timeout_s: the maximum time in seconds between two calls from a worker, or without a message from a server.
@@ -67,7 +67,7 @@ class ParameterServer:
         Args:
             optimizer: a function that creates a server's optimizer, given the server's parameters.
             mode: "sync" applies the mean of one gradient from every worker; "async" applies each gradient on arrival.
-            staleness: with "async", the maximum number of gradients by which a worker can be ahead of the slowest
+            staleness: with "async", the maximum number of gradients by which a worker may be ahead of the slowest
                 worker; None for no bound.
             split: whether large tensors may be divided among servers.
 
@@ -93,7 +93,7 @@ class ParameterServer:
         return Session(self, model, optimizer, mode, staleness, split)
 
     def abandon(self, error: BaseException) -> None:
-        """Notify the ranks at the other ends, which may be waiting, that this rank has failed."""
+        """Notify the connected ranks, which may be waiting, that this rank has failed."""
         for channel in self.channels.values():
             channel.abandon(f"it failed with {type(error).__name__}: {error}")
 

@@ -1,6 +1,7 @@
-"""The modes' rules: when gradients are applied, and when a worker can continue.
+"""The rules of each mode: when gradients are applied, and when a worker can continue.
 
-A worker's clock is the number of gradients that it has pushed.  Active workers have neither finished nor been lost.
+A worker's clock is the number of gradients that the worker has pushed.  A worker is active until it finishes or is
+lost.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ class Schedule(ABC):
 
 
 class Synchronous(Schedule):
-    """Each round applies the mean of one gradient from every active worker; then all workers get the result."""
+    """Each round applies the mean of one gradient from every active worker, after which all workers can pull the parameters."""
 
     def __init__(self, workers: Iterable[int], apply: Apply) -> None:
         super().__init__(workers, apply)
         self._round: dict[int, Contribution] = {}
 
     def push(self, worker: int, contribution: Contribution) -> None:
-        """Register a gradient, which is applied when the round is complete."""
+        """Register a worker's gradient, which is applied when the round is complete."""
         self._clocks[worker] += 1
         self._round[worker] = contribution
         self._end_round()

@@ -54,7 +54,7 @@ class Event:
 
 
 class Server:
-    """Serves a session to the workers at the other ends of `channels` (by rank) until all workers have left.
+    """Serves a session to the workers connected by `channels` (by rank) until all workers have left.
 
     `timeout_s` is the timeout of the channels in seconds.
     """
@@ -222,7 +222,7 @@ class Server:
         self._post(worker, header, self._shard.snapshot(into))
 
     def _send_wait(self) -> None:
-        """Send WAIT to the workers that are still waiting; their answers prevent a timeout of their channels."""
+        """Send WAIT to the workers that are still waiting, whose answers prevent a timeout of their channels."""
         for worker in list(self._asking):
             self._post(worker, Header(Kind.WAIT))
 

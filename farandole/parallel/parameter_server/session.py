@@ -29,8 +29,8 @@ class Session:
     come from the first worker's model.  At the end of the context, all workers' models have the same final
     parameters.  Frozen parameters and buffers (running statistics) remain local to each worker.
 
-    On a server, the body of the context does nothing.  The server serves when its body ends, until all workers have left;
-    `report` then contains the statistics.  If workers are lost, the server continues without them.
+    On a server, the body of the context should do nothing.  The server serves when its body ends, until all workers
+    have left; `report` then contains the statistics.  If workers are lost, the server continues without them.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Session:
     ) -> None:
         self.is_worker = not roles.is_server
         self.worker = roles.workers.index(roles.rank) if self.is_worker else None
-        """This worker's number among the workers; None on a server."""
+        """This worker's index among the workers; None on a server."""
         self.workers = len(roles.workers)
         """The number of workers at the start."""
         self.report: Report | None = None
@@ -93,7 +93,7 @@ class Session:
 
         Raises:
             ServerLost: if a server died or does not respond.
-            RuntimeError: if there was no `pull` before.
+            RuntimeError: if `pull` was not called since the last `push`.
             ValueError: if a gradient is sparse.
         """
         worker = self._worker()

@@ -37,7 +37,7 @@ class Shard:
             _check(self._optimizer, packing)
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
-        """Apply one step with the weighted mean sum(w g) / sum(w); pieces without a gradient are omitted."""
+        """Apply one step with the weighted mean gradient sum(w g) / sum(w); pieces without a gradient are not updated."""
         total = sum(contribution.weight for contribution in contributions)
         for dtype, gradient in self._gradients.items():
             gradient.zero_()
@@ -51,7 +51,7 @@ class Shard:
         self.version += 1
 
     def snapshot(self, into: Buffers) -> list[Tensor]:
-        """Copy the current parameters."""
+        """Copy the current parameters into the buffers `into`, and return the buffers."""
         for dtype, values in self.values.items():
             into[dtype].copy_(values)
         return list(into.values())

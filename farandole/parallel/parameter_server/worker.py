@@ -15,7 +15,7 @@ from farandole.parallel.parameter_server.layout import Packing
 
 
 class Worker:
-    """Transfers parameters and gradients between a model and the servers at the other ends of `channels`.
+    """Transfers parameters and gradients between a model and the servers connected by `channels`.
 
     Raises:
         ServerLost: in every method, if a server died or does not respond.
@@ -50,7 +50,7 @@ class Worker:
                 self._await_parameters(server)
 
     def push(self, weight: float) -> None:
-        """Send the gradients; return when they can be reused."""
+        """Send the gradients; return when their memory can be reused."""
         for server, packing in enumerate(self._packings):
             has = []
             for piece, view in zip(packing.pieces, self._views[server], strict=True):
@@ -67,7 +67,7 @@ class Worker:
                 )
 
     def finish(self) -> None:
-        """Finish, receive the final parameters, and leave."""
+        """Finish the session: receive the final parameters, and disconnect."""
         self.pull(Kind.FINISH)
         for _ in self._each(Header(Kind.LEAVE)):
             pass
@@ -115,7 +115,7 @@ class Worker:
 
 
 class _Blame:
-    """Convert a failed connection to a server into `ServerLost`, and notify the other servers."""
+    """A context that converts a failed connection to a server into `ServerLost`, and notifies the other servers."""
 
     def __init__(self, server: int, channels: Sequence[Channel]) -> None:
         self._server = server

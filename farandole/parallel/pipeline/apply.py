@@ -1,4 +1,4 @@
-"""Divide a model into the stages of a plan, and refuse what stages do not support yet."""
+"""Divide a model into the stages of a plan, and refuse models and options that stages do not support yet."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def measured_division(
 
     Args:
         model: a model that `check` accepts.
-        example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
-            default, and if the model is on the meta device, the cost of a block is that of `balance.parameter_costs`.
-        memory: the maximum bytes of the parameters and activations of a rank; requires `example`.
+        example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.
+            By default, the cost of a block is estimated by `balance.parameter_costs`.
+        memory: the maximum size in bytes of a rank's parameters and activations; requires `example`.
         dtype: the type in which the model computes.
 
     Raises:
@@ -65,7 +65,7 @@ def measured_division(
 
 
 def activations_of(model: nn.Module, position: Position, plan: Plan, division: Balance) -> RankActivations:
-    """Return the blocks and the activations of this rank; `model` is complete."""
+    """Return the blocks and the activations of this rank, given the complete `model`."""
     return RankActivations(_sequential(model), division, schedule_of(plan), position.coordinate("pipeline"))
 
 
@@ -100,10 +100,10 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts, di
 
 
 def check(model: nn.Module, plan: Plan) -> None:
-    """Check that stages support the plan and the model, before the model is changed.
+    """Check that the pipeline supports the plan and the model, before the model is changed.
 
     Raises:
-        PlanError: with the nearest plan that works.
+        PlanError: if the pipeline does not support the plan or the model; the message contains the nearest valid plan.
     """
     _check_plan(plan, schedule_of(plan))
     _check_model(_sequential(model), plan)
@@ -113,7 +113,7 @@ def schedule_of(plan: Plan, micro_batches: int = 1) -> Schedule:
     """Return the schedule of a plan.
 
     Raises:
-        PlanError: if the schedule does not exist for the number of stages or of micro-batches.
+        PlanError: if the schedule does not exist for this number of stages or micro-batches.
     """
     try:
         return build(plan.schedule, plan.pipeline, micro_batches)

@@ -9,22 +9,25 @@
     split.weight_gradients()                                # accumulates into `.grad`
 
 No layer is rewritten.  The autograd graph is a graph of functions, from the outputs to leaves.  A function is on the *path* if
-an input of the stage is reachable from it.  A path function with a parameter behind it that is not on the path, such as the
-matrix product of a linear layer, is a *branch*.  The first half of the backward pass computes the gradients of path functions
-only, and keeps the gradients that arrive at branches.  The second half starts at the branches and computes the gradients of
-parameters only.  Autograd skips outputs that are not needed, so that no product is computed twice.  It starts at once at all
-branches with the same parameters, such as the products of several experts whose weights are one parameter.
+an input of the stage is reachable from it.  A function on the path that also leads to a parameter outside of the path,
+such as the matrix product of a linear layer, is a *branch*.  The first half of the backward pass computes gradients
+along the path only, and keeps the gradients that arrive at branches.  The second half starts at the branches and
+computes the gradients of parameters only.  Autograd skips gradients that are not needed, so that no product is computed
+twice.  Branches with a common parameter, such as the products of several experts whose weights are one parameter, start
+together.
 
 The first half also computes the gradients of some parameters: those of a custom `autograd.Function`, which computes all its
-gradients at once; those of several branches one of which is reachable from another, such as a layer that is called twice; and
-vectors, such as the weights of a normalization, whose gradients take little time but would keep two hidden states.  If no
-input requires a gradient, as in the first stage, the second half is the complete backward pass.
+gradients at once; those of several branches one of which is reachable from another, such as a layer that is called
+twice; and vectors, such as the weights of a normalization, whose gradients take little time, but would keep two hidden
+states in memory.  If no input requires a gradient, as in the first stage, the second half is the complete backward
+pass.
 
 Between the halves, a linear layer keeps its input and the gradient of its output.  The first half releases the tensors that
 only path functions have saved, such as the inputs of activation functions and of attention.  Therefore a transformer needs
 little more memory than before the first half.
 
-The idea is that of `torch.distributed.pipelining` (Qi et al., 2023, "Zero Bubble Pipeline Parallelism", describe the schedule).
+`torch.distributed.pipelining` splits backward passes in the same way; Qi et al. (2023, "Zero Bubble Pipeline
+Parallelism") describe schedules that need the split.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class _Saved:
 
 
 class SavedTensors:
-    """The tensors that autograd saves in one forward pass under `hooks`, of which the first half releases some."""
+    """The tensors that autograd saves in one forward pass under `hooks`; the first half of the backward pass releases
+    some of them."""
 
     def __init__(self) -> None:
         self._is_releasing = False
@@ -65,7 +69,9 @@ class SavedTensors:
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if saved.tensor is None:
-            raise RuntimeError("a second backward pass over the input gradients of a pipeline stage")
+            raise RuntimeError(
+                "the backward pass of this pipeline stage has already run; run its forward pass again before another backward pass"
+            )
         if saved.tensor._version != saved.version:
             raise RuntimeError(
                 "a tensor needed by the backward pass was modified in place after it was saved; use an out-of-place operation"
@@ -77,7 +83,7 @@ class SavedTensors:
 
     @contextmanager
     def releasing(self) -> Iterator[None]:
-        """Return a context for the first half, which releases what functions other than branches have used."""
+        """Return a context for the first half, which releases the tensors that only functions other than branches have used."""
         self._is_releasing = True
         try:
             yield
@@ -87,13 +93,13 @@ class SavedTensors:
                 self._release(thread)
 
     def enter_branch(self) -> None:
-        """Note that a branch starts in this thread, after the functions that have used tensors before."""
+        """Record that a branch starts in this thread, and that earlier tensors were used by other functions."""
         thread = threading.get_ident()
         self._release(thread)
         self._in_branch.add(thread)
 
     def leave_branch(self, *_: Any) -> None:
-        """Note that the branch has ended."""
+        """Record that the branch has ended."""
         self._in_branch.discard(threading.get_ident())
 
     def _release(self, thread: int) -> None:
@@ -110,12 +116,13 @@ class _Branch:
 
 
 class SplitBackward:
-    """A backward pass in two halves, over the graph between `inputs` and `outputs`.
+    """A backward pass in two halves, through the graph between `inputs` and `outputs`.
 
     Args:
         outputs: the outputs that require gradients.
         inputs: the leaves for which `input_gradients` computes gradients.
-        saved: the tensors that the forward pass has saved; by default, none are released between the halves.
+        saved: the tensors that the forward pass has saved; by default, no saved tensors are released between the
+            halves.
     """
 
     def __init__(
@@ -241,7 +248,7 @@ class _Graph:
         return all(leaf in direct and self._parameters[leaf].dim() < 2 for leaf in leaves)
 
     def _in_sequence(self, groups: Sequence[Sequence[Node]]) -> set[int]:
-        """Return the numbers of the groups in which a function is reachable from another one through the path."""
+        """Return the indices of the groups in which one function is reachable from another through the path."""
         bits = {node: 1 << number for number, nodes in enumerate(groups) if len(nodes) > 1 for node in nodes}
         reached: dict[Node, int] = {}  # the groups behind each function of the path
         found = 0

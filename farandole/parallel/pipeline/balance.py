@@ -2,7 +2,7 @@
 
     costs = measure_blocks(model, example)                   # seconds and bytes per block
     found = balance([cost.seconds for cost in costs], 4)
-    found.ranges, found.imbalance                            # blocks of each stage; the slowest stage against the mean
+    found.ranges, found.imbalance                            # blocks of each stage; excess of the slowest over the mean
 
 The division is exact: dynamic programming over the number of stages and the end of the last stage, in O(stages x blocks^2)
 (Huang et al., 2019, "GPipe", and Narayanan et al., 2019, "PipeDream", divide models in the same way).
@@ -35,7 +35,7 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Balance:
-    """Stages as ranges of blocks, with the cost of each stage, and its size in bytes if it was limited."""
+    """Stages as ranges of blocks, with the cost of each stage and, if memory was limited, its size in bytes."""
 
     ranges: tuple[range, ...]
     costs: tuple[float, ...]
@@ -70,7 +70,7 @@ def balance(
 
     Args:
         costs: the cost of each block.
-        sizes: for each stage, the size that each block would have in this stage, for `memory`.
+        sizes: `sizes[stage][block]` is the size of a block in a stage, for `memory`.
         memory: the maximum size of a stage.
 
     Raises:
@@ -104,7 +104,7 @@ def balance(
     if best[blocks] == infinite:
         least = _least_memory(held_before, blocks)
         raise ScheduleError(
-            f"no division into {stages} stages fits in {memory:g} per stage; the least is {least:g}, or use more stages"
+            f"no division into {stages} stages fits in {memory:g} per stage; allow at least {least:g}, or use more stages"
         )
     ends = [blocks]
     for row in reversed(starts):
@@ -118,7 +118,7 @@ def balance(
 
 
 def _least_memory(size: Sequence[Sequence[float]], blocks: int) -> float:
-    """Return the smallest maximum size of a stage, given the size of the first blocks in each stage."""
+    """Return the smallest possible maximum size of a stage, given prefix sums of the block sizes in each stage."""
     infinite = float("inf")
     best = [size[0][end] if end else infinite for end in range(blocks + 1)]
     for row in size[1:]:
@@ -134,7 +134,7 @@ def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list
 
     Args:
         example: the arguments of the model: a tensor, or a tuple.
-        repeats: the number of measurements; the minimum counts.
+        repeats: the number of measurements, of which the minimum is used.
     """
     arguments = example if isinstance(example, tuple) else (example,)
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -187,9 +187,9 @@ def _measure(
 
 
 def parameter_costs(model: nn.Sequential) -> list[float]:
-    """Return an estimate of each block's time without a measurement: the number of parameters that a token is multiplied with.
+    """Estimate each block's relative time without a measurement: the number of parameters that multiply a token.
 
-    These are all parameters except the tables of embeddings, and except the experts that a token does not use.
+    This number includes all parameters except embedding tables and the experts that a token does not use.
     """
     costs = []
     for block in model:

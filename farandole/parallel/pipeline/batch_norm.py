@@ -1,10 +1,11 @@
-"""Running statistics of BatchNorm layers, which are equal to those of one process for every schedule.
+"""Update the running statistics of BatchNorm layers as a single process would, for every schedule.
 
 Each micro-batch is normalized with its own statistics.  The running statistics, which are used in evaluations, are updated at
 the end of a step, from the statistics of all micro-batches:
 
-- By default, once per micro-batch, in the order of the micro-batches.  This equals one process that runs the micro-batches one
-  after another.  It depends neither on the order of the schedule nor on the replica of a mirrored schedule that runs a micro-batch.
+- By default, once per micro-batch, in the order of the micro-batches.  The result equals that of one process that runs
+  the micro-batches one after another.  The result depends neither on the order of the schedule nor on which replica of
+  a mirrored schedule runs a micro-batch.
 - With deferred statistics, once per step, with the mean and the variance over all samples of the step, on all ranks of the
   data axis.  The running statistics then do not depend on the number of micro-batches (Kim et al., 2020, "torchgpipe", section 3.3).
 """
@@ -27,7 +28,7 @@ from farandole.memory.recompute import recomputing
 
 @dataclass(frozen=True)
 class _Statistics:
-    """The mean and the unbiased variance of each channel in one call, and the number of values of a channel."""
+    """The mean and the unbiased variance of each channel in one call, and the number of values per channel."""
 
     count: int
     mean: Tensor
@@ -46,8 +47,8 @@ class BatchNormStatistics:
 
     Args:
         layers: the layers with running statistics in each stage of this rank.
-        mirror: the ranks with the same stages of the other replica, in a mirrored schedule.
-        replicas: for deferred statistics, all ranks that have different samples for the same stages.
+        mirror: in a mirrored schedule, the communicator of the ranks with the same stages of the other replica.
+        replicas: for deferred statistics, the communicator of all ranks with different samples for the same stages.
         deferred: whether to update running statistics once per step.
     """
 

@@ -29,7 +29,7 @@ COLOURS = {
 
 
 def second(schedule: Schedule, stage: int, micro_batch: int) -> bool:
-    """Return whether a stage belongs to a later chunk of its rank, or to the second replica."""
+    """Return whether a pass uses a later chunk of its rank, or the second replica."""
     replica = schedule.replicas[micro_batch]
     rank = schedule.placement[replica][stage]
     return bool(replica) or schedule.stages_of(rank, replica)[0] != stage
@@ -62,7 +62,7 @@ def text(timeline: Timeline, columns: int = 200) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """Return the numbers of a timeline in one line."""
+    """Return a line of text with the makespan, the idle time and the peak of activations."""
     parts = [
         f"makespan {timeline.makespan:g}",
         f"idle {100 * timeline.idle:.1f} %",
@@ -76,7 +76,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def draw(timelines: Sequence[Timeline], path: str | Path, rank_height: float = 0.26) -> None:
-    """Draw timelines below each other, on one time axis.
+    """Draw timelines one below another, with a common time axis.
 
     Args:
         rank_height: the height of a rank's row, in inches.
@@ -113,7 +113,7 @@ def draw(timelines: Sequence[Timeline], path: str | Path, rank_height: float = 0
 
 
 def draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
-    """Draw one timeline with the number of the micro-batch in each action; the time axis ends at `longest`."""
+    """Draw one timeline, with the index of the micro-batch in each action; the time axis ends at `longest`."""
     from matplotlib.patches import Rectangle
 
     schedule = timeline.schedule
@@ -159,6 +159,6 @@ def write(timelines: Sequence[Timeline], path: str | Path) -> None:
         return
     if len(timelines) > 1:
         raise ValueError(
-            f"{path}: a trace has one schedule, got {len(timelines)}; draw a .png or .svg instead"
+            f"{path}: a trace contains one schedule, got {len(timelines)}; draw a .png or .svg instead"
         )
     write_trace(trace(timelines[0]), Path(path))

@@ -36,10 +36,11 @@ def list_schedule(
     memory: float = math.inf,
     split: bool = False,
 ) -> Schedule | None:
-    """Return the schedule of a priority rule, or None if activations do not fit in `memory`.
+    """Return the schedule that the priority rule `key` produces, or None if activations do not fit in `memory`.
 
     Args:
-        memory: the limit for activations on a rank; with two replicas, each replica gets a half.
+        memory: the limit for activations on a rank, in the unit of `costs.activation`; with two replicas, each gets
+            half.
         split: whether to separate the gradients of inputs and weights.
     """
     ranks, stages = max(placement[0]) + 1, len(placement[0])
@@ -135,7 +136,7 @@ class _State:
 
 
 def delay_weights(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """Return the schedule with weight gradients in the idle time after the last forward pass of each rank.
+    """Return `schedule` with the weight gradients moved into the idle time after each rank's last forward pass.
 
     After its last forward pass, a rank runs input gradients as soon as possible, because other ranks wait for them, and
     weight gradients in between.  Activations do not grow, because only forward passes store them.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class PipelineMean(GlobalMean):
     """Runs micro-batches through the stages of a pipeline; see `GlobalMean`.
 
-    The count of the first step is estimated from the inputs, because ranks cannot agree on the count of the first loss in the
-    middle of the schedule.  Gradients are corrected with the exact count after the backward passes.
+    The count of the first step is estimated from the inputs, because ranks cannot exchange the count of the first loss
+    in the middle of the schedule.  Gradients are corrected with the exact count after the backward passes.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh, pipeline: Pipeline, dtype: torch.dtype | None) -> None:
@@ -50,7 +50,7 @@ class PipelineMean(GlobalMean):
         return Step(mean, count, skipped=engine.will_skip())
 
     def _guess(self, batches: Sequence[Any], inputs: Callable[[Any], Any]) -> float:
-        """Return a guess of the total count: the number of tokens, or of samples if inputs are not integers."""
+        """Estimate the total count: the number of tokens, or the number of samples if inputs are not integers."""
         guess = torch.zeros(1, dtype=torch.float64)
         if self.counts:
             for batch in batches:

@@ -1,4 +1,4 @@
-"""Compare a measured step of a pipeline with the simulated one.
+"""Compare a measured step of a pipeline with a simulated step.
 
     found = measured_timeline(engine.pipeline, comm)         # a collective call
     expected = simulate(found.schedule, found.costs)
@@ -28,7 +28,7 @@ _EXCHANGES = 9
 
 
 def measured_timeline(pipeline: Pipeline, comm: Communicator, ranks: Sequence[int] | None = None) -> Timeline:
-    """Return the last training step of the pipeline on `ranks` of `comm`, in seconds.  This is a collective call.
+    """Return the timeline of the last training step of a pipeline, in seconds.  This is a collective call of all ranks of `comm`.
 
     Args:
         ranks: the rank in `comm` of each pipeline rank; by default all ranks in order.
@@ -38,18 +38,18 @@ def measured_timeline(pipeline: Pipeline, comm: Communicator, ranks: Sequence[in
 
 
 def step_timeline(pipeline: Pipeline, rows: Sequence[Sequence[Span]]) -> Timeline:
-    """Return the timeline of the actions that each pipeline rank has measured in a step on one clock."""
+    """Return the timeline of a step, given each pipeline rank's measured actions, with times of the same clock."""
     micro_batches = 1 + max(span.action.micro_batch for row in rows for span in row)
     return timeline_of(pipeline.schedule(micro_batches), rows)
 
 
 def shifted(spans: Sequence[Span], seconds: float) -> tuple[Span, ...]:
-    """Return the spans with a later start and end."""
+    """Return the spans with `seconds` added to their starts and ends."""
     return tuple(Span(span.action, span.start + seconds, span.end + seconds) for span in spans)
 
 
 def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
-    """Return the timeline of measured actions, which starts at 0; its costs are medians, its memory is not known."""
+    """Return the timeline of measured actions, shifted to start at 0, with median costs and without memory."""
     begun = min(span.start for row in rows for span in row)
     spans = tuple(shifted(row, -begun) for row in rows)
     nothing = (0,) * schedule.ranks
@@ -76,7 +76,7 @@ def median_costs(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Costs:
 
 
 def clock_shift(comm: Communicator) -> float:
-    """Return the seconds to add to this rank's `time.perf_counter` for the clock of rank 0.  This is a collective call.
+    """Return the seconds to add to this rank's `time.perf_counter` to get rank 0's clock.  This is a collective call.
 
     Ranks on the same host have the same clock.  For another host, the shift is measured with messages: its error is at most half
     of the shortest round trip.

@@ -1,4 +1,4 @@
-"""The activations that a rank keeps under a schedule, to divide a model and to choose what stages recompute.
+"""Compute the activations that a rank keeps under a schedule, to divide a model and to choose the recomputed layers.
 
 A dry run of the complete model gives the bytes that each block saves in one forward pass (`memory.dry_run`).  The schedule
 determines how many micro-batches of each stage are in flight on a rank at the same time.
@@ -55,10 +55,10 @@ class RankActivations:
 def block_sizes(
     model: nn.Sequential, schedule: Schedule, example: Any, dtype: torch.dtype | None
 ) -> list[list[float]]:
-    """Return the bytes of each block in each stage: its parameters, and its activations of all micro-batches in flight.
+    """Return the bytes of each block in each stage: its parameters, and its activations for all micro-batches in flight.
 
-    If a rank has several stages, each of them may use a part of the rank's memory, in proportion to its micro-batches in
-    flight.  The bytes are divided by this part.
+    If a rank has several stages, each stage may use a fraction of the rank's memory, in proportion to its micro-batches
+    in flight.  The returned bytes are divided by this fraction.
 
     Args:
         model: the complete model.
@@ -92,10 +92,10 @@ def in_flight(schedule: Schedule, stage: int) -> int:
 
 
 def steady(schedule: Schedule, asked: str) -> Schedule:
-    """Return a schedule for so many micro-batches that more of them do not increase the peak of any rank.
+    """Return a schedule with enough micro-batches that more micro-batches would not increase the peak of any rank.
 
     Args:
-        asked: the option that requires such a schedule, for the message.
+        asked: the option that requires such a schedule, for the error message.
 
     Raises:
         PlanError: if the peak is proportional to the number of micro-batches.

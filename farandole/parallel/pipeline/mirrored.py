@@ -1,8 +1,8 @@
 """Schedules with two replicas of the model on the same ranks, in opposite order.
 
-Rank r has stage r of replica A and stage D - 1 - r of replica B, so that it can run a forward pass of one replica while it
-would otherwise wait for the other replica.  The gradients of equal stages are summed.  Weights: 2 copies.  See
-`unidirectional` for the symbols.
+Rank r has stage r of replica A and stage D - 1 - r of replica B, so that it can run a pass of one replica when it would
+otherwise wait for the other replica.  The gradients of equal stages are summed.  Each rank stores two stages, which is
+twice the weights of one replica.  See `unidirectional` for the symbols.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from farandole.parallel.pipeline.schedule import (
 def gems(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
     """Return GEMS-MAST (Jain et al., 2020, "GEMS: GPU-Enabled Memory-Aware Model-Parallelism System").
 
-    Passes of `parts` micro-batches alternate between the replicas, and the forward pass of one replica follows the backward
-    pass of the other replica from rank to rank.  A rank has activations of one pass at a time.  The gradients of the replicas are
-    summed after each pair of passes.
+    Passes of `parts` micro-batches alternate between the replicas: while the backward pass of one replica moves from
+    rank to rank, the forward pass of the other replica follows in the same direction.  A rank has activations of one
+    pass at a time.  The gradients of the replicas are summed after each pair of passes.
 
     For parts = 1, the makespan is N (D B + F) + (D - 1) F.  Activations: `parts`.
     """
@@ -49,7 +49,7 @@ def gems_master(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
 
 @register("gems-w", "GEMS with separate weight gradients, which do not delay the previous stage")
 def gems_w(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
-    """Return GEMS-MASTER whose weight gradients run after the input gradients of a pass were sent.
+    """Return GEMS-MASTER with separate weight gradients, which run after a pass has sent its input gradients.
 
     For parts = 1 and F = I = W, the makespan is N (D + 2) + D - 1 instead of N (2 D + 1) + D - 1.  Activations: `parts`.
     """
@@ -81,8 +81,8 @@ def _gems(
 def chimera(ranks: int, micro_batches: int) -> Schedule:
     """Return Chimera (Li and Hoefler, 2021, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines").
 
-    Idle fraction (D - 2) / (2 N + D - 2) for N a multiple of D and B = F; with B = 2 F, there is additional idle time between
-    units of D micro-batches.  Activations: D / 2 + 1 to D.
+    The idle fraction is (D - 2) / (2 N + D - 2) if N is a multiple of D and B = F. With B = 2 F, there is additional
+    idle time between units of D micro-batches.  Activations: D / 2 + 1 to D.
 
     Raises:
         ScheduleError: for an odd number of ranks.

@@ -6,7 +6,7 @@
 An action runs when its inputs have arrived.  The runtime follows the schedule's order, and keeps for each stage and
 micro-batch only what the remaining actions need:
 
-- Forward keeps the leaves that it received and the outputs that require gradients.
+- Forward keeps the received leaf tensors, and the outputs that require gradients.
 - Backward, or BackwardInput, receives the gradients of these outputs, releases the outputs, and sends the gradients of the leaves.
 - BackwardWeight releases the rest of the graph.
 
@@ -68,12 +68,12 @@ class Pipeline:
 
     Args:
         model: the model that was divided; until `close`, a call of the model runs all stages.
-        stages: this rank's stages by number.
+        stages: this rank's stages by index.
         name: the name of the schedule.
         comm: the communicator of the pipeline's ranks; None for a single rank.
         places: the rank in `comm` of each pipeline rank.
-        rank: this pipeline rank.
-        statistics: the running statistics of this rank's stages.
+        rank: the index of this rank in the pipeline.
+        statistics: the BatchNorm statistics of this rank's stages.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Pipeline:
 
         Args:
             batches: the arguments of the model for each micro-batch.
-            loss: called on the last rank with the output of a micro-batch and its number; returns the loss to
-                differentiate.
+            loss: a function that is called on the rank of the last stage with a micro-batch's output and index, and
+                returns the loss to differentiate.
             train: whether to run backward passes.
-            completing: used for the last action of each stage.
+            completing: a function that returns the context for the last action of each stage; see `Engine.completing`.
         """
         schedule = self.schedule(len(batches))
         if not train:
@@ -194,7 +194,7 @@ class Pipeline:
         return next(self._model.parameters()).device  # each rank has parameters
 
     def _last_actions(self, schedule: Schedule) -> dict[Action, set[int]]:
-        """Return the last action of each stage on this rank, with the parameters that no later action computes gradients of."""
+        """Return the last action of each stage on this rank, with the parameters whose gradients no later action changes."""
         own = [action for action in schedule.actions[self._rank] if not isinstance(action, Forward)]
         last = {action.stage: action for action in own}
         later: set[int] = set()

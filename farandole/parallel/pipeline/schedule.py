@@ -3,8 +3,8 @@
     schedule = build("1f1b", ranks=4, micro_batches=8)
     schedule.actions[0]                # the actions of rank 0: Forward(stage=0, micro_batch=0), ...
 
-A *stage* is a part of the model.  `schedule.placement` assigns the stages to ranks.  Ranks have one stage each, or
-several, which are then called chunks.  A *mirrored* schedule has two replicas of the model, whose stages are assigned to
+A *stage* is a part of the model.  `schedule.placement` assigns the stages to ranks.  Each rank has one stage or several
+stages, which are then called chunks.  A *mirrored* schedule has two replicas of the model, whose stages are assigned to
 ranks in opposite order, and each micro-batch passes through one of the replicas.
 
 A schedule is a function of the numbers of ranks and micro-batches.  `register` adds a schedule:
@@ -12,7 +12,7 @@ A schedule is a function of the numbers of ranks and micro-batches.  `register` 
     @register("mine", "one line for the list")
     def mine(ranks: int, micro_batches: int) -> Schedule: ...
 
-This module imports nothing outside of the standard library.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, ClassVar, TypeVar
 
 
 class ScheduleError(ValueError):
-    """Raised for an unknown, incomplete or deadlocked schedule; the message contains the nearest alternative."""
+    """Raised if a schedule is unknown, incomplete or deadlocks; the message contains the nearest alternative if there is one."""
 
 
 # ---- actions ----
@@ -87,7 +87,8 @@ class Schedule:
         actions: the actions of each rank.
         placement: `placement[replica][stage]` is the rank of a stage.
         replicas: the replica through which each micro-batch passes.
-        reductions: in a mirrored schedule, how often per step the ranks with equal stages sum their gradients.
+        reductions: in a mirrored schedule, the number of times per step that ranks with equal stages sum their
+            gradients.
     """
 
     name: str
@@ -113,7 +114,7 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """The number of stages of one replica on a rank."""
+        """The number of stages of one replica on each rank."""
         return self.stages // self.ranks
 
     @property
@@ -146,12 +147,12 @@ def v_shape(ranks: int) -> Placement:
 
 
 def mirror(ranks: int) -> Placement:
-    """Return a placement of two replicas, the second one in opposite order."""
+    """Return a placement of two replicas, the second in the opposite order."""
     return (tuple(range(ranks)), tuple(reversed(range(ranks))))
 
 
 def of_first(schedule: Schedule, micro_batches: int) -> Schedule:
-    """Return the schedule of the first `micro_batches` of a schedule.
+    """Return `schedule` restricted to its first `micro_batches` micro-batches.
 
     The actions of a micro-batch depend on no other micro-batch, so omitting some micro-batches causes no deadlock.
     Schedules that need a minimum or a multiple of micro-batches use this function for other numbers.

@@ -1,11 +1,11 @@
-"""Search for the best schedule for given costs and memory, and compare it with the registered schedules.
+"""Search for the fastest schedule for given costs and memory, and compare it with the registered schedules.
 
     found = search(ranks=4, micro_batches=16, costs=Costs(1, 2, 1), memory=3)
     found.best.makespan, found.bound
 
 The search tries list scheduling with several placements and priority rules, and the registered schedules that fit.  The best
-result is then improved by local search: move one action within a rank, and keep the change if the schedule is not slower.
-No schedule can be faster than `bound`, so that the distance to the optimum is known.
+result is then improved by local search: move one action within a rank, and keep the change if the schedule is not
+slower.  No schedule can be faster than `bound`, which limits the distance to the optimum.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Found:
 
     Args:
         best: the fastest schedule that fits.
-        bound: a time that no schedule can undercut.
+        bound: a lower bound of the makespan of any schedule.
         named: the timelines of the registered schedules that exist for these sizes, by name.
     """
 
@@ -56,7 +56,7 @@ def search(
     mirrored: bool = True,
     tries: int = 400,
 ) -> Found:
-    """Return the best schedule found.
+    """Return the fastest schedule found.
 
     Args:
         memory: the limit for the activations on each rank, in the unit of `costs.activation`.
@@ -110,7 +110,7 @@ def _placements(ranks: int, costs: Costs, mirrored: bool) -> list[Placement]:
 
 
 def _rules() -> Iterator[tuple[str, Key]]:
-    """Yield the priority rules; other kinds than forward passes and weight gradients are input gradients or both."""
+    """Yield the priority rules, which rank forward passes and weight gradients relative to all other actions."""
     for name, forward, weight in (
         ("backward first", 1, 2),
         ("forward first", 0, 2),
@@ -141,7 +141,7 @@ def _candidates(
 
 
 def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
-    """Return a lower bound: each rank computes its stages after its first input has arrived, and ranks share all work."""
+    """Return a lower bound of the makespan, from the arrival of each rank's first input and the total work."""
     numbers = tuple(m % len(placement) for m in range(micro_batches))
     ranks = max(placement[0]) + 1
     schedule = Schedule("", ((),) * ranks, placement, numbers)

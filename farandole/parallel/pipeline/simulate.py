@@ -40,10 +40,10 @@ class Costs:
         forward: the time of a forward pass, F.
         input: the time of an input gradient, I.
         weight: the time of a weight gradient, W.
-        send: the time until an output arrives on another rank, or one time for each boundary between two stages; ranks compute
-            in the meantime.
-        activation: what a forward pass stores for the backward pass.
-        waiting: what is stored between an input gradient and its weight gradient; None for `activation`.
+        send: the time until an output arrives on another rank, or one such time for each boundary between two stages;
+            ranks compute meanwhile.
+        activation: the memory that a forward pass stores for the backward pass.
+        waiting: the memory that is stored between an input gradient and its weight gradient; None for `activation`.
         recompute: whether backward passes repeat the forward pass.  In between, only the stage's input is stored.
         stage_input: the size of a stage's input, for `recompute`.
     """
@@ -61,7 +61,7 @@ class Costs:
         """Return a cost of one stage.
 
         Raises:
-            ScheduleError: if the number of costs is not the number of stages.
+            ScheduleError: if a list of costs has a different length than the number of stages.
         """
         value = getattr(self, name)
         if value is None:
@@ -130,23 +130,23 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank computes."""
+        """The time during which each rank computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def idle(self) -> float:
-        """The fraction of the time in which ranks do not compute."""
+        """The fraction of the makespan in which ranks do not compute, averaged over ranks."""
         return 1 - sum(self.busy) / (self.makespan * self.schedule.ranks) if self.makespan else 0.0
 
     @property
     def lost(self) -> float:
-        """The fraction of the time in which ranks do not compute, or repeat forward passes."""
+        """The fraction of the makespan in which ranks are idle or repeat forward passes, averaged over ranks."""
         useful = sum(self.busy) - self.repeated
         return 1 - useful / (self.makespan * self.schedule.ranks) if self.makespan else 0.0
 
     @property
     def peak(self) -> float:
-        """The largest peak of all ranks."""
+        """The maximum of the ranks' peaks."""
         return max(self.peaks)
 
 
@@ -204,7 +204,7 @@ def inputs_of(action: Action, schedule: Schedule) -> Iterator[tuple[str, int]]:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Check that each rank has each pass of its stages exactly once, in an order that its own results allow.
+    """Check that each rank runs each pass of its stages exactly once, and after the rank's own passes that it depends on.
 
     Raises:
         ScheduleError: with the first missing, repeated, misplaced or early action.

@@ -1,4 +1,4 @@
-"""Keep the blocks of this rank's stages, and run one stage of a model whose code knows nothing about stages.
+"""Keep the blocks of this rank's stages, and run one stage of a model without changes to the model's code.
 
 A model is an `nn.Sequential` of blocks.  A stage is a range of blocks.  To run a stage, its model is called with the
 micro-batch's usual arguments, but with other blocks replaced:
@@ -7,10 +7,11 @@ micro-batch's usual arguments, but with other blocks replaced:
 - The block after the stage ends the call, and its input is the output of the stage.
 
 So each stage executes the model's own `forward`, including its preparation of positions and masks, and the last stage
-returns the model's output.  Parameters keep the names that they have in the complete model.  A parameter that is tied to a
-block of another rank, such as the token embedding in the output projection, also keeps its first name.
+returns the model's output.  Parameters keep the names that they have in the complete model.  A parameter that is tied
+to a parameter of another rank, such as the token embedding in the output projection, also keeps its first name.
 
-The hidden states of a training step are followed by the sum of the losses of the routers so far, if there are any.
+In training, each stage also sends the sum of the router losses of all stages so far, if the model has routers with
+losses.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ ELSEWHERE = (
 
 
 class Stage:
-    """One stage of `model`: the blocks with the numbers in `blocks`.
+    """One stage of `model`: the blocks whose indices are in `blocks`.
 
     `view` is the model that `run` calls, in which other blocks are replaced.
 
     Args:
-        routers: the numbers of the blocks that contain routers with losses.
+        routers: the indices of the blocks that contain routers with losses.
     """
 
     def __init__(self, model: nn.Sequential, number: int, blocks: range, routers: Collection[int]) -> None:
@@ -134,7 +135,7 @@ class Absent(nn.Module):
     """Replaces a block that another rank has; it contains only tensors that are tied to a block of this rank."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Refuse to run."""
+        """Raise RuntimeError."""
         raise RuntimeError(
             "this rank has only some stages of the model: call engine.forward_backward or engine.evaluate, which run all "
             "stages"
@@ -189,10 +190,10 @@ def split(
 
     Args:
         rank: the pipeline rank.
-        found: the division of the blocks; by default, the cost of a block is that of `parameter_costs`.
+        found: the division of the blocks; by default, blocks are divided according to `parameter_costs`.
 
     Returns:
-        The stages of this rank by number, and the division of the blocks.
+        The stages of this rank by index, and the division of the blocks.
 
     Raises:
         PlanError: if the model has too few blocks, or a rank would get no parameter.
@@ -244,7 +245,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _check_statistics(
     children: Sequence[tuple[str, nn.Module]], ranges: Sequence[range], names: Mapping[int, str]
 ) -> None:
-    """Refuse a layer with running statistics in several stages, whose statistics no rank has completely."""
+    """Refuse a layer with running statistics that is part of several stages, because no rank would have all its statistics."""
     seen: dict[nn.Module, int] = {}
     for number, blocks in enumerate(ranges):
         for place in blocks:

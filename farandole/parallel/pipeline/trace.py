@@ -1,8 +1,8 @@
-"""Events of a trace in the format of Chrome, for https://ui.perfetto.dev.
+"""Events of a trace in Chrome's Trace Event Format, for https://ui.perfetto.dev.
 
-A trace is a list of events.  Each rank is a process of the trace, and each row of a rank is a thread.  Perfetto treats process 0
-as the idle process of Linux, and a thread with the number of its process as the main thread, so neither number is used.  See
-the Chromium project's "Trace Event Format".
+A trace is a list of events.  Each rank is a process of the trace, and each row of a rank is a thread.  Perfetto treats
+process 0 as the idle process of Linux, and a thread whose number equals that of its process as the main thread, so
+neither number is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def action_events(
 
     Args:
         thread: the row of the rank.
-        offset_s: the time of the trace at time 0 of the spans, in seconds.
+        offset_s: the time in the trace that corresponds to time 0 of the spans, in seconds.
         unit_s: one unit of time of the spans, in seconds.
     """
     for span in spans:

@@ -1,18 +1,18 @@
 """Sends and receives between the stages of one step.
 
 Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank of the
-previous stage.  Shapes are found at run time: a header with types and shapes precedes an output.  A gradient has the shapes of
-the output, which its receiver knows.
+previous stage.  Shapes are determined at run time: a header with types and shapes precedes an output.  A gradient has
+the shapes of the corresponding output, which its receiver knows.
 
 The order of messages follows from the schedule of all ranks.  A rank sends a result directly after the action that computed
 it, and posts the receives from a peer in the order of the peer's sends.  No order deadlocks:
 
-- A send never blocks, and a rank waits only for receives.
-- Assume that some ranks wait forever.  Each of them waits in front of an action for a message, or for an earlier message of
-  the same peer, which the peer sends earlier.  The peer has not sent the message, so it waits as well, in front of the action
-  that computes the message or an earlier action.  Therefore each waiting rank waits for an action that precedes its own action
-  in the order of the simulator (`simulate`).  This order is finite and has a first waiting action, which contradicts the
-  assumption.
+- Sends never block, and a rank waits only for receives.
+- Assume that some ranks wait forever.  Each of them waits, before one of its actions, for a message from a peer, or for
+  an earlier message from the same peer.  The peer has not sent the message, so the peer waits as well, before the
+  action that computes the message or before an earlier action.  Therefore each waiting rank waits for an action that
+  precedes its own action in the order of the simulator (`simulate`).  This order is finite, so one of the awaited
+  actions is the first, and its rank does not wait.  This contradicts the assumption.
 
 Because receives are posted as soon as the header has arrived, data arrives while the rank computes.
 """
@@ -44,7 +44,7 @@ TYPES = (
 
 @dataclass(frozen=True)
 class TensorShape:
-    """The type and shape of a tensor, and whether it requires a gradient; None in a tuple stands for None."""
+    """The type and shape of a tensor, and whether the tensor requires a gradient.  A None in an output is described by None."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class TensorShape:
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
@@ -86,7 +86,7 @@ class Transfers:
     Args:
         comm: the communicator of the pipeline's ranks.
         places: the rank in `comm` of each rank of the schedule.
-        rank: this rank in the schedule.
+        rank: the index of this rank in the schedule.
         device: where received tensors are allocated.
     """
 
@@ -223,7 +223,7 @@ def encode(shapes: Shapes, *, single: bool) -> Tensor:
     """Return the header of an output.
 
     Raises:
-        TypeError: if the header is too short for the shapes, or a type is unknown.
+        TypeError: if the shapes do not fit in a header, or a type is not supported.
     """
     numbers = [int(single), len(shapes)]
     for shape in shapes:

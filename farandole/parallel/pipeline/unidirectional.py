@@ -34,7 +34,7 @@ def layer(ranks: int, micro_batches: int) -> Schedule:
 
 @register("layer-w", "layer parallel; weight gradients run after the input gradient was sent")
 def layer_w(ranks: int, micro_batches: int) -> Schedule:
-    """Return layer parallelism with separate weight gradients, which do not delay the previous stage.
+    """Return layer parallelism with separate weight gradients, so that weight gradients do not delay the previous stage.
 
     A micro-batch takes D (F + I) + W.  Activations: 1.
     """

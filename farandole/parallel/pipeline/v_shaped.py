@@ -1,7 +1,7 @@
 """Schedules with two chunks per rank in a V: micro-batches pass through ranks 0, 1, ..., D - 1, and back to rank 0.
 
-The loss is computed on rank 0, so that rank 0 can run a backward pass as soon as a micro-batch has returned.  See
-`unidirectional` for the symbols; here F, I and W are times of two chunks.
+Rank 0 computes the loss, so it can start a backward pass as soon as a micro-batch has returned.  See `unidirectional`
+for the symbols; here F, I and W are the times of a rank's two chunks together.
 """
 
 from __future__ import annotations
@@ -171,9 +171,9 @@ class _Rank:
 def _repeat(name: str, ranks: int, micro_batches: int, down: int, up: int) -> Schedule:
     """Return the schedule that repeats one micro-batch's building block every 6 time units.
 
-    A chunk's F, I and W take one unit each, so the 6 actions of a micro-batch occupy a rank completely.  In the block, F of
-    the first chunk and I of the second chunk proceed by `down` units per rank, and the other two by `up` units.  The
-    activations that a rank holds are proportional to the time between F and W.
+    A chunk's F, I and W take one unit each, so the 6 actions of a micro-batch occupy a rank completely.  From one rank
+    to the next, F of the first chunk and I of the second chunk are delayed by `down` units, and the other two by `up`
+    units.  The activations that a rank holds are proportional to the time between F and W.
     """
     starts = _building_block(ranks, down, up)
     actions = []
@@ -195,7 +195,7 @@ def _repeat(name: str, ranks: int, micro_batches: int, down: int, up: int) -> Sc
 
 
 def _building_block(ranks: int, down: int, up: int) -> list[tuple[int, ...]]:
-    """Return the start of F0, F1, I1, I0, W1 and W0 on each rank, without two actions at the same time modulo 6.
+    """Return the start times of F0, F1, I1, I0, W1 and W0 on each rank, which are distinct modulo 6.
 
     The pauses at the ends of the V are chosen so that ranks hold the fewest activations, and then as short as possible.
     """
@@ -215,7 +215,7 @@ def _building_block(ranks: int, down: int, up: int) -> list[tuple[int, ...]]:
 
 
 def _held(starts: tuple[int, ...]) -> int:
-    """Return the most activations that a rank holds if its block is repeated every 6 units."""
+    """Return the maximum number of activations that a rank holds if its block of actions is repeated every 6 units of time."""
     spans = ((starts[0], starts[5] + 1), (starts[1], starts[4] + 1))
     return max(sum((t - first) // 6 - (t - end) // 6 for first, end in spans) for t in range(6))
 

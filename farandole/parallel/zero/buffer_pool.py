@@ -22,7 +22,7 @@ _UNREDUCED = 2 * DEPTH
 
 
 def buffer_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths of the buffers that buckets with these `lengths` use in turn."""
+    """Return the lengths of the buffers that buckets with the given `lengths` use in turn."""
     return [max(lengths[turn::DEPTH]) for turn in range(min(DEPTH, len(lengths)))]
 
 
@@ -36,9 +36,9 @@ class BufferPool:
     The buffers are in shared memory, so that reductions need no copies.  Therefore bucket n uses buffer n % DEPTH on
     every rank.  If that buffer is in use, the bucket uses normal memory.
 
-    The pool limits the number of buckets that hold memory, with or without its buffers.  Before a bucket gets memory, all
-    but DEPTH - 1 of the reductions in progress end.  If too many buckets wait for the start of their reductions, because an
-    earlier bucket in the order of reductions is incomplete, reductions start early (`GradientReducer`).
+    The pool limits the number of buckets that hold memory, with or without its buffers.  Before a bucket gets memory,
+    it waits until at most DEPTH - 1 reductions are in progress.  If too many buckets wait for the start of their
+    reductions because an earlier bucket is incomplete, reductions start early (`GradientReducer`).
 
     Args:
         comm: the ranks that reduce the buckets; None for one rank.
@@ -70,7 +70,7 @@ class BufferPool:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def in_the_way(self, number: int) -> list[Bucket]:
-        """Return the buckets whose reductions in progress must end before bucket `number` gets memory."""
+        """Return the buckets whose reductions must end before bucket `number` gets memory."""
         reduced = [bucket for bucket in self._holders if bucket.in_flight]
         found = reduced[: len(reduced) + 1 - DEPTH]
         user = None if self.zero_copy else self._users[number % DEPTH]
@@ -83,7 +83,7 @@ class BufferPool:
         return waiting[0] if complete >= DEPTH or len(waiting) > _UNREDUCED else None
 
     def hold(self, bucket: Bucket) -> None:
-        """Mark that a bucket holds memory."""
+        """Record that a bucket holds memory."""
         self._holders.append(bucket)
 
     def acquire(self, bucket: Bucket, number: int) -> Tensor:
@@ -96,7 +96,7 @@ class BufferPool:
             return torch.empty(self._lengths[number], dtype=self._dtype, device=self._device)
 
     def release(self, bucket: Bucket, number: int) -> None:
-        """Mark that a bucket has released its memory."""
+        """Record that a bucket has released its memory."""
         self._holders.remove(bucket)
         if not self.zero_copy and self._users[number % DEPTH] is bucket:
             self._users[number % DEPTH] = None

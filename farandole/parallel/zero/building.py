@@ -60,7 +60,7 @@ def build(
 
     Args:
         groups: the groups of ranks that reduce and shard each bucket.
-        masters: the place of master weights.
+        masters: where master weights are stored.
         stores: the stores of offloaded gradients and weights; offloaded weights require `plan.gathered`.
     """
     rank, stores, built = groups.comm.rank, stores or Stores(), Built()
@@ -109,7 +109,8 @@ def build(
 
 
 def connect(mesh: Mesh, comm: Communicator, layouts: Iterable[Layout], zero: int) -> Groups:
-    """Return the groups that reduce and shard the tensors in `layouts`, also along axes.  This is a collective call."""
+    """Return the groups of ranks that reduce and shard the tensors in `layouts`, including groups along axes.  This is
+    a collective call."""
     alike = {(layout.stages, layout.shards, layout.same): layout for layout in layouts}
     sets = {
         ranks

@@ -16,12 +16,12 @@ make them in an agreed order:
 - Later passes follow the order of the negotiated pass.  A rank that requests an item first launches all items before
   it, including reductions for which it has only some gradients or none.  Reductions are sums, so late gradients are
   reduced at the end of the pass, and added.
-- A rank that requests an item outside the remaining order launches the rest of the order, and negotiates.  All ranks
-  negotiate after the last item, usually only to confirm that no rank requests an item, which costs one small
-  reduction per pass.  If a rank does, the entire next pass is negotiated.
+- A rank that requests an item outside the remaining order launches the rest of the order, and then negotiates.  All
+  ranks negotiate after the last item, usually only to confirm that no rank requests an item, which costs one small
+  reduction per pass.  If a rank does request an item, the entire next pass is negotiated.
 
-*All ranks make the same calls.*  Each rank's calls are the full agreed order, followed by negotiation rounds.  In a
-round all ranks compute the same minimum, and all of them launch this item, or end the pass.
+*All ranks make the same calls.*  Each rank's calls are the full agreed order, followed by negotiation rounds.  In each
+round, all ranks compute the same minimum, and all ranks launch the item with this number or end the pass.
 
 *No rank waits forever.*  Calls are asynchronous, and a rank waits only for calls that it has launched.  Consider the
 first item or round that is not complete, and a rank that has not launched it.  All calls that this rank has launched
@@ -66,7 +66,7 @@ class CallOrder:
         return self._kind
 
     def begin(self, kind: Kind) -> None:
-        """Begin a pass, and discard a failed one."""
+        """Begin a pass, and discard a previous pass that failed."""
         self._kind = kind
         self._sequence = self._agreed[kind]
         self._position = 0
@@ -112,7 +112,7 @@ class CallOrder:
         self._kind = None
 
     def forget(self, kind: Kind) -> None:
-        """Negotiate the next pass of a kind; all ranks call this method between passes."""
+        """Discard the order of `kind`, so that its next pass is negotiated; all ranks must call this method between passes."""
         self._agreed[kind] = []
 
     def abandon(self) -> None:

@@ -22,14 +22,14 @@ from farandole.parallel.zero.weights import FlatWeights, Masters, is_same_memory
 
 
 class GatheredWeights(FlatWeights):
-    """The rank's shard of weights.
+    """A bucket's weights, of which this rank stores a shard.
 
     While weights are not gathered, parameters keep their shapes, use no memory, and raise errors when they are read
     (`hidden_parameters`).
 
     Args:
-        offload: the store of the shard, if it is not in memory.
-        master_copy: whether an offloaded shard in the type of the master weights is only a copy of them.
+        offload: the store of the shard, if the shard is not in memory.
+        master_copy: whether an offloaded shard in the master weights' type is only a copy of the master weights.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class GatheredWeights(FlatWeights):
         self._set(self._placeholders)  # hidden when the engine is complete
 
     def gather_over(self, comm: Communicator | None) -> None:
-        """Gather over `comm`, which has the same ranks, so that the order of gathers is independent of other calls."""
+        """Gather with `comm`, another communicator of the same ranks, so that the order of gathers is independent of
+        other calls."""
         self._gather_comm = comm
 
     def gather_async(self) -> None:
@@ -93,11 +94,11 @@ class GatheredWeights(FlatWeights):
         if self._stored is None or self.plan.device.type != "cpu":
             return torch.empty(self._layout.length, dtype=self.plan.dtype, device=self.plan.device)
         nbytes = self._layout.length * self.plan.dtype.itemsize
-        # huge pages, which return to the kernel at once
+        # huge pages, which are returned to the kernel as soon as they are freed
         return aligned_buffer(nbytes)[:nbytes].view(self.plan.dtype)
 
     def use(self) -> Tensor:
-        """Return the unsharded buffer, and make the parameters views of it."""
+        """Make the parameters views of the unsharded buffer, and return the buffer."""
         assert self._whole is not None
         if not self.is_whole:
             self._wait_for_work()
@@ -189,7 +190,7 @@ class GatheredWeights(FlatWeights):
         return self.is_whole or is_same_memory(self.parameters[index], self._placeholders[index])
 
     def set_values(self, index: int, values: Tensor) -> None:
-        """Set the weights and master weights of parameter `index`; all ranks call it, with the same values."""
+        """Set the weights and master weights of parameter `index`; all ranks must call this method with the same values."""
         with self.in_memory(write=True):
             self._set_range(self.shard, index, values)
         if self.has_master_copy and self.master is not None:

@@ -56,7 +56,7 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 @dataclass(frozen=True)
 class _SavedOutside:
-    """A tensor packed by enclosing hooks, because autograd calls only the innermost of nested hooks."""
+    """A tensor that was packed by enclosing hooks; they are called here because autograd calls only the innermost hooks."""
 
     kept: Any
     unpack: Callable[[Any], Tensor]
@@ -74,8 +74,8 @@ class Gatherer:
     Args:
         groups: the weights that are gathered together.
         buckets: the buckets of gradients, whose reductions share one order with the gathers.
-        needs: the modules that need gathered weights, each with the numbers of its groups.
-        comm: all ranks that compute the same modules.
+        needs: the modules that need gathered weights, each with the indices of its groups.
+        comm: the communicator of all ranks that compute the same modules.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Gatherer:
         return True
 
     def forget_order(self) -> None:
-        """Agree on another order in the next backward pass; all ranks call this method."""
+        """Agree on a new order in the next backward pass; all ranks must call this method."""
         self._order.forget("backward")
 
     def release(self) -> None:
@@ -211,7 +211,7 @@ class Gatherer:
         self.release()
 
     def keep_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Pack tensors other than weights with other hooks, because autograd calls only the innermost hooks."""
+        """Pack tensors other than weights with `pack` and `unpack`, because autograd calls only the innermost hooks."""
         self._keep, self._fetch = pack, unpack
 
     # ---- one group ----

@@ -114,7 +114,7 @@ def hide(parameter: nn.Parameter, name: str, reason: str | None = None) -> None:
 
 
 def show(parameter: nn.Parameter, reason: str | None = None) -> None:
-    """Make a hidden parameter an ordinary parameter; given a reason, only if the parameter was hidden for it."""
+    """Make a hidden parameter an ordinary parameter; given `reason`, only if it was hidden for the same reason."""
     if type(parameter) is _HiddenParameter and reason in (None, parameter.reason):
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         del parameter.name_of_hidden, parameter.reason

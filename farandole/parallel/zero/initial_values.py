@@ -64,7 +64,8 @@ def stand_in(models: Sequence[nn.Module], device: torch.device) -> dict[int, tor
 
     The models can share modules and parameters.
 
-    Return the types of all parameters, by `id(parameter)`.
+    Returns:
+        The types of all parameters, by `id(parameter)`.
     """
     twins: dict[int, Tensor] = {}
     for module in nn.ModuleList(models).modules():

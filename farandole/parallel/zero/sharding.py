@@ -37,7 +37,7 @@ Filling = Literal["copied", "copied at once", "zero-copy"]
 
 @dataclass(frozen=True)
 class ReductionRanks:
-    """The ranks that reduce a gradient together with a given rank.
+    """The ranks with which a given rank reduces a gradient.
 
     Args:
         column: all ranks whose gradients are summed.
@@ -62,7 +62,7 @@ class ReductionRanks:
         return len(self.replicas) * len(self.copies) // len(self.column)
 
     def number(self, rank: int) -> int:
-        """Return the shard number of `rank`."""
+        """Return the index of the shard of `rank`."""
         return self.shards.index(rank)
 
 
@@ -118,7 +118,7 @@ def box_mesh(ranks: int, hosts: Sequence[object] = (), *, hybrid: bool = False, 
     """Return a mesh whose inner axes stay within a host if possible.
 
     Args:
-        hosts: the host of every rank.
+        hosts: the host of each rank.
         hybrid: whether to factor the data axis into "data.hosts" and "data.local", if there are several hosts.
         sizes: the size of each axis, by default only `data`.
 
@@ -138,8 +138,8 @@ def box_mesh(ranks: int, hosts: Sequence[object] = (), *, hybrid: bool = False, 
     local, rest = divmod(sizes["data"], len(counts))
     if rest:
         raise PlanError(
-            f"hybrid=True requires a data axis that {len(counts)} hosts divide, got data={sizes['data']}; nearest plan: "
-            "hybrid=False"
+            f"hybrid=True requires a data axis whose size is a multiple of {len(counts)}, the number of hosts, got "
+            f"data={sizes['data']}; nearest plan: hybrid=False"
         )
     return Mesh.box(order, factors={"data": {"hosts": len(counts), "local": local}}, **sizes)
 
@@ -219,7 +219,7 @@ def plan_sharding(
 def moves_parameters(
     zero: int, dtype: torch.dtype | None, offload: str, layouts: Mapping[str, Layout]
 ) -> bool:
-    """Return whether parameters are moved into flat buffers, so that the optimizer updates other tensors than the parameters.
+    """Return whether parameters are moved into flat buffers, in which case the optimizer updates tensors other than the parameters.
 
     This is necessary if ranks update different elements, because an axis or ZeRO shards parameters, or if the optimizer
     updates master weights.

@@ -3,7 +3,7 @@
 Each rank's optimizer updates the rank's shard in the master weights' type.  If the model computes in the same type, the
 master weights are a part of the model's weights.
 
-    WholeWeights       every rank has all weights in one flat buffer; ranks that share memory have one buffer in common
+    WholeWeights       every rank has all weights in one flat buffer, which ranks with shared memory have in common
     GatheredWeights    each rank has its shard, in memory or offloaded; blocks gather their weights (`gathered_weights`)
 
 Ranks that share a buffer read all of it, and each updates its own shard in place, without gathering.  Two barriers
@@ -34,10 +34,10 @@ EDIT = "make changes within `with engine.edit_parameters():`, or load them with 
 
 
 class FlatWeights(ABC):
-    """The weights of the parameters in `plan`, in a flat buffer that consists of shards; this rank has shard `number`.
+    """The weights of the parameters in `plan`, in a flat buffer that consists of shards; shard `number` belongs to this rank.
 
     Args:
-        shards: the ranks among which the buffer is sharded; None for this rank alone.
+        shards: the communicator of the ranks among which the buffer is sharded; None if the buffer is not sharded.
         trained: whether the parameters are trained and therefore have master weights.
     """
 

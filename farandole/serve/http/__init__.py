@@ -1,7 +1,7 @@
 """The HTTP servers: OpenAI's interface for language models and encoders.
 
 start.py        starts a server, and ends it after a signal
-base.py         what the servers share
+base.py         the common parts of the servers
 completions.py  the server of a language model
 embeddings.py   the server of an encoder
 protocol.py     the fields of the requests

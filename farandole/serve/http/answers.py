@@ -37,7 +37,7 @@ class TokenTexts:
         return text.replace("▁", " ").encode()
 
     def text_of(self, token: int) -> str:
-        """Return a token's text; for an incomplete character, its bytes as in OpenAI's interface."""
+        """Return a token's text; a token with an incomplete character is shown as bytes, as in OpenAI's interface."""
         found = self.bytes_of(token)
         try:
             return found.decode()
@@ -45,13 +45,14 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def is_special(self, token: int) -> bool:
-        """Return whether a token is not part of the text."""
+        """Return whether a token is a special token, which is not part of the text."""
         return token in self._special
 
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table: printable bytes are themselves, and the others are characters from 256."""
+    """Return GPT-2's table of bytes by character: printable bytes stand for themselves, and other bytes are characters
+    from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -62,8 +63,8 @@ def _byte_of_character() -> dict[str, int]:
 class Choice:
     """Collects one sequence's text and log-probabilities.
 
-    Log-probabilities are held back as long as their tokens' text, so that they do not show a stop string.  Tokens without
-    text are reported with the next token that has text.
+    Log-probabilities are held back as long as the text of their tokens, so that they do not reveal a stop string.
+    Tokens without text are reported with the next token that has text.
     """
 
     index: int
@@ -75,7 +76,7 @@ class Choice:
     _pending: list[tuple[Logprob, int]] = field(default_factory=list)
 
     def add(self, output: Output) -> tuple[str, list[tuple[Logprob, int]]]:
-        """Add an output.  Returns the new text, and the new log-probabilities with offsets in the text."""
+        """Add an output, and return the new text and the new log-probabilities with their offsets in the text."""
         self.text += output.text
         self.tokens += len(output.tokens)
         self.finish_reason = output.finish_reason
@@ -125,5 +126,5 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[tuple[Logprob, int]]) -> 
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Return the number of tokens."""
+    """Return the numbers of tokens in the format of OpenAI's field `usage`."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,4 +1,4 @@
-"""What all HTTP servers of models share: common endpoints, the answers to errors, and clients that disconnect."""
+"""The common parts of all model servers: endpoints, error responses, and the handling of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ServedModel(Protocol):
     """A model that runs in threads."""
 
     def start(self) -> None:
-        """Start the threads.  Call from the event loop that receives the results."""
+        """Start the threads.  Call this method from the event loop that receives the results."""
         ...
 
     def close(self) -> None:
@@ -46,16 +46,17 @@ class ServedModel(Protocol):
         ...
 
     def metrics(self) -> list[Family]:
-        """Return the measurements."""
+        """Return the metrics."""
         ...
 
 
 class ModelServer:
-    """An application that starts a model and describes it; subclasses add the endpoints that compute.
+    """An application that starts a model, and provides endpoints that describe the model; subclasses add the endpoints
+    that compute.
 
     Args:
-        service: runs the model.
-        names: the names of the model in requests; the first is that of the base model.
+        service: the service that runs the model.
+        names: the names of the model in requests; the first is the name of the base model.
         tokenizer: the model's tokenizer.
         context: the maximum number of tokens of a sequence.
         limits: the limits on requests.
@@ -144,7 +145,7 @@ class ModelServer:
 
 
 async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, T]) -> T | Response:
-    """Return the answer, or cancel it when the client disconnects."""
+    """Return the result of `answer`, or cancel `answer` when the client disconnects."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -170,7 +171,7 @@ def error_body(message: str, code: str, param: str | None = None, kind: str = ""
 def error_answer(
     status: int, message: str, code: str, param: str | None = None, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """Return the answer with an error."""
+    """Return an error response."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     return JSONResponse({"error": error_body(message, code, param, kind)}, status, headers)
 

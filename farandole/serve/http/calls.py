@@ -1,12 +1,12 @@
 """The formats in which models write tool calls, and the grammars that constrain the output to valid calls.
 
-Hermes and Qwen write any number of calls after a text:
+Hermes and Qwen write any number of calls after the text:
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Llama 3 writes a call instead of a text:
+Llama 3 writes a call instead of text:
 
     {"name": "weather", "parameters": {"city": "Paris"}}
 """
@@ -50,7 +50,7 @@ class CallFormat:
     """A format of tool calls.
 
     Args:
-        start, end: the marks around a call; if empty, the call is the whole text.
+        start, end: the marks around a call; if they are empty, the call is the whole text.
         key: the key of the arguments.
     """
 
@@ -59,7 +59,7 @@ class CallFormat:
     key: str
 
     def parse(self, text: str, names: Collection[str]) -> list[Call]:
-        """Return the calls in a text between two marks, or [] if the text has anything else than valid calls."""
+        """Return the calls in the text between two marks, or [] if the text contains anything other than valid calls."""
         found: list[Call] = []
         rest = text.strip()
         while rest:
@@ -84,17 +84,18 @@ class CallFormat:
         reasons: bool,
         is_reasoning: bool,
     ) -> str:
-        """Return a grammar of llguidance for texts whose calls are all valid.
+        """Return a grammar for llguidance that accepts only texts whose calls are all valid.
 
         Args:
-            tools: the JSON schema of the arguments, by name.
-            required: whether the text must be calls.
+            tools: the JSON schema of each tool's arguments, by name.
+            required: whether the text must consist of calls.
             several: whether more than one call is allowed.
-            reasons: whether the model may reason before.
+            reasons: whether the model may reason before the text.
             is_reasoning: whether the prompt ends within the reasoning.
 
         Raises:
-            RequestError: if a mark is not a token, so that a grammar cannot separate it from the text before.
+            RequestError: if a mark is not a token, because a grammar then cannot separate the mark from the preceding
+                text.
         """
         rules = [
             f"args{number}: %json {json.dumps(_spaced(each))}" for number, each in enumerate(tools.values())
@@ -130,7 +131,7 @@ LLAMA = CallFormat("", "", "parameters")
 
 
 def find_format(template: str) -> CallFormat:
-    """Return the format of the calls that a chat template asks for.
+    """Return the format of tool calls that a chat template uses.
 
     Args:
         template: the Jinja program.
@@ -159,7 +160,7 @@ def find_format(template: str) -> CallFormat:
 
 
 def _token(tokenizer: Tokenizer, mark: str) -> str:
-    """Return a mark in a grammar."""
+    """Return `mark` as a grammar contains it; raise RequestError if the mark is not a token of the model."""
     if tokenizer.token_to_id(mark) is None:
         raise RequestError(
             "tool_choice", f"valid calls cannot be enforced, because {mark} is not a token of the model"
@@ -168,6 +169,6 @@ def _token(tokenizer: Tokenizer, mark: str) -> str:
 
 
 def _spaced(schema: Any) -> Any:
-    """Return a schema with a bound on the spaces in its JSON."""
+    """Return a schema whose JSON may contain only a limited amount of whitespace."""
     own = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return {**own, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": SPACE}}

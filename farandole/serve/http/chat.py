@@ -36,12 +36,12 @@ class Chat:
     is_reasoning: bool
 
     def reply(self) -> Reply:
-        """Return the empty reply of a sequence."""
+        """Return a new reply, without text, for a sequence."""
         return Reply(self.form, self.tools, reasons=self.reasons, is_reasoning=self.is_reasoning)
 
 
 def prepare_chat(body: ChatRequest, found: ModelFolder) -> Chat:
-    """Return the request for the engine.
+    """Convert a chat request to a request for the engine.
 
     Raises:
         RequestError: if a field is invalid, or the model's template does not support it.
@@ -57,7 +57,8 @@ def prepare_chat(body: ChatRequest, found: ModelFolder) -> Chat:
     form = find_format(source) if tools else None
     if form is not None and form.start in hidden:
         raise RequestError(
-            "tools", f"{form.start} is a special token of the model, which is not part of its text"
+            "tools",
+            f"tool calls cannot be recognized, because {form.start} is a special token, which is not part of the output text",
         )
     prompt = _render(found.template, messages, tools, body.chat_template_kwargs)
     reasons = END_THINK in source and END_THINK not in hidden and not sampling.is_constrained
@@ -113,7 +114,7 @@ def message_of(reply: Part) -> dict[str, Any]:
 
 
 def delta_of(part: Part, before: int) -> dict[str, Any]:
-    """Return new text in the format of a stream, after a number of calls."""
+    """Return a new part of a reply in the format of a stream; `before` is the number of earlier calls."""
     found: dict[str, Any] = {}
     if part.reasoning:
         found["reasoning_content"] = part.reasoning

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's completions and chat completions, and a few endpoints of our own."""
+"""The HTTP server for text generation: OpenAI's completions and chat completions, and additional endpoints."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class _Job:
     """A request in progress.
 
     Args:
-        head: the fields that all parts of the answer have.
+        head: the common fields of all parts of the response.
         tickets: the engine's requests, one per prompt.
         choices: all sequences, `n` for each prompt.
-        echoes: for each prompt, the text with which its choices start.
-        replies: for each choice of a chat, its text in parts.
+        echoes: for each prompt, the text with which the choices begin.
+        replies: for each choice of a chat, its text, divided into parts.
     """
 
     request: CompletionRequest | ChatRequest
@@ -234,7 +234,7 @@ class Server(ModelServer):
         return JSONResponse({**job.head, "choices": found, "usage": job.usage})
 
     async def _stream(self, job: _Job) -> AsyncIterator[str]:
-        """Yield server-sent events.  When the client disconnects, the generator is closed, and the slot is freed."""
+        """Yield server-sent events.  When the client disconnects, the generator is closed, and the requests are cancelled."""
         try:
             try:
                 async with asyncio.timeout(self._limits.request_s):

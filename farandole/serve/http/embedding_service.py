@@ -1,6 +1,7 @@
 """Compute embeddings in a thread, for clients in an asyncio event loop.
 
-The thread computes all waiting sequences together, up to `token_budget` tokens at a time, and sleeps while there are none.
+The thread computes all waiting sequences together, up to `token_budget` tokens at a time, and sleeps while no sequence
+is waiting.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddingError(RuntimeError):
-    """The encoder failed."""
+    """Raised if the encoder fails."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class EmbeddingService:
     """Runs an encoder in a thread.
 
     Args:
-        max_waiting: the maximum number of sequences that wait.
-        token_budget: the maximum number of tokens per batch; a longer sequence is a batch of its own.
+        max_waiting: the maximum number of waiting sequences.
+        token_budget: the maximum number of tokens per batch; a longer sequence forms a separate batch.
     """
 
     def __init__(self, encoder: Encoder, *, max_waiting: int = 2048, token_budget: int = 4096) -> None:
@@ -54,7 +55,7 @@ class EmbeddingService:
         self._thread = threading.Thread(target=self._run, name="farandole-encoder", daemon=True)
 
     def start(self) -> None:
-        """Start the thread.  Call from the event loop that receives the embeddings."""
+        """Start the thread.  Call this method from the event loop that receives the embeddings."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -72,7 +73,7 @@ class EmbeddingService:
 
     @property
     def waiting(self) -> int:
-        """Return the number of sequences that wait."""
+        """Return the number of waiting sequences."""
         return len(self._waiting)
 
     def check(self, tokens: Sequence[int]) -> None:
@@ -89,11 +90,11 @@ class EmbeddingService:
             raise RequestError("input", f"expected tokens from 0 to {encoder.vocabulary - 1}")
 
     def submit(self, sequences: Sequence[Sequence[int]]) -> list[asyncio.Future[Tensor]]:
-        """Add sequences to the queue: all or none.  Call from the event loop.
+        """Add all sequences to the queue, or none if an error is raised.  Call this method from the event loop.
 
         Returns:
-            The fp32 embeddings (width), in order.  Cancelled embeddings are not computed.  If the encoder fails, an
-            embedding raises EmbeddingError.
+            Futures of the fp32 embeddings (width), in order.  Cancelled embeddings are not computed.  If the encoder
+            fails, the futures raise EmbeddingError.
 
         Raises:
             RequestError: if the encoder cannot embed a sequence.
@@ -118,7 +119,7 @@ class EmbeddingService:
         return [job.result for job in jobs]
 
     def metrics(self) -> list[Family]:
-        """Return the measurements."""
+        """Return the metrics."""
         return [
             Family(name, kind, text, [("", value)])
             for name, kind, text, value in (

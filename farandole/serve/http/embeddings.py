@@ -1,4 +1,4 @@
-"""The HTTP server for embeddings: OpenAI's `/v1/embeddings`, and a few endpoints of our own."""
+"""The HTTP server for embeddings: OpenAI's `/v1/embeddings`, and additional endpoints."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class EmbeddingRequest(Fields):
 
 
 class EmbeddingServer(ModelServer):
-    """Answers HTTP requests.
+    """Answers HTTP requests for embeddings.
 
     Args:
-        service: the encoder.
+        service: the service that runs the encoder.
         name: the model's name in requests.
         limits: the limits on requests.
         keys: SHA-256 hashes of API keys; if empty, no key is required.

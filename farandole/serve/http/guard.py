@@ -27,8 +27,8 @@ class Limits:
 
     Args:
         body_bytes: the maximum size of a body.
-        body_s: the seconds in which a body must arrive.
-        request_s: the seconds in which a request must be complete.
+        body_s: the maximum time in seconds for the arrival of a body.
+        request_s: the maximum time in seconds for a whole request.
     """
 
     body_bytes: int = 8 << 20
@@ -64,7 +64,7 @@ class Guard:
         self._app, self._limits, self._keys = app, limits, list(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Refuse a request, or pass it to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,6 +1,7 @@
 """The page at `/`: a self-contained document that shows the state of the server and a chat.
 
-The page requests `/stats` while it is visible, and keeps the history itself: without a page, nothing is computed.
+The page requests `/stats` while the page is visible, and keeps the history itself.  The server computes nothing for the
+page while no page is open.
 
 The Content-Security-Policy allows the page's own script and style, and connections to the same server.  Trusted types
 make the browser refuse to interpret text as HTML, so that the output of a model cannot become part of the document.
@@ -39,6 +40,6 @@ def read_page() -> tuple[str, dict[str, str]]:
 
 
 def _hash(text: str, tag: str) -> str:
-    """Return the source expression of an inline element."""
+    """Return the source expression that permits an inline element in the Content-Security-Policy header."""
     (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -1,6 +1,7 @@
-"""The fields of the HTTP requests, and their meaning.
+"""The fields of HTTP requests, and their conversion to the parameters of the engine.
 
-Unknown fields, and fields of OpenAI's interface that are not supported, are errors.  null means that a field is absent.
+Unknown fields, and fields of OpenAI's interface that are not supported, are errors.  A field with the value null counts
+as absent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Tokens = Annotated[list[int], Field(min_length=1)]
 
 
 class Fields(BaseModel):
-    """The base of all requests and their parts."""
+    """The base class of all requests and their parts."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,13 +40,13 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
-    """Options of a stream."""
+    """The options of a streamed response."""
 
     include_usage: bool = False
 
 
 class JSONSchema(Fields):
-    """A named schema, which the output always follows."""
+    """A named JSON schema, to which the output always conforms."""
 
     name: str
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -59,7 +60,7 @@ class ResponseFormat(Fields):
     json_schema: JSONSchema | None = None
 
     def schema_of(self) -> dict[str, Any] | None:
-        """Return the schema, or None for text."""
+        """Return the JSON schema of the output, or None for unconstrained text."""
         if (self.json_schema is not None) != (self.type == "json_schema"):
             expected = "a schema" if self.type == "json_schema" else "no schema"
             raise RequestError("response_format.json_schema", f"expected {expected} for type {self.type}")
@@ -150,13 +151,13 @@ class CompletionRequest(_Generation):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     def sampling(self) -> Sampling:
-        """Return the parameters of the engine."""
+        """Return the sampling parameters for the engine."""
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
         return self._sampling(max_tokens, self.logprobs, self.echo and self.logprobs is not None)
 
 
 class TextPart(Fields):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -298,7 +299,7 @@ class ChatRequest(_Generation):
             return {}
         found = {tool.function.name: tool for tool in self.tools}
         if len(found) < len(self.tools):
-            raise RequestError("tools", "expected different names")
+            raise RequestError("tools", "expected tools with different names")
         if self.tool_choice == "none":
             return {}
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in found:
@@ -308,7 +309,7 @@ class ChatRequest(_Generation):
         return found
 
     def sampling(self) -> Sampling:
-        """Return the parameters of the engine."""
+        """Return the sampling parameters for the engine."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise RequestError("max_completion_tokens", "max_tokens is also set; omit one of them")
         if self.top_logprobs is not None and not self.logprobs:

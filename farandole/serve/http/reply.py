@@ -28,9 +28,9 @@ class Part:
 
 
 class Reply:
-    """The text of one sequence.
+    """The reply of one sequence, divided into parts.
 
-    Text that could be the beginning of a mark is held back until the next text decides.  A call that is not valid JSON
+    Text that could be the beginning of a mark is held back until more text has arrived.  A call that is not valid JSON
     for a known tool is part of the content.
 
     Args:
@@ -55,7 +55,7 @@ class Reply:
         self.whole = Part()
 
     def add(self, text: str, is_last: bool = False) -> Part:
-        """Add text, and return what has become complete; with `is_last`, everything."""
+        """Add text, and return the new part of the reply without text that is held back; with `is_last`, nothing is held back."""
         self._held += text
         self._is_last = is_last
         part = Part()
@@ -69,7 +69,7 @@ class Reply:
         return part
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return the engine's reason, or "tool_calls" if the text ended with calls."""
+        """Return the engine's finish reason, or "tool_calls" if the text ended with calls."""
         return "tool_calls" if reason == "stop" and self.whole.calls else reason
 
     # ---- states ----

@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class ServiceEndedError(Exception):
-    """The service has ended, because a rank failed."""
+    """Raised if the service has ended because a rank failed."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A submitted request.  `outputs` receives the engine's outputs; a sequence's last output has a finish reason.
+    """A submitted request.  The queue `outputs` receives the engine's outputs; the last output of a sequence has a finish reason.
 
     Args:
         number: the number of the request in its engine.
@@ -64,7 +64,7 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="farandole-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread.  Call from the event loop that receives the outputs."""
+        """Start the thread.  Call this method from the event loop that receives the outputs."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -76,7 +76,7 @@ class Service:
         self._thread.join()
 
     def end(self, failure: RanksFailed) -> None:
-        """Answer all requests with an error, because ranks that this service does not use have failed."""
+        """Answer all requests with an error, because ranks of another service have failed."""
         with self._condition:
             self._ended = failure
             self._condition.notify()
@@ -97,7 +97,7 @@ class Service:
         return self._thread.is_alive()
 
     def submit(self, requests: Sequence[tuple[Sequence[int], Sampling]]) -> list[Ticket]:
-        """Add requests to the queue: all or none.
+        """Add all requests to the queue, or none if an error is raised.
 
         Raises:
             RequestError: if the engine cannot serve a request.
@@ -129,7 +129,7 @@ class Service:
         return tickets
 
     def _check_queue(self, count: int, tokens: int) -> None:
-        """Raise QueueFullError if new sequences do not fit in the queue, or other requests delay them too long."""
+        """Raise QueueFullError if new sequences do not fit in the queue, or if earlier requests would delay them too long."""
         engine = self.engine
         waiting = engine.waiting + self._queued
         if waiting + count > engine.max_waiting:
@@ -258,7 +258,7 @@ class Service:
 
 
 class ReplicatedService:
-    """The services of several replicas of a model, with the interface of `Service`.
+    """The services of several replicas of a model; the interface is that of `Service`.
 
     A request goes to the replica with the fewest running and waiting sequences.  If the ranks of one replica fail, the
     services of all replicas end, as the launcher ends all ranks.
@@ -277,7 +277,7 @@ class ReplicatedService:
         self._on_failure = on_failure
 
     def start(self) -> None:
-        """Start the threads.  Call from the event loop that receives the outputs."""
+        """Start the threads.  Call this method from the event loop that receives the outputs."""
         for service in self.services:
             service.start()
 
@@ -292,7 +292,7 @@ class ReplicatedService:
         return all(service.is_alive for service in self.services)
 
     def submit(self, requests: Sequence[tuple[Sequence[int], Sampling]]) -> list[Ticket]:
-        """Add requests to the queues of the replicas: all or none; see `Service.submit`."""
+        """Add all requests to the queues of the replicas, or none if an error is raised; see `Service.submit`."""
         count = sum(sampling.n for _, sampling in requests)
         most = sum(service.engine.max_waiting for service in self.services)
         if count > most:
@@ -313,7 +313,7 @@ class ReplicatedService:
                 service.cancel(own)
 
     def metrics(self) -> list[Family]:
-        """Return the measurements in sum, and for each replica."""
+        """Return the metrics of all replicas: sums, and the values of each replica."""
         return of_replicas([service.metrics() for service in self.services])
 
     def stats(self) -> dict[str, Any]:
@@ -323,7 +323,7 @@ class ReplicatedService:
         )
 
     def _end(self) -> None:
-        """End all services.  Called in the thread of the service whose ranks have failed, or that has been ended."""
+        """End all services.  This method is called in the thread of a service whose ranks have failed, or which has been ended."""
         failed = next(service for service in self.services if service.failure is not None)
         if self.failure is None:
             self.failure = failed.failure

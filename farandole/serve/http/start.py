@@ -68,7 +68,7 @@ def start(
     replicas: int = 1,
     runtime: Runtime | None = None,
 ) -> None:
-    """Serve a model until a signal; see `farandole serve --help` for the arguments.
+    """Serve a model until the process receives SIGTERM or SIGINT; see `farandole serve --help` for the arguments.
 
     With `runtime`, this is a collective call of all ranks.  The ranks of each replica divide the model.
 
@@ -180,7 +180,7 @@ def check_start(
     """Check arguments of `start` before the ranks are launched, so that an error is reported once.
 
     Raises:
-        RequestError, CheckpointError, DataError, FolderError: as `start`.
+        RequestError, CheckpointError, DataError, FolderError: as for `start`.
     """
     if api_keys is not None:
         read_keys(api_keys)
@@ -233,7 +233,7 @@ def start_encoder(
     request_timeout: float,
     drain_timeout: int,
 ) -> None:
-    """Serve the embeddings of an encoder until a signal; see `farandole serve --help` for the arguments.
+    """Serve the embeddings of an encoder until the process receives SIGTERM or SIGINT; see `farandole serve --help`.
 
     Raises:
         RequestError: if an argument is invalid.

@@ -1,4 +1,4 @@
-"""The state of the server for the page at `/`: sums over the replicas, and the sequences and memory of each."""
+"""The state of the server for the page at `/`: sums over all replicas, and the sequences and memory of each replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stats_of(engines: Sequence[GenerationEngine], queued: int) -> dict[str, Any]
     """Return the current state of the replicas.  Times are in seconds.
 
     Args:
-        queued: the sequences that wait outside the engines.
+        queued: the number of sequences that wait outside the engines.
     """
     metrics = [engine.metrics for engine in engines]
     finished: Counter[str] = Counter()
@@ -51,7 +51,7 @@ def stats_of(engines: Sequence[GenerationEngine], queued: int) -> dict[str, Any]
 
 
 def _sum(histograms: Sequence[Histogram]) -> dict[str, Any]:
-    """Return the upper bounds, the counts (one more than bounds) and the sum of all observations."""
+    """Return the upper bounds of the buckets, the counts (one more than bounds), and the sum of all observations."""
     counts = [sum(each) for each in zip(*(histogram.counts for histogram in histograms), strict=True)]
     return {"bounds": histograms[0].bounds, "counts": counts, "sum": sum(each.sum for each in histograms)}
 

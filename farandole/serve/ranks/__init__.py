@@ -1,4 +1,4 @@
-"""Several ranks compute one generation engine's steps (tensor parallelism), and several engines share a job (replicas).
+"""Compute the steps of a generation engine on several ranks (tensor parallelism), and run several engines in one job (replicas).
 
 driver.py    rank 0 schedules, and the other ranks compute with it
 shards.py    reads each rank's shards of a model

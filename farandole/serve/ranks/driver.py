@@ -1,11 +1,11 @@
 """Compute each step of the generation engine on several ranks, which divide the model by tensor parallelism.
 
-Rank 0, the *driver*, schedules, samples and keeps the bookkeeping of the store.  Before each step, the driver broadcasts
+Rank 0, the *driver*, schedules, samples and manages the store.  Before each step, the driver broadcasts
 the changes of the store's memory since the last step, and the spans of tokens.  The other ranks, the *workers*, apply
 the changes to their own memory, which stores the keys and values of their heads, and run the same forward pass.  The
-logits are divided by words, and gathered on the driver.
+logits are sharded along the vocabulary, and gathered on the driver.
 
-The driver of a further replica (`RemoteDriver`) has no part of the model: only its workers compute.
+The drivers of the other replicas (`RemoteDriver`) have no part of the model: only their workers compute.
 
 While there is no work, the driver calls `beat` every `HEARTBEAT_S` seconds.  A waiting rank sleeps in the kernel.
 """
@@ -74,7 +74,7 @@ class ShardedRunner(Runner):
 
 
 class Driver(Runner):
-    """The runner of a process that tells workers what to compute, for `GenerationEngine`."""
+    """The runner of a process that sends each step to the workers, for `GenerationEngine`."""
 
     heartbeat_s = HEARTBEAT_S
     _steps: _Steps
@@ -83,12 +83,12 @@ class Driver(Runner):
         """Check that all workers are alive.
 
         Raises:
-            RanksFailed: if a worker is not.
+            RanksFailed: if a worker is not alive.
         """
         self._steps.beat()
 
     def pause(self) -> None:
-        """Let `Worker.follow` return.
+        """Make `Worker.follow` return True on all workers.
 
         Raises:
             RanksFailed: if a worker is not alive.
@@ -101,7 +101,7 @@ class Driver(Runner):
 
 
 class LocalDriver(ShardedRunner, Driver):
-    """A driver that computes a part of the model itself; the arguments are those of `ShardedRunner`."""
+    """A driver that also computes a part of the model; the arguments are those of `ShardedRunner`."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class LocalDriver(ShardedRunner, Driver):
         self._steps = _Steps(comm, list(self.adapters))
 
     def memory(self) -> Memory:
-        """Return new memory, whose changes the workers repeat.  Call once."""
+        """Return new memory; workers repeat its changes.  Call this method once."""
         return _RecordedMemory(self.shapes, self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -137,7 +137,7 @@ class RemoteDriver(Driver):
     """A driver without a part of the model.  Creating the driver and its workers is a collective call.
 
     Args:
-        comm: the communicator of this process, which is rank 0, and the workers.
+        comm: the communicator of this process, which is its rank 0, and of the workers.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -148,7 +148,7 @@ class RemoteDriver(Driver):
         self._steps = _Steps(comm, names)
 
     def memory(self) -> Memory:
-        """Return memory without tensors, whose changes the workers repeat.  Call once."""
+        """Return memory without tensors; workers repeat its changes.  Call this method once."""
         return _RecordedMemory([], self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -166,7 +166,7 @@ class RemoteDriver(Driver):
 
 
 class Worker(ShardedRunner):
-    """The runner of the other ranks; the arguments are those of `ShardedRunner`."""
+    """The runner of ranks other than the driver; the arguments are those of `ShardedRunner`."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Worker(ShardedRunner):
 
 
 class _Steps:
-    """Tells the workers what to compute.
+    """Sends the steps to the workers.
 
     Args:
         comm: the communicator, whose rank 0 is the driver.
@@ -249,7 +249,7 @@ class _Steps:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Turn every error into `RanksFailed`, because ranks that stop within a step are at different calls.
+        """Convert every error to `RanksFailed`, because ranks that stop within a step have made different collective calls.
 
         After an error or an interruption, all further calls fail.
         """
@@ -268,14 +268,14 @@ class _Steps:
         """Check that all workers are alive.
 
         Raises:
-            RanksFailed: if a worker is not.
+            RanksFailed: if a worker is not alive.
         """
         with self.together():
             self.send(_BEAT)
             self._comm.barrier()
 
     def pause(self) -> None:
-        """Let `Worker.follow` return.
+        """Make `Worker.follow` return True on all workers.
 
         Raises:
             RanksFailed: if a worker is not alive.
@@ -310,7 +310,7 @@ class _RecordedMemory(Memory):
 
 
 class _Channel:
-    """Broadcasts lists of 32-bit integers from rank 0, in a buffer that is used again for each message."""
+    """Broadcasts lists of 32-bit integers from rank 0, in one buffer for all messages."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -347,7 +347,7 @@ def _widths(vocabulary: int, ranks: int, *, remote: bool) -> list[int]:
 
 
 def _gather(comm: Communicator, own: Tensor, widths: Sequence[int]) -> Tensor:
-    """Return the fp32 logits (tokens, vocabulary) from the logits of each rank's words, on the driver."""
+    """Return the fp32 logits (tokens, vocabulary) on the driver, gathered from each rank's part of the vocabulary."""
     counts = [len(own) * width for width in widths]
     every = [torch.empty(count) for count in counts]
     comm.gather(own.float().reshape(-1), every, counts=counts)

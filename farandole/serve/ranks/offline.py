@@ -29,7 +29,7 @@ def ranks_for(tensor: int) -> Ranks:
     """Return the ranks that divide a model by `tensor`.
 
     Raises:
-        RequestError: if a launcher has started another number of ranks.
+        RequestError: if a launcher has started a different number of ranks.
     """
     if tensor < 1:
         raise RequestError("tensor", f"expected at least 1 rank, got {tensor}")
@@ -47,7 +47,7 @@ def ranks_for(tensor: int) -> Ranks:
 
 
 class Ranks:
-    """One process, without other ranks."""
+    """A single process, without other ranks; the base class of the other cases."""
 
     rank = 0
 
@@ -65,7 +65,7 @@ class Ranks:
         yield
 
     def share(self, value: Any) -> None:
-        """Send the value from rank 0 to the ranks that run the same program; they call `receive`."""
+        """Send the value from rank 0 to the ranks that run the same program, which call `receive`."""
 
     def receive(self) -> Any:
         """Compute with rank 0, and return the next value that rank 0 shares."""
@@ -105,7 +105,7 @@ class StartedRanks(Ranks):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Wake the processes; if a step fails or is interrupted, end them."""
+        """Return a context in which the processes compute with rank 0; a failed or interrupted step ends the processes."""
         try:
             self._wake()
             yield
@@ -156,7 +156,7 @@ class JobRanks(Ranks):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Let the other ranks, which are in `receive` or `close`, continue with the program afterwards."""
+        """Return a context in which the other ranks, which have called `receive` or `close`, compute with rank 0."""
         yield
         self._driver.pause()
 
@@ -175,7 +175,7 @@ class JobRanks(Ranks):
         return self._comm.broadcast_object(None)
 
     def close(self) -> None:
-        """End the other ranks' work.  The other ranks compute with rank 0 until it closes."""
+        """On rank 0, end the computation of the other ranks; on other ranks, compute until rank 0 calls this method."""
         if self.rank == 0:
             self._driver.close()
             return

@@ -1,4 +1,4 @@
-"""Read the replicas of a model: each has its own ranks, and rank 0 drives all of them."""
+"""Read the replicas of a model: each replica has separate ranks, and rank 0 drives all replicas."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def read_replica(
     Args:
         options: the arguments of `read_model`.
         comm: the communicator of all ranks.
-        mesh: a mesh with the axes data, whose coordinate is the number of the replica, and tensor.
+        mesh: a mesh with the axes data, whose coordinate is the index of the replica, and tensor.
 
     Returns:
-        The model, and the runner of this rank.  On rank 0, the runners of all replicas.
+        The model, and the runner of this rank or, on rank 0, the runners of all replicas.
 
     Raises:
         The errors of `read_sharded`, on all ranks.

@@ -28,9 +28,10 @@ from farandole.serve.request import RequestError
 
 @contextlib.contextmanager
 def raised_together(comm: Communicator) -> Iterator[None]:
-    """Raise an error of the block on all ranks: the error of the first rank that has one.
+    """Raise an error on all ranks if the block fails on any rank.
 
-    Leaving the block is a collective call.
+    A rank whose block fails raises its own error; other ranks raise the error of the first such rank.  Leaving the
+    context is a collective call.
     """
     own: Exception | None = None
     try:
@@ -70,7 +71,7 @@ def read_sharded(
 
 
 def check_width(model: nn.Module, ranks: int) -> None:
-    """Check on the meta device whether `ranks` ranks can divide a model.  The model cannot be used afterwards.
+    """Check whether `ranks` ranks can divide a model on the meta device.  The model cannot be used afterwards.
 
     Raises:
         RequestError: if the ranks cannot divide the model; the message names the nearest valid numbers of ranks.

@@ -1,7 +1,8 @@
 """Propose the next tokens of sequences with a small draft model.
 
-The draft model has its own keys and values.  It computes the tokens that were added to a sequence since its last
-proposal, and then generates its most likely tokens, one per pass for all sequences together.
+The draft model has separate keys and values.  To propose tokens, the draft model first computes the tokens that were
+added to a sequence since the last proposal, and then generates its most likely tokens, one token of all sequences per
+pass.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ PASS = 256
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model.
+    """A draft model and its context.
 
     Args:
-        runner: computes the logits.
+        runner: the runner of the draft model.
         context: the maximum number of tokens of a sequence.
     """
 
@@ -43,7 +44,7 @@ class Drafted:
     Args:
         tokens: the sequence's tokens; the caller appends tokens.
         most: the maximum number of positions.
-        blocks: the sequence's blocks in the draft model's store, from the first proposal.
+        blocks: the sequence's blocks in the draft model's store, allocated at the first proposal.
         computed: the number of tokens with keys and values.
     """
 
@@ -82,13 +83,14 @@ class DraftProposer:
             self._store.compact()
 
     def backlog(self, state: Drafted) -> int | None:
-        """Return the number of tokens to compute before the last, or None if the context is full."""
+        """Return the number of tokens to compute before the sequence's last token, or None if the context is full."""
         if len(state.tokens) > self._context:
             return None
         return max(len(state.tokens) - 1 - state.computed, 0)
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return the measured time of a pass, per sequence and per token of the backlog."""
+        """Return the measured seconds of a pass: the constant part, the part per sequence, and the part per token of
+        the backlog."""
         return self._times.coefficients
 
     def propose(self, states: Sequence[Drafted], counts: Sequence[int]) -> list[list[int]]:
@@ -116,7 +118,7 @@ class DraftProposer:
         return proposals
 
     def _keep_accepted(self) -> None:
-        """Drop the keys and values of rejected tokens, and fill the holes that removed sequences left."""
+        """Discard the keys and values of rejected tokens, and fill the slots of removed sequences."""
         for state in self._states:
             if state.blocks is not None:
                 state.computed = min(state.computed, len(state.tokens) - 1)
@@ -153,7 +155,7 @@ def read_draft(folder: str | Path, served: ModelFolder, precision: str) -> Draft
 
     Raises:
         FolderError, CheckpointError, DataError: if a file is missing or damaged, or the model is not supported.
-        RequestError: if the tokens are not those of the served model.
+        RequestError: if the draft model's tokenizer differs from that of the served model.
     """
     found = read_model(folder, precision=precision)
     own, expected = found.tokenizer.get_vocab(), served.tokenizer.get_vocab()

@@ -1,7 +1,7 @@
 """Propose the next tokens of a sequence from its own tokens.
 
-The last tokens are searched for in the sequence, and the tokens that followed them before are proposed: text that a
-model copies from its prompt, or repeats, is predicted without a second model.
+The last tokens of a sequence are searched for earlier in the sequence, and the tokens that followed them are proposed.
+In this way, text that a model repeats or copies from its prompt is predicted without a second model.
 
 A. Saxena, "Prompt Lookup Decoding" (2023).
 """
@@ -17,11 +17,11 @@ LENGTHS = (4, 3, 2)
 
 @dataclass(eq=False)
 class History:
-    """The n-grams of a sequence.
+    """An index of the n-grams in a sequence.
 
     Args:
         tokens: the sequence's tokens; the caller appends tokens.
-        following: for each n-gram but the last, the position after its last occurrence.
+        following: for each n-gram except the last, the position after its last occurrence.
         indexed: the number of tokens whose n-grams are in `following`.
     """
 

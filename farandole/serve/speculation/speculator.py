@@ -1,14 +1,14 @@
 """Speculative decoding: verify several proposed tokens of a sequence in one step.
 
-A proposer predicts the next tokens of sequences that decode.  The model computes them together with the last token, and
-the sampler selects a token after each of them.  The sequence keeps the selected tokens up to the first one that differs
-from its proposal.  As the selected token never depends on the proposal, greedy and sampled tokens are those without
-speculation.
+A proposer predicts the next tokens of sequences that decode.  The model computes the proposed tokens together with the
+last token, and the sampler selects a token after each of them.  The sequence keeps the selected tokens up to the first
+token that differs from its proposal.  Selected tokens never depend on proposals, so greedy and sampled tokens are the
+same as without speculation.
 
-A verified token costs as much as a sequence that decodes.  While few sequences decode, a step takes hardly longer with
-more tokens, because it reads all weights anyway; in a large batch, rejected tokens delay the others.  The number of
-proposed tokens therefore maximizes the expected tokens per second, from the measured step times and the measured part
-of accepted proposals.
+A verified token costs as much as a sequence that decodes.  While few sequences decode, additional tokens hardly prolong
+a step, because the step reads all weights anyway.  In a large batch, rejected tokens delay other sequences.  The number
+of proposed tokens therefore maximizes the expected tokens per second, from the measured step times and the measured
+acceptance rate.
 
 Y. Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
 X. Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (2024).
@@ -39,7 +39,7 @@ class Proposer(Protocol):
         """Return the state of a new sequence.
 
         Args:
-            tokens: the sequence's tokens, which the caller changes.
+            tokens: the sequence's tokens, to which the caller appends.
             most: the maximum number of positions with keys and values.
         """
         ...
@@ -53,13 +53,13 @@ class Proposer(Protocol):
         ...
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return the measured times of a proposed token, for all sequences together and in addition for each, and of a token
-        in the backlog.
+        """Return the measured seconds of a proposal: per token for all sequences together, per token and sequence, and
+        per token of the backlog.
         """
         ...
 
     def propose(self, states: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
-        """Return at most `counts` tokens for each sequence."""
+        """Return at most `counts[i]` tokens for sequence i."""
         ...
 
 
@@ -69,7 +69,8 @@ class Speculation:
 
     Args:
         state: the proposer's state.
-        accepted: the part of proposals that were accepted, given that all proposals before them were.
+        accepted: the acceptance rate: the fraction of accepted proposals among those whose preceding proposals were
+            accepted.
     """
 
     state: Any
@@ -82,9 +83,9 @@ class _Candidate:
     """A sequence for which tokens can be proposed.
 
     Args:
-        number: the number of the sequence in the step.
+        number: the index of the sequence in the step.
         limit: the maximum number of proposed tokens.
-        backlog: the number of tokens to compute before.
+        backlog: the number of tokens to compute before a proposal.
     """
 
     number: int
@@ -94,10 +95,10 @@ class _Candidate:
 
 
 class Speculator:
-    """Proposes tokens where verifying them pays.
+    """Proposes tokens if their verification increases the expected speed.
 
     Args:
-        proposer: predicts the tokens.
+        proposer: the proposer, which predicts the tokens.
     """
 
     def __init__(self, proposer: Proposer) -> None:
@@ -125,7 +126,7 @@ class Speculator:
 
         Args:
             limits: the maximum number of tokens for each sequence.
-            step: the measured time of a step, and the additional time per token.
+            step: the measured seconds of a step, and the additional seconds per token.
             budget: the maximum number of tokens for all sequences together.
         """
         self._steps += 1

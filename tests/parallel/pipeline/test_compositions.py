@@ -163,9 +163,9 @@ BUDGET: dict[str, Any] = {"recompute": "auto", "activation_bytes": 9}
         (Plan(pipeline=2, **BUDGET), {}, "use at least activation_bytes="),
         (Plan(pipeline=2, recompute="block", schedule="zb-v"), {}, "nearest plan: schedule='1f1b'"),
         (Plan(pipeline=2, schedule="gpipe"), {"memory": 1 << 20}, "memory=.*nearest plan: schedule='1f1b'"),
-        (Plan(pipeline=2), {"memory": 9}, r"fits in 9 per stage; the least is \d+"),
+        (Plan(pipeline=2), {"memory": 9}, r"fits in 9 per stage; allow at least \d+"),
         (Plan(pipeline=2), {"memory": 9, "example": None}, "memory=9 requires example="),
-        (Plan(pipeline=2, **BUDGET), {"memory": 9}, "a budget of its own"),
+        (Plan(pipeline=2, **BUDGET), {"memory": 9}, "limited by activation_bytes"),
         (Plan(), {"memory": 9}, "memory=9 with pipeline=1"),
     ],
 )
