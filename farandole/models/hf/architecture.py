@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from farandole.models.hf.fields import Fields, FolderError
@@ -28,6 +28,8 @@ class Architecture:
         table: a function that returns the tensor table.
         matches: a function that returns whether a configuration belongs to this family, if several families share a type.
         adapt: a function that adapts the configuration to the tensors in a folder, if some tensors are optional.
+        defaults: the values that transformers assumes for missing fields, if `read` assumes other values.  A field that
+            is null is not missing.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Architecture:
     table: Callable[[Any], Table]
     matches: Callable[[Any], bool] = lambda config: True
     adapt: Callable[[Any, Collection[str]], Any] = lambda config, names: config
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_decoder(self) -> bool:

@@ -33,8 +33,6 @@ def label_fields(classes: int) -> dict[str, Any]:
 
 def _read_bert(fields: Fields) -> BERTConfig:
     fields.one_of("position_embedding_type", "absolute")
-    fields.one_of("is_decoder", False)
-    fields.one_of("add_cross_attention", False)
     fields.skip("directionality", *(name for name in fields.values if name.startswith("pooler_")))
     if not fields.take("tie_word_embeddings", True, kind=bool):
         raise FolderError(
@@ -120,6 +118,7 @@ register(
         _write_bert,
         bert,
         _bert_table,
+        defaults={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "pad_token_id": 0},
     )
 )
 
@@ -221,10 +220,13 @@ def _read_t5(fields: Fields) -> T5Config:
     fields.one_of("is_encoder_decoder", True)
     fields.skip("is_decoder", "n_positions", "dense_act_fn", "is_gated_act", "scale_decoder_outputs")
     layers = fields.size("num_layers")
-    kind = fields.one_of("feed_forward_proj", "relu", "gated-gelu", "gelu", "gelu_new", "gated-silu")
+    kind = fields.one_of(
+        "feed_forward_proj", "relu", *ACTIVATIONS, *(f"gated-{name}" for name in ACTIVATIONS)
+    )
     tied = fields.take("tie_word_embeddings", True, kind=bool)
     scaled = fields.take("scale_decoder_outputs", tied, kind=bool)
-    activation = {"gated-gelu": "gelu_new", "gated-silu": "silu"}.get(kind, kind)
+    # in this family, gated-gelu has always meant the tanh approximation
+    activation = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
     return T5Config(
         vocabulary=fields.size("vocab_size"),
         encoder_layers=layers,
@@ -246,7 +248,7 @@ def _read_t5(fields: Fields) -> T5Config:
 
 
 def _write_t5(config: T5Config) -> dict[str, Any]:
-    gated = {"gelu_new": "gated-gelu", "silu": "gated-silu"}
+    gated = "gated-gelu" if config.activation == "gelu_new" else f"gated-{config.activation}"
     return {
         "is_encoder_decoder": True,
         "vocab_size": config.vocabulary,
@@ -258,7 +260,7 @@ def _write_t5(config: T5Config) -> dict[str, Any]:
         "d_ff": config.inner,
         "relative_attention_num_buckets": config.buckets,
         "relative_attention_max_distance": config.max_distance,
-        "feed_forward_proj": gated[config.activation] if config.gated else config.activation,
+        "feed_forward_proj": gated if config.gated else config.activation,
         "dropout_rate": config.dropout,
         "layer_norm_epsilon": config.epsilon,
         "pad_token_id": config.padding,
@@ -326,6 +328,8 @@ register(
         _write_t5,
         t5,
         _t5_table,
+        lambda config: not (config.gated and config.activation == "gelu"),
         adapt=_t5_head,
+        defaults={"pad_token_id": 0},
     )
 )

@@ -169,7 +169,7 @@ def read_config(folder: str | Path, *, with_weights: bool = True) -> Pretrained:
             f"{file} has a quantization_config, but quantized weights are not supported; use a folder with "
             "unquantized weights"
         )
-    found_fields = Fields(values, str(file))
+    found_fields = Fields({**architecture.defaults, **values}, str(file))
     found_fields.skip("tie_word_embeddings")
     try:
         config = architecture.read(found_fields)
