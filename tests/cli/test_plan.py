@@ -261,9 +261,7 @@ def test_folders_of_encoders(family: str, tmp_path: Path) -> None:
     reference(family, 5).config.save_pretrained(tmp_path / "base")
     file = tmp_path / "plans.json"
     words = ("model.context=16", "--zero", "1", "--recompute", "none", "--json", str(file))
-    result = _plan(
-        f"hf:{tmp_path / 'base'}", "-n", "2", *GIVEN, *words, "--tensor", "1", "--pipeline", "1"
-    )
+    result = _plan(f"hf:{tmp_path / 'base'}", "-n", "2", *GIVEN, *words, "--tensor", "1", "--pipeline", "1")
     assert result.exit_code == 0, result.output
     (found,) = json.loads(file.read_text())["plans"]
     model = reference(family, 5)

@@ -32,7 +32,7 @@ def one_dropout(fields: Fields, *names: str) -> float:
     Raises:
         FolderError: if the probabilities differ.
     """
-    values = {name: float(fields.take(name, 0.0, kind=float)) for name in names}
+    values = {name: fields.probability(name, 0.0) for name in names}
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{name}={value}" for name, value in values.items())
         raise FolderError(
@@ -56,11 +56,11 @@ def _read_gpt2(fields: Fields) -> GPTConfig:
         heads=fields.size("n_head"),
         width=width,
         dropout=one_dropout(fields, "resid_pdrop", "embd_pdrop"),
-        attention_dropout=float(fields.take("attn_pdrop", 0.0, kind=float)),
+        attention_dropout=fields.probability("attn_pdrop", 0.0),
         positions="learned",
         activation=fields.one_of("activation_function", "gelu_new", *_GELU),
         inner=fields.take("n_inner", 0, kind=int),
-        epsilon=float(fields.take("layer_norm_epsilon", 1e-5, kind=float)),
+        epsilon=fields.positive("layer_norm_epsilon", 1e-5),
         tied=fields.take("tie_word_embeddings", True, kind=bool),
     )
 
@@ -132,10 +132,10 @@ def _read_gptj(fields: Fields) -> GPTJConfig:
         rotary=fields.size("rotary_dim", width // heads),
         inner=fields.take("n_inner", 0, kind=int),
         activation=fields.one_of("activation_function", "gelu_new", *_GELU),
-        epsilon=float(fields.take("layer_norm_epsilon", 1e-5, kind=float)),
-        dropout=float(fields.take("resid_pdrop", 0.0, kind=float)),
-        attention_dropout=float(fields.take("attn_pdrop", 0.0, kind=float)),
-        embedding_dropout=float(fields.take("embd_pdrop", 0.0, kind=float)),
+        epsilon=fields.positive("layer_norm_epsilon", 1e-5),
+        dropout=fields.probability("resid_pdrop", 0.0),
+        attention_dropout=fields.probability("attn_pdrop", 0.0),
+        embedding_dropout=fields.probability("embd_pdrop", 0.0),
         tied=fields.take("tie_word_embeddings", False, kind=bool),
     )
 
@@ -208,9 +208,9 @@ def llama_fields(fields: Fields, *, tied: bool = False) -> dict[str, Any]:
         "head_width": head_width,
         "rotary": read_rotary(fields, head_width),
         "activation": fields.one_of("hidden_act", "silu", *_GELU),
-        "epsilon": float(fields.take("rms_norm_eps", 1e-6, kind=float)),
+        "epsilon": fields.positive("rms_norm_eps", 1e-6),
         "tied": fields.take("tie_word_embeddings", tied, kind=bool),
-        "attention_dropout": float(fields.take("attention_dropout", 0.0, kind=float)),
+        "attention_dropout": fields.probability("attention_dropout", 0.0),
         "padding": fields.take("pad_token_id", None, kind=int),
     }
 
@@ -427,7 +427,7 @@ def _read_mixtral(fields: Fields) -> MixtralConfig:
         experts=fields.size("num_local_experts"),
         top=top,
         balance=Balance(loss=coefficient * top / common["layers"]) if balanced else Balance(),
-        jitter=float(fields.take("router_jitter_noise", 0.0, kind=float)),
+        jitter=fields.probability("router_jitter_noise", 0.0),
     )
 
 
@@ -507,12 +507,12 @@ def _read_deepseek(fields: Fields) -> DeepSeekConfig:
         groups=fields.size("n_group", 1),
         top_groups=fields.size("topk_group", 1),
         normalized=fields.take("norm_topk_prob", True, kind=bool),
-        route_scale=float(fields.take("routed_scaling_factor", 1.0, kind=float)),
+        route_scale=fields.positive("routed_scaling_factor", 1.0),
         attention_scale=scale,
         attention_bias=fields.take("attention_bias", False, kind=bool),
-        attention_dropout=float(fields.take("attention_dropout", 0.0, kind=float)),
+        attention_dropout=fields.probability("attention_dropout", 0.0),
         activation=fields.one_of("hidden_act", "silu", *_GELU),
-        epsilon=float(fields.take("rms_norm_eps", 1e-6, kind=float)),
+        epsilon=fields.positive("rms_norm_eps", 1e-6),
         tied=fields.take("tie_word_embeddings", False, kind=bool),
         predicted=fields.take("num_nextn_predict_layers", 0, kind=int),
         padding=fields.take("pad_token_id", None, kind=int),

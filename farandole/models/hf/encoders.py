@@ -50,7 +50,7 @@ def _read_bert(fields: Fields) -> BERTConfig:
         dropout=one_dropout(fields, "hidden_dropout_prob", "attention_probs_dropout_prob"),
         padding=fields.take("pad_token_id", None, kind=int),
         activation=fields.one_of("hidden_act", "gelu", *ACTIVATIONS),
-        epsilon=float(fields.take("layer_norm_eps", 1e-12, kind=float)),
+        epsilon=fields.positive("layer_norm_eps", 1e-12),
         classes=classes_of(fields) if "BertForSequenceClassification" in names else 0,
     )
 
@@ -146,10 +146,10 @@ def _read_vit(fields: Fields) -> ViTConfig:
         classes=classes_of(fields),
         channels=fields.size("num_channels", 3),
         activation=fields.one_of("hidden_act", "gelu", *ACTIVATIONS),
-        epsilon=float(fields.take("layer_norm_eps", 1e-12, kind=float)),
+        epsilon=fields.positive("layer_norm_eps", 1e-12),
         bias=fields.take("qkv_bias", True, kind=bool),
-        dropout=float(fields.take("hidden_dropout_prob", 0.0, kind=float)),
-        attention_dropout=float(fields.take("attention_probs_dropout_prob", 0.0, kind=float)),
+        dropout=fields.probability("hidden_dropout_prob", 0.0),
+        attention_dropout=fields.probability("attention_probs_dropout_prob", 0.0),
     )
 
 
@@ -239,8 +239,8 @@ def _read_t5(fields: Fields) -> T5Config:
         max_distance=fields.size("relative_attention_max_distance", 128),
         activation=activation,
         gated=kind.startswith("gated-"),
-        dropout=float(fields.take("dropout_rate", 0.1, kind=float)),
-        epsilon=float(fields.take("layer_norm_epsilon", 1e-6, kind=float)),
+        dropout=fields.probability("dropout_rate", 0.1),
+        epsilon=fields.positive("layer_norm_epsilon", 1e-6),
         padding=fields.take("pad_token_id", None, kind=int),
         tied=tied,
         scaled=scaled,

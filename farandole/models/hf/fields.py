@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -147,6 +148,28 @@ class Fields:
         value: int = self.take(name, default, kind=int)
         if value is not None and value < 1:
             raise FolderError(f"{self.where} has {name}={value}: expected at least 1")
+        return value
+
+    def positive(self, name: str, default: Any = _MISSING) -> float:
+        """Return a field that must be a finite number above 0.
+
+        Raises:
+            FolderError: if the field has another value.
+        """
+        value = float(self.take(name, default, kind=float))
+        if not 0 < value < math.inf:
+            raise FolderError(f"{self.where} has {name}={value}: expected a finite number above 0")
+        return value
+
+    def probability(self, name: str, default: float) -> float:
+        """Return a field that must be at least 0 and below 1.
+
+        Raises:
+            FolderError: if the field has another value.
+        """
+        value = float(self.take(name, default, kind=float))
+        if not 0 <= value < 1:
+            raise FolderError(f"{self.where} has {name}={value}: expected at least 0 and below 1")
         return value
 
     def one_of(self, name: str, *supported: Any) -> Any:
