@@ -17,7 +17,12 @@ from farandole.models.vit import ViTConfig, vit
 
 
 def classes_of(fields: Fields) -> int:
-    """Return the number of classes in a configuration."""
+    """Return the number of classes in a configuration.
+
+    Raises:
+        FolderError: if the loss is not the cross-entropy of one class per sample.
+    """
+    fields.one_of("problem_type", "single_label_classification")
     labels = fields.take("id2label", None, kind=dict)
     return len(labels) if labels else int(fields.take("num_labels", 2, kind=int))
 
@@ -39,6 +44,10 @@ def _read_bert(fields: Fields) -> BERTConfig:
             f"{fields.where} has tie_word_embeddings=False: only a BERT whose head is tied to its embedding is supported"
         )
     names = fields.values.get("architectures") or ["BertForMaskedLM"]
+    classifies = "BertForSequenceClassification" in names
+    dropouts = ["hidden_dropout_prob", "attention_probs_dropout_prob"]
+    if classifies and fields.values.get("classifier_dropout") is not None:
+        dropouts.append("classifier_dropout")
     return BERTConfig(
         vocabulary=fields.size("vocab_size"),
         context=fields.size("max_position_embeddings"),
@@ -47,11 +56,11 @@ def _read_bert(fields: Fields) -> BERTConfig:
         width=fields.size("hidden_size"),
         feed_forward=fields.size("intermediate_size"),
         segments=fields.size("type_vocab_size"),
-        dropout=one_dropout(fields, "hidden_dropout_prob", "attention_probs_dropout_prob"),
+        dropout=one_dropout(fields, *dropouts),
         padding=fields.take("pad_token_id", None, kind=int),
         activation=fields.one_of("hidden_act", "gelu", *ACTIVATIONS),
         epsilon=fields.positive("layer_norm_eps", 1e-12),
-        classes=classes_of(fields) if "BertForSequenceClassification" in names else 0,
+        classes=classes_of(fields) if classifies else 0,
     )
 
 

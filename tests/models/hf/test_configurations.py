@@ -98,6 +98,13 @@ def test_the_embedding_of_the_padding_token_has_no_gradient(family: str, tied: b
         ("llama", {"pad_token_id": 999}, "expected padding to be a token below vocabulary"),
         ("qwen2", {"layer_types": ["sliding_attention"], "num_hidden_layers": 1}, "use_sliding_window=False"),
         ("gpt2", {"activation_function": "gelu_nwe"}, "gelu_nwe.*nearest: gelu_new"),
+        (
+            "bert-classifier",
+            {"problem_type": "regression"},
+            "problem_type='regression', which is not supported",
+        ),
+        ("bert-classifier", {"classifier_dropout": 0.5}, "classifier_dropout=0.5: expected equal values"),
+        ("vit", {"problem_type": "multi_label_classification"}, "problem_type='multi_label"),
         ("t5", {"feed_forward_proj": "gated-gleu"}, "nearest: gated-gelu"),
     ],
 )
