@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.measure import records_table, save
+from benchmarks.measure import RESULTS, records_table, save
 
 ONE = ("farandole", "plain loop", "trainer")
 ALONE = "farandole without communication"
@@ -133,7 +133,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="samples per step of all ranks")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--implementations", nargs="+", help="some of the implementations; by default all")
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        help="some of the implementations, of which --save adds the rows; by default all",
+    )
     parser.add_argument("--save", action="store_true", help="write docs/benchmarks/language-MODEL-RANKS.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -151,13 +155,19 @@ def main() -> None:
     rows = summarize(members)
     print(records_table(rows))
     if options.save:
-        save(
-            f"language-{options.model}-{options.ranks}",
-            {
-                "options": {k: v for k, v in vars(options).items() if k not in ("save", "implementations")},
-                "rows": rows,
-            },
-        )
+        name = f"language-{options.model}-{options.ranks}"
+        if options.implementations:
+            rows = with_earlier(rows, RESULTS / f"{name}.json")
+        given = {k: v for k, v in vars(options).items() if k not in ("save", "implementations")}
+        save(name, {"options": given, "rows": rows})
+
+
+def with_earlier(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """Add the rows of an earlier run, which has the same first implementation; keep the earlier row of this reference."""
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = {row["implementation"]: row for row in (*rows, *earlier[:1])}
+    found = {row["implementation"]: row for row in earlier} | found
+    return sorted(found.values(), key=lambda row: (*ONE, *TWO).index(row["implementation"]))
 
 
 def measure(members: list[Implementation], rounds: int) -> None:

@@ -96,7 +96,8 @@ def plans(planned: Planned) -> Group:
         cells.append(seconds(one.seconds) if one.complete else "?")
         style = None if one.fits(memory) else "dim"
         table.add_row(*cells, one.outcome(memory), style=style)
-    lines: list[Any] = [
+    lines: list[Any] = [planned.published] if planned.published else []
+    lines += [
         f"Memory in {unit} of the rank with the largest peak; {size(memory)} per rank is available",
         table,
     ]

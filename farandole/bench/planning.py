@@ -16,6 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from farandole.bench.accelerators import ACCELERATORS, Accelerator, described
 from farandole.bench.machine import speeds
 from farandole.bench.plan_check import Order
 from farandole.bench.setup import BenchError
@@ -97,32 +98,37 @@ class PlanSetup:
     """Options of `farandole plan`: the run, the machine, and the plans to consider.
 
     Without `ranks`, `default_ranks` selects the number.  `memory` (bytes), `flops`, `bandwidth` and `host_bandwidth` are
-    per rank; None selects this machine's values.  `accelerators` plans for accelerators, and requires the first three.
+    per rank; None selects this machine's values.  `accelerators` plans for accelerators with this name, whose published
+    values are used for None; without `nodes`, hosts are full.
     `choices` maps fields of `Plan` to the values to consider; every valid combination is a plan.  Other fields have
     default choices.
     """
 
     words: tuple[str, ...]
     ranks: int | None = None
-    nodes: int = 1
+    nodes: int | None = None
     memory: int | None = None
     flops: float | None = None
     bandwidth: float | None = None
     host_bandwidth: float | None = None
     choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    accelerators: bool = False
+    accelerators: str | None = None
     remeasure: bool = False
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Estimated plans, with the best first, and the machine for which they were estimated."""
+    """Estimated plans, with the best first, and the machine for which they were estimated.
+
+    `published` names the values of the machine that are published instead of given or measured.
+    """
 
     config: TrainConfig
     workload: Workload
     machine: Machine
     ranks: int
     estimates: list[Estimate]
+    published: str = ""
 
 
 def plan(setup: PlanSetup) -> Planned:
@@ -134,26 +140,28 @@ def plan(setup: PlanSetup) -> Planned:
     request = read_request(run_words(setup), resume=False)
     config = load_config(request.source, request.overrides)
     ranks = setup.ranks or default_ranks(config)
-    if ranks % setup.nodes:
+    accelerator = None if setup.accelerators is None else accelerator_named(setup.accelerators)
+    nodes = setup.nodes or (1 if accelerator is None else accelerator.hosts(ranks))
+    if ranks % nodes:
         raise BenchError(
-            f"--ranks {ranks} is not a multiple of --nodes {setup.nodes}: use the same number of ranks on each node"
+            f"--ranks {ranks} is not a multiple of --nodes {nodes}: use the same number of ranks on each node"
         )
-    if setup.nodes > 1 and setup.bandwidth is None:
+    if nodes > 1 and accelerator is None and setup.bandwidth is None:
         raise BenchError(
-            f"--nodes {setup.nodes} requires --bandwidth, the bandwidth between hosts in bytes per second"
+            f"--nodes {nodes} requires --bandwidth, the bandwidth between hosts in bytes per second"
         )
     choices = _given(setup, config, request.overrides)
-    machine = _machine(setup, ranks)
+    machine = _measured(setup, ranks, nodes) if accelerator is None else _published(setup, accelerator, nodes)
     axes: dict[str, Sequence[Any]] = {
         "zero": range(4),
-        "hybrid": [False, True] if setup.nodes > 1 else [False],
+        "hybrid": [False, True] if nodes > 1 else [False],
         "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
         "precision": [_precision(config, machine)],
         "lora": [config.plan.lora()],
     }
     model = workload_of(config, ranks).model
     if not machine.host:
-        axes |= _meshes(config, model, ranks, setup.nodes)
+        axes |= _meshes(config, model, ranks, nodes)
     if max(choices.get("pipeline", axes.get("pipeline", [1]))) > 1:
         axes["schedule"] = _SCHEDULES
     search = partial(_estimates, config, model, ranks)
@@ -169,7 +177,17 @@ def plan(setup: PlanSetup) -> Planned:
                 [*others, *(one for one in estimates if one.plan not in known)], machine.memory
             )
     workload = workload_of(_with(config, estimates[0].plan), ranks, model)
-    return Planned(config, workload, machine, ranks, estimates)
+    published = ""
+    if accelerator is not None:
+        published = described(
+            accelerator,
+            memory=setup.memory is None,
+            flops=setup.flops is None,
+            stream=setup.flops is None,
+            bandwidth=setup.bandwidth is None,
+            host_bandwidth=nodes > 1 and setup.bandwidth is None and setup.host_bandwidth is None,
+        )
+    return Planned(config, workload, machine, ranks, estimates, published)
 
 
 def run_words(setup: PlanSetup) -> list[str]:
@@ -407,10 +425,24 @@ def _axes_of(plan: Plan) -> tuple[Any, ...]:
     return tuple(getattr(plan, name) for name in _AXES)
 
 
-def _machine(setup: PlanSetup, ranks: int) -> Machine:
+def accelerator_named(name: str) -> Accelerator:
+    """Return a known accelerator.
+
+    Raises:
+        BenchError: if the name is unknown.
+    """
+    if name not in ACCELERATORS:
+        near = difflib.get_close_matches(name, ACCELERATORS, 1)
+        hint = f"nearest: {near[0]}; " if near else ""
+        raise BenchError(
+            f"--accelerators {name} is unknown; {hint}known are {', '.join(ACCELERATORS)}; describe others with --memory, "
+            "--flops and --bandwidth"
+        )
+    return ACCELERATORS[name]
+
+
+def _measured(setup: PlanSetup, ranks: int, nodes: int) -> Machine:
     """Return a description of this machine, with the values given as options instead of measured values."""
-    if setup.accelerators:
-        return _accelerated(setup)
     found = speeds(ranks, remeasure=setup.remeasure)
     accelerated = torch.cuda.is_available()
     if setup.memory is not None:
@@ -418,7 +450,7 @@ def _machine(setup: PlanSetup, ranks: int) -> Machine:
     elif accelerated:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
-        memory = available_memory() * setup.nodes // ranks
+        memory = available_memory() * nodes // ranks
     flops = found.flops if setup.flops is None else dict.fromkeys(found.flops, setup.flops)
     return Machine(
         memory=memory,
@@ -428,28 +460,30 @@ def _machine(setup: PlanSetup, ranks: int) -> Machine:
         host_bandwidth=setup.host_bandwidth,
         process=found.process,
         libraries=0 if accelerated else found.libraries,
-        hosts=setup.nodes,
+        hosts=nodes,
         shared=not accelerated,
         overlap=accelerated,
         host=not accelerated,
     )
 
 
-def _accelerated(setup: PlanSetup) -> Machine:
-    """Return a machine with accelerators, from the options."""
-    if setup.memory is None or setup.flops is None or setup.bandwidth is None:
-        raise BenchError(
-            "--accelerators requires --memory, --flops and --bandwidth, because this machine cannot measure them"
-        )
+def _published(setup: PlanSetup, accelerator: Accelerator, nodes: int) -> Machine:
+    """Return a machine with accelerators, with published values for the options that are not given."""
+    flops: Mapping[str, float] = accelerator.flops
+    stream, host_bandwidth = accelerator.stream, setup.host_bandwidth
+    if setup.flops is not None:
+        flops, stream = dict.fromkeys(_PRECISIONS, setup.flops), setup.flops / _FLOPS_PER_BYTE
+    if host_bandwidth is None and setup.bandwidth is None and nodes > 1:
+        host_bandwidth = accelerator.host_bandwidth
     return Machine(
-        memory=setup.memory,
-        flops=dict.fromkeys(_PRECISIONS, setup.flops),
-        stream=setup.flops / _FLOPS_PER_BYTE,
-        bandwidth=setup.bandwidth,
-        host_bandwidth=setup.host_bandwidth,
+        memory=setup.memory or accelerator.memory,
+        flops=flops,
+        stream=stream,
+        bandwidth=setup.bandwidth or accelerator.bandwidth,
+        host_bandwidth=host_bandwidth,
         process=CONTEXT_BYTES,
         libraries=0,
-        hosts=setup.nodes,
+        hosts=nodes,
         shared=False,
         overlap=True,
         host=False,

@@ -17,8 +17,8 @@ from farandole.cli.config import app as config
 from farandole.cli.generate import generate
 from farandole.cli.info import info
 from farandole.cli.launch import LaunchCommand, launch
-from farandole.cli.mistakes import Command, CommandGroup, KeysCommand
-from farandole.cli.plan import plan
+from farandole.cli.mistakes import Command, CommandGroup
+from farandole.cli.plan import PlanCommand, plan
 from farandole.cli.schedule import ScheduleCommand, schedule
 from farandole.cli.serve import serve
 from farandole.cli.train import TrainCommand, train
@@ -58,7 +58,7 @@ app = typer.Typer(
     },
 )
 app.command(cls=TrainCommand)(train)
-app.command(cls=KeysCommand)(plan)
+app.command(cls=PlanCommand)(plan)
 app.command(cls=ScheduleCommand)(schedule)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(serve)

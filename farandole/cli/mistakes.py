@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -57,6 +57,16 @@ class Command(TyperCommand):
         options = [option for param in self.params for option in (*param.opts, *param.secondary_opts)]
         names = nearest(name, [option for option in options if option.startswith("-")])
         return f"unknown option {name}" + (f"; did you mean {' or '.join(names)}?" if names else "")
+
+
+def with_value(args: Sequence[str], option: str, known: Collection[str], default: str) -> list[str]:
+    """Insert `default` after `option`, unless the next argument is a known value or nearly equal to one."""
+    found: list[str] = []
+    for number, argument in enumerate(args):
+        found.append(argument)
+        if argument == option and not nearest("".join(args[number + 1 : number + 2]), known):
+            found.append(default)
+    return found
 
 
 class KeysCommand(Command):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from farandole.bench.accelerators import ACCELERATORS, DEFAULT
 from farandole.cli.config import complete_words
+from farandole.cli.mistakes import KeysCommand, with_value
 
 if TYPE_CHECKING:
     from farandole.bench.planning import Planned, PlanSetup
@@ -19,6 +21,14 @@ SERVING = (
 )
 """The parameters that apply with --serve."""
 ONLY_SERVING = ("memory_bandwidth", "prompt_tokens", "output_tokens", "max_running")
+
+
+class PlanCommand(KeysCommand):
+    """`farandole plan`, whose option --accelerators may have a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        return super().parse_args(ctx, with_value(args, "--accelerators", ACCELERATORS, DEFAULT))
 
 
 def plan(
@@ -43,8 +53,15 @@ def plan(
         ),
     ] = None,
     nodes: Annotated[
-        int, typer.Option("--nodes", "--nnodes", min=1, help="Number of hosts, with equal numbers of ranks.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--nodes",
+            "--nnodes",
+            min=1,
+            help="Number of hosts, with equal numbers of ranks.",
+            show_default="1; with --accelerators, 8 ranks per host",
+        ),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -192,12 +209,14 @@ def plan(
         ),
     ] = None,
     accelerators: Annotated[
-        bool,
+        str | None,
         typer.Option(
-            "--accelerators",
-            help="Plan for accelerators that this host lacks.  Requires --memory, --flops and --bandwidth.",
+            metavar="[NAME]",
+            help=f"Plan for accelerators that this host lacks: {', '.join(ACCELERATORS)} ({DEFAULT} if NAME is omitted).  "
+            "Published speeds are used for speeds that are not given.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     check: Annotated[
         bool,
@@ -227,17 +246,18 @@ def plan(
       farandole plan                                    the default preset on this machine
       farandole plan gpt2-small -n 8 --memory 16GiB --picture plans.png
       farandole plan my.toml micro_batch=8 --zero 2 --precision fp32 --precision bf16
-      farandole plan gpt2-small -n 64 --nodes 8 --accelerators --memory 80GiB --flops 300T --bandwidth 12G
+      farandole plan gpt2-small -n 64 --accelerators a100 --memory 72GiB
       farandole plan tiny plan.zero=1 --check       run the best plan and compare
 
     \b
     Plan a server: memory of keys and values, latencies and tokens per second, for replicas on one or several ranks:
       farandole plan --serve hf:FOLDER -n 2 --prompt-tokens 512 --output-tokens 128
-      farandole plan --serve hf:llama-8b -n 8 --accelerators --memory 80GiB --flops 600T --memory-bandwidth 3.3T --bandwidth 300G
+      farandole plan --serve hf:llama-8b -n 8 --accelerators h200
 
     \b
     Plan for a model from a Hugging Face folder (only config.json is required):
-      farandole plan hf:llama-8b -n 64 --nodes 8 --accelerators --memory 80GiB --flops 400T --bandwidth 300G --host-bandwidth 50G model.context=4096
+      farandole plan hf:llama-8b -n 64 --accelerators --memory 80GiB model.context=4096
+      farandole plan hf:llama-8b -n 64 --accelerators h100 --flops 400T --bandwidth 300G --host-bandwidth 50G     measured speeds
     """
     # import here, so that `--help` does not wait for torch
     from farandole.launch.placement import LaunchError

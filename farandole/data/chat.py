@@ -280,9 +280,10 @@ class _Encoder:
             )
         for number, message in enumerate(messages):
             if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
+                has_text = isinstance(message.get("role", ""), str)
+                fields = (", ".join(message) or "no fields") if has_text else f"role={message['role']!r}"
                 raise DataError(
-                    f'{where}: expected "role" and "content" in message {number}, found '
-                    f"{', '.join(message) or 'no fields'}; correct the record"
+                    f'{where}: expected "role" and "content" in message {number}, found {fields}; correct the record'
                 )
 
     def encode(self, texts: list[tuple[str, list[tuple[int, int]]]]) -> Iterator[tuple[NDArray, NDArray]]:
@@ -299,7 +300,7 @@ class _Encoder:
 def _parsed(where: str, field: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f'{where}: expected JSON in "{field}": {error}; correct the record') from None
 
 

@@ -5,6 +5,7 @@ A *document* is one string: a text file, a field of a JSON line, or a cell of a 
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 import logging
@@ -232,7 +233,7 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
 
 def _read_text(path: Path) -> str:
     """Return the text of a file; replace a few invalid UTF-8 bytes, but raise `DataError` for many."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     replaced = text.count("\N{REPLACEMENT CHARACTER}") / max(1, len(text))
     if "\0" in text:
         raise DataError(f"{path} is not text: it contains NUL bytes; {_ACCEPTED}")
@@ -276,6 +277,8 @@ def read_records(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as lines:
         for number, encoded in enumerate(lines, 1):
+            if number == 1:
+                encoded = encoded.removeprefix(codecs.BOM_UTF8)
             if not encoded.strip():
                 continue
             try:
@@ -285,13 +288,30 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 line = encoded.decode(errors="replace")
             try:
                 record: Any = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}, line {number}: expected JSON: {error}; correct the line") from None
+            if _SURROGATE in line.lower() and (found := _surrogate(record)):
+                raise DataError(
+                    f"{path}, line {number}: expected text, found the unpaired surrogate {found!a}; correct the line"
+                )
             if not isinstance(record, dict):
                 raise DataError(
                     f"{path}, line {number}: expected a JSON object, found {type(record).__name__}; correct the line"
                 )
             yield f"{path}, line {number}", record
+
+
+_SURROGATE = "\\ud"
+"""The start of an escaped surrogate in lower-case JSON."""
+
+
+def _surrogate(record: Any) -> str:
+    """Return the first character of a record that is half of a pair, or ""."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return str(error.object[error.start])
+    return ""
 
 
 def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -14,10 +14,10 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def short(number: int) -> str:
+def short(number: float) -> str:
     """Format a count compactly: `850`, `42 k`, `2.6 M`, `1.3 G`."""
     if number < 1000:
-        return str(number)
+        return f"{number:g}"
     if number < 10**6:
         return f"{number / 1e3:.0f} k"
     value, unit = _scaled(number / 1e6, 1000, ("M", "G", "T", "P", "E"))

@@ -34,6 +34,7 @@ from farandole.models.layers import (
     FeedForward,
     SelfAttention,
     check_context,
+    check_padding,
     position_embeddings,
 )
 from farandole.models.loss import token_loss
@@ -91,10 +92,7 @@ class BERTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"expected dropout of at least 0 and below 1, got {self.dropout}")
-        if self.padding is not None and not 0 <= self.padding < self.vocabulary:
-            raise ValueError(
-                f"expected padding to be a token below vocabulary={self.vocabulary}, got {self.padding}"
-            )
+        check_padding(self.padding, self.vocabulary)
 
     @property
     def parameters(self) -> int:
@@ -136,7 +134,7 @@ class BERTEmbedding(nn.Module):
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.tokens = nn.Embedding(config.vocabulary, config.width, config.padding)
         self.positions = nn.Embedding(config.context, config.width)
         self.segments = nn.Embedding(config.segments, config.width)
         self.norm = nn.LayerNorm(config.width, config.epsilon)

@@ -26,6 +26,7 @@ from farandole.models.layers import (
     Head,
     RMSNorm,
     TransformerBlock,
+    check_padding,
     initialize,
 )
 from farandole.models.moe import Balance, Experts, GroupedRouter, MixtureOfExperts
@@ -51,6 +52,7 @@ class DeepSeekConfig:
         predicted: the number of modules that predict additional tokens.
         predicted_weight: the factor applied to the mean of the modules' losses.
         balance: how routers balance the load of their experts, in addition to their biases.
+        padding: the token whose embedding receives no gradient, as in `nn.Embedding`.
     """
 
     vocabulary: int
@@ -81,6 +83,10 @@ class DeepSeekConfig:
     predicted: int = 0
     predicted_weight: float = 0.3
     balance: Balance = Balance()
+    padding: int | None = None
+
+    def __post_init__(self) -> None:
+        check_padding(self.padding, self.vocabulary)
 
 
 class LatentAttention(nn.Module):
@@ -215,7 +221,7 @@ class PredictionHead(Head):
 
 def deepseek(config: DeepSeekConfig) -> Transformer:
     """Return a DeepSeek-V3 model with torch's default initial weights."""
-    embedding = Embedding(config.vocabulary, config.width)
+    embedding = Embedding(config.vocabulary, config.width, padding=config.padding)
     blocks = [_layer(config, number) for number in range(config.layers)]
     if config.predicted:
         head: nn.Module = PredictionHead(config, embedding.tokens.weight)

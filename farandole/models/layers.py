@@ -17,12 +17,30 @@ from farandole.models.rotary import Rotary
 from farandole.models.sequence import SequenceInfo
 from farandole.models.vocabulary import WHOLE, Vocabulary
 
+_GELU_TANH = partial(F.gelu, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_python": F.gelu,
+    "gelu_new": _GELU_TANH,
+    "gelu_fast": _GELU_TANH,
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "quick_gelu": _quick_gelu,
     "relu": F.relu,
+    "relu2": _squared_relu,
     "silu": F.silu,
+    "swish": F.silu,
+    "mish": F.mish,
+    "tanh": torch.tanh,
 }
 """Activation functions, keyed by their names in Hugging Face configurations."""
 
@@ -202,7 +220,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def gated(both: Tensor, activation: str) -> Tensor:
     """Return activation(gate) * up, for gate and up concatenated to shape (..., 2 width)."""
-    if activation == "silu":
+    if ACTIVATIONS[activation] is F.silu:
         product: Tensor = _SwiGLU.apply(both)
         return product
     gate, up = both.chunk(2, -1)
@@ -261,11 +279,22 @@ class TransformerBlock(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embeddings, and learned position embeddings if `context` is given."""
+    """Token embeddings, and learned position embeddings if `context` is given.
 
-    def __init__(self, vocabulary: int, width: int, context: int | None = None, dropout: float = 0.0) -> None:
+    Args:
+        padding: a token whose embedding receives no gradient, as in `nn.Embedding`.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        context: int | None = None,
+        dropout: float = 0.0,
+        padding: int | None = None,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
+        self.tokens = nn.Embedding(vocabulary, width, padding)
         self.positions = nn.Embedding(context, width) if context else None
         self.dropout = nn.Dropout(dropout)
 
@@ -299,6 +328,12 @@ def check_context(count: int, table: nn.Embedding) -> None:
     most = table.num_embeddings
     if count > most:
         raise ValueError(f"expected at most {most} positions, the model's context, got {count}")
+
+
+def check_padding(padding: int | None, vocabulary: int) -> None:
+    """Raise ValueError if the padding token is not in the vocabulary."""
+    if padding is not None and not 0 <= padding < vocabulary:
+        raise ValueError(f"expected padding to be a token below vocabulary={vocabulary}, got {padding}")
 
 
 class Head(nn.Module):

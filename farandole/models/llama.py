@@ -27,6 +27,7 @@ from farandole.models.layers import (
     RMSNorm,
     SelfAttention,
     TransformerBlock,
+    check_padding,
     initialize,
 )
 from farandole.models.rotary import Rotary
@@ -48,6 +49,7 @@ class LlamaConfig:
         feed_forward_bias: whether the feed-forward network has biases.
         qk_norm: whether queries and keys are normalized.
         tied: whether the head shares the token embedding.
+        padding: the token whose embedding receives no gradient, as in `nn.Embedding`.
 
     Raises:
         ValueError: if `width` is not a multiple of `heads` (with `head_width` = 0), `heads` is not a multiple of
@@ -71,6 +73,7 @@ class LlamaConfig:
     epsilon: float = 1e-6
     tied: bool = False
     attention_dropout: float = 0.0
+    padding: int | None = None
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -85,6 +88,7 @@ class LlamaConfig:
             raise ValueError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one of them"
             )
+        check_padding(self.padding, self.vocabulary)
         if self.rotary is None:
             object.__setattr__(self, "rotary", Rotary(self.head_width))
         if self.windows and len(self.windows) != self.layers:
@@ -114,7 +118,7 @@ def llama(config: LlamaConfig, feed_forward: Callable[[], nn.Module] | None = No
         feed_forward: a function that returns a layer's feed-forward network, to replace the default.
     """
     norm = partial(RMSNorm, epsilon=config.epsilon)
-    embedding = Embedding(config.vocabulary, config.width)
+    embedding = Embedding(config.vocabulary, config.width, padding=config.padding)
     blocks = [
         TransformerBlock(
             config.width,

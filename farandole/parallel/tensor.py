@@ -389,6 +389,7 @@ def _split_words(
         words = Words(comm, layouts.of(parameter).shape[0], position, tokens)
         if isinstance(child, nn.Embedding):
             child.num_embeddings = len(child.weight)
+            child.padding_idx = words.place(child.padding_idx)
             wrap_calls(child, _EmbedWords(words))
     if words is not None and hasattr(module, "vocabulary"):
         module.__dict__["vocabulary"] = words
@@ -583,6 +584,11 @@ class Words(Vocabulary):
         ranks = position.size(AXIS)
         self.words = slice(*chunk(count, ranks, position.coordinate(AXIS)))
         self._shard = VocabularyShard(self.words.start, count, -(-count // ranks), self._all_statistics)
+
+    def place(self, word: int | None) -> int | None:
+        """Return the index of a word among this rank's words, or None if another rank has the word."""
+        own = word is not None and self.words.start <= word < self.words.stop
+        return word - self.words.start if word is not None and own else None
 
     def _all_statistics(self, own: Tensor) -> Tensor:
         if self.comm is None:

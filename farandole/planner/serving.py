@@ -71,20 +71,20 @@ class ServingMachine:
 
     @classmethod
     def of_accelerator(
-        cls, *, memory: int, flops: float, read: float, bandwidth: float, process: int
+        cls, *, memory: int, flops: Mapping[str, float], read: float, bandwidth: float, process: int
     ) -> ServingMachine:
         """Return a machine for an accelerator with published speeds; a product takes the longer of its read time and
         its compute time."""
         products = {}
         for name in ("fp32", "bf16", "fp16"):
             reading = TYPES[name].itemsize / read
-            knee = max(1, int(reading * flops / 2))
-            products[name] = [(knee, reading), (knee + 1, 2 * (knee + 1) / flops)]
+            knee = max(1, int(reading * flops[name] / 2))
+            products[name] = [(knee, reading), (knee + 1, 2 * (knee + 1) / flops[name])]
         return cls(
             memory=memory,
             products=products,
             read=read,
-            flops=dict.fromkeys(products, flops),
+            flops=flops,
             bandwidth=bandwidth,
             latency=ACCELERATOR_LATENCY_S,
             process=process,

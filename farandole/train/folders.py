@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from farandole.models.sequence import Transformer
 from farandole.parallel.engine import Engine
 from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.run_folder import BASE
+
+_log = logging.getLogger(__name__)
 
 
 def folder_of(config: TrainConfig) -> Path:
@@ -72,6 +76,20 @@ def check_context(config: TrainConfig, origin: Pretrained) -> None:
             f"model.context={config.model.context} exceeds the {limit} positions of model={config.model.folder}; "
             f"use model.context={limit}"
         )
+    trained = origin.values.get("max_position_embeddings")
+    if limit is None and isinstance(trained, int) and config.model.context > trained:
+        _warn_context(config.model.context, trained, config.model.folder)
+
+
+@cache  # warn only once, although a task is created several times
+def _warn_context(context: int, trained: int, folder: str) -> None:
+    _log.warning(
+        "farandole: model.context=%d exceeds max_position_embeddings=%d in model=%s: the model has not learned to use "
+        "such distances; use a smaller model.context, or rope_parameters that extend the context",
+        context,
+        trained,
+        folder,
+    )
 
 
 def open_folder_model(config: TrainConfig, classes: int | None = None, **changes: Any) -> Transformer:

@@ -8,9 +8,12 @@ ORDER.  Under another launcher, each rank parses the command itself and calls `j
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -42,7 +45,8 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
         CheckpointError: if a checkpoint cannot be loaded or saved.
     """
     keep_freed_memory()
-    task = make_task(task_config(config, resume))
+    with _errors_only():  # warnings have been shown when the task was checked
+        task = make_task(task_config(config, resume))
     with StopSignals() as stop, RunLock(run, runtime.comm):
         choice = _precision(config, resume, runtime)
         trainer = Trainer(config, task, choice.name, runtime.comm, runtime.device, resume is not None)
@@ -156,6 +160,18 @@ class StopSignals:
         elif number == signal.SIGINT and time.monotonic() - self._first_at > self.DEBOUNCE_S:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Suppress this package's warnings."""
+    logger = logging.getLogger("farandole")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def main(text: str) -> None:

@@ -81,7 +81,8 @@ def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], 
             _of_classes,
         )
     if config.model.folder:
-        origin = describe_folder(config, (*decoders(), "t5"))
+        # plans start from random weights, and may be for a T5, which no task trains
+        origin = describe_folder(config, decoders() if config.model.pretrained else (*decoders(), "t5"))
         check_context(config, origin)
         if origin.architecture.name == "t5":
             return lambda: open_folder_model(config, **_FULL), ((tokens(), tokens()), None, tokens()), _mean

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from farandole.bench import planning
+from farandole.bench.accelerators import ACCELERATORS, DEFAULT
 from farandole.bench.machine import Speeds
 from farandole.cli.main import app
 from tests.models.hf.families import reference
@@ -47,7 +48,8 @@ def test_help_shows_examples() -> None:
         (("tinny",), "tinny is not a preset or file; did you mean tiny?"),
         (("tiny", "batch=7", "-n", "2"), "batch=7 is not divisible by 2 ranks"),
         (("tiny", "--nodes", "2"), "the bandwidth between hosts in bytes per second"),
-        (("tiny", "--accelerators"), "requires --memory, --flops and --bandwidth"),
+        (("tiny", "--accelerators", "h10"), "--accelerators h10 is unknown; nearest: h100; known are a100,"),
+        (("tiny", "--accelerators=x"), "--accelerators x is unknown; known are a100,"),
         (("tiny", "--picure", "x.png"), "unknown option --picure; did you mean --picture?"),
     ],
 )
@@ -79,6 +81,42 @@ def test_plans_for_accelerators_on_another_machine() -> None:
     result = _plan("tiny", "-n", "4", "--accelerators", *given, "--zero", "3", "--recompute", "block")
     assert result.exit_code == 0, result.output
     assert "fits with offload" in result.output
+
+
+@pytest.mark.parametrize("words", [("--accelerators", "tiny"), ("tiny", "--accelerators", "a100")])
+def test_accelerators_have_published_speeds(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Of the named accelerator, or of a default, in full hosts; given values replace them."""
+    one = ACCELERATORS[DEFAULT if words[-1] == "tiny" else "a100"]
+    chosen = (
+        "batch=24",
+        "-n",
+        "24",
+        "--zero",
+        "1",
+        "--recompute",
+        "none",
+        "--tensor",
+        "1",
+        "--pipeline",
+        "1",
+    )
+    result = _plan(*words, *chosen, "--json", str(tmp_path / "a"))
+    assert result.exit_code == 0, result.output
+    assert f"Published peaks of {one.name}: " in result.output
+    assert one.source in " ".join(result.output.split())
+    machine = json.loads((tmp_path / "a").read_text())["machine"]
+    assert machine["hosts"] == 3 and machine["memory"] == one.memory and machine["flops"] == one.flops
+    assert (machine["bandwidth"], machine["host_bandwidth"]) == (one.bandwidth, one.host_bandwidth)
+    given = ("--memory", "80GiB", "--flops", "300T", "--bandwidth", "12G", "--nodes", "2")
+    result = _plan(*words, *chosen, *given, "--json", str(tmp_path / "b"))
+    machine = json.loads((tmp_path / "b").read_text())["machine"]
+    assert "Published" not in result.output and machine["hosts"] == 2
+    assert (machine["bandwidth"], machine["host_bandwidth"], machine["flops"]["fp32"]) == (12e9, None, 3e14)
+
+
+def test_hosts_of_accelerators() -> None:
+    counts = {ranks: ACCELERATORS["h100"].hosts(ranks) for ranks in (1, 8, 12, 13, 64)}
+    assert counts == {1: 1, 8: 1, 12: 2, 13: 13, 64: 8}
 
 
 def test_overrides_choose_plans() -> None:
@@ -215,7 +253,7 @@ def test_folders_whose_positions_depend_on_the_length(scaling: str, tmp_path: Pa
     assert json.loads((tmp_path / "plans").read_text())["plans"]
 
 
-ACCELERATORS = ("--accelerators", "--memory", "80GiB", "--flops", "400T", "--bandwidth", "300G")
+GIVEN = ("--accelerators", "--memory", "80GiB", "--flops", "400T", "--bandwidth", "300G")
 
 
 @pytest.mark.parametrize("family", ["bert", "vit", "t5"])
@@ -223,9 +261,7 @@ def test_folders_of_encoders(family: str, tmp_path: Path) -> None:
     reference(family, 5).config.save_pretrained(tmp_path / "base")
     file = tmp_path / "plans.json"
     words = ("model.context=16", "--zero", "1", "--recompute", "none", "--json", str(file))
-    result = _plan(
-        f"hf:{tmp_path / 'base'}", "-n", "2", *ACCELERATORS, *words, "--tensor", "1", "--pipeline", "1"
-    )
+    result = _plan(f"hf:{tmp_path / 'base'}", "-n", "2", *GIVEN, *words, "--tensor", "1", "--pipeline", "1")
     assert result.exit_code == 0, result.output
     (found,) = json.loads(file.read_text())["plans"]
     model = reference(family, 5)
@@ -252,7 +288,7 @@ def test_adapters_have_the_only_states(tmp_path: Path) -> None:
     for rank in (0, 4, 8):
         file = tmp_path / f"{rank}.json"
         words = (f"plan.lora_rank={rank}", "--zero", "0", "--recompute", "none", "--precision", "bf16")
-        result = _plan("tiny", "-n", "2", *ACCELERATORS, *words, "--tensor", "1", "--json", str(file))
+        result = _plan("tiny", "-n", "2", *GIVEN, *words, "--tensor", "1", "--json", str(file))
         assert result.exit_code == 0, result.output
         parts[rank] = json.loads(file.read_text())["plans"][0]["parts"]
     adapters = parts[8]["optimizer"] - parts[4]["optimizer"]
@@ -268,7 +304,7 @@ def test_pipelines_are_compared_with_other_plans(tmp_path: Path) -> None:
     file, picture = tmp_path / "plans.json", tmp_path / "plans.png"
     words = ("batch=16", "micro_batch=1", "model.layers=8", "--tensor", "1", "--precision", "bf16")
     files = ("--memory", "1GiB", "--json", str(file), "--picture", str(picture))
-    result = _plan("tiny", "-n", "4", *ACCELERATORS, *words, *files)
+    result = _plan("tiny", "-n", "4", *GIVEN, *words, *files)
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())["plans"]
     assert {one["plan"]["pipeline"] for one in found} == {1, 2, 4}

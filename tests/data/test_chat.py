@@ -160,6 +160,7 @@ GOOD = json.dumps(conversations(1)[0])
             '{"messages": [{"role": "user"}]}',
             'line 3: expected "role" and "content" in message 0, found role',
         ),
+        ('{"messages": [{"role": 3, "content": "x"}]}', "in message 0, found role=3"),
         ('{"messages": [{"content": "x"}]}', 'line 3: expected "role" and "content" in message 0'),
         ('{"prompt": "x"}', "line 3: expected a field"),
         (

@@ -84,11 +84,20 @@ def test_json_lines_with_a_chosen_field(tmp_path: Path) -> None:
         _documents(path, "content")
 
 
-@pytest.mark.parametrize("line", ["{not json", '["text"]', json.dumps({"text": 3}), "\x7f\xff"])
+@pytest.mark.parametrize(
+    "line",
+    ["{not json", '["text"]', json.dumps({"text": 3}), "\x7f\xff", "[" * 99_999, r'{"text": "\uD800"}'],
+)
 def test_invalid_json_line_is_reported(tmp_path: Path, line: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(DataError, match="a.jsonl, line 2: "):
         _documents(tmp_path / "a.jsonl")
+
+
+def test_byte_order_marks_and_escaped_pairs(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "\\ud83d\\ude00"}\n')
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftwo")
+    assert _documents(tmp_path) == ["one", "\N{GRINNING FACE}", "two"]
 
 
 def test_parquet_with_a_chosen_column(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ MODELS = {
     "gpt": partial(build_gpt, GPTConfig(WORDS, 16, 2, 4, 16, positions="learned")),
     "llama": partial(
         build_llama,
-        LlamaConfig(WORDS, 2, 8, 32, 30, kv_heads=2, qk_norm=True, attention_bias=True, tied=True),
+        LlamaConfig(WORDS, 2, 8, 32, 30, kv_heads=2, qk_norm=True, attention_bias=True, tied=True, padding=3),
     ),
-    "uneven": partial(build_llama, LlamaConfig(WORDS, 2, 6, 24, 31, kv_heads=3, out_bias=True)),
+    "uneven": partial(build_llama, LlamaConfig(WORDS, 2, 6, 24, 31, kv_heads=3, out_bias=True, padding=20)),
     "gptj": partial(build_gptj, GPTJConfig(WORDS, 2, 4, 16, rotary=2)),
     "mixtral": partial(build_mixtral, MIXTRAL),
     "capacity": partial(build_mixtral, replace(MIXTRAL, balance=Balance(capacity=0.8))),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import farandole
@@ -483,10 +484,17 @@ def _pickle(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"x")
 
 
+def _integers(folder: Path) -> None:
+    path = sorted(folder.glob("model-*"))[0]
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name].long()}, path)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_remove_shard, "incomplete: model-00002-of-00003.safetensors of 3 files are missing"),
+        (_remove_shard, "incomplete: 1 of 3 weight files are missing: model-00002-of-00003.safetensors"),
         (
             _truncate,
             r"model-00002-of-00003.safetensors is truncated: .* ends at byte \d+, but the file ends at byte",
@@ -529,6 +537,15 @@ def _pickle(folder: Path) -> None:
         (lambda f: _change(f, quantization_config={"bits": 4}), "quantized weights are not supported"),
         (lambda f: _change(f, vocab_size="big"), "vocab_size='big': expected int"),
         (lambda f: _change(f, num_attention_heads=0), "num_attention_heads=0: expected at least 1"),
+        (lambda f: _change(f, model_type=["llama"]), "model_type=.'llama'., which is not supported"),
+        (lambda f: _change(f, rms_norm_eps=-1.0), "rms_norm_eps=-1.0: expected a finite number above 0"),
+        (lambda f: _change(f, rms_norm_eps=float("nan")), "rms_norm_eps=nan: expected a finite number"),
+        (lambda f: _change(f, rope_parameters={"rope_theta": 0}), "rope_theta=0.0: expected a finite number"),
+        (
+            lambda f: _change(f, attention_dropout=1.5),
+            "attention_dropout=1.5: expected at least 0 and below 1",
+        ),
+        (_integers, "has type I64, but the model requires floating-point values"),
     ],
 )
 def test_damaged_and_unsupported_folders_are_refused(tmp_path: Path, damage: Any, message: str) -> None:

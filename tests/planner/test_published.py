@@ -102,7 +102,7 @@ def test_a_mesh_for_70_billion_parameters_is_proposed_in_seconds(tmp_path: Path)
             flops=4e14,
             bandwidth=300e9,
             host_bandwidth=50e9,
-            accelerators=True,
+            accelerators="h100",
             choices={"zero": [3]},
         )
     )

@@ -21,7 +21,11 @@ from farandole.serve.runner import Runner
 from tests.serve.models import models
 
 ACCELERATOR = ServingMachine.of_accelerator(
-    memory=80 << 30, flops=600e12, read=3e12, bandwidth=300e9, process=0
+    memory=80 << 30,
+    flops=dict.fromkeys(("fp32", "bf16", "fp16"), 600e12),
+    read=3e12,
+    bandwidth=300e9,
+    process=0,
 )
 
 
@@ -100,6 +104,8 @@ def test_the_command_plans_accelerators(tmp_path: Path) -> None:
     assert "2 ranks, prompts of 512 tokens, outputs of 128 tokens; 80.0 GiB per rank" in result.output
     plans = json.loads(path.read_text())["plans"]
     assert {(each["part"]["tensor"], each["replicas"]) for each in plans} == {(1, 2), (2, 1)}
+    assert "Published" not in result.output
+    assert "Published peaks of h100: 79.0 GiB of memory" in plan("tiny", "--accelerators").output
     small = plan("tiny", *published[:2], "1MiB", *published[3:])
     assert small.exit_code == 1
     assert "does not fit" in small.output
@@ -110,7 +116,7 @@ def test_the_command_plans_accelerators(tmp_path: Path) -> None:
     [
         (["tiny", "--zero", "1"], "--zero is for training"),
         (["tiny", "--flops", "3T"], "with --serve, --flops requires --accelerators"),
-        (["tiny", "--accelerators", "--memory", "1GiB"], "requires --memory, --flops and --memory-bandwidth"),
+        (["tiny", "--accelerators=a10"], "--accelerators a10 is unknown; nearest: a100"),
         (["tiny", "--precision", "fp16"], "expected one of fp32, bf16"),
     ],
 )

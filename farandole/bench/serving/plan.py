@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from farandole.bench.planning import CONTEXT_BYTES, PlanSetup, run_words
+from farandole.bench.accelerators import described
+from farandole.bench.planning import CONTEXT_BYTES, PlanSetup, accelerator_named, run_words
 from farandole.bench.serving.plan_check import Measured, Order
 from farandole.bench.serving.speeds import PRECISIONS, speeds
 from farandole.bench.setup import BenchError
@@ -42,8 +43,8 @@ class ServingPlanSetup:
     """Options of `farandole plan --serve`.
 
     `words` describe the model, as for a training run.  `memory` (bytes), `flops`, `memory_bandwidth` and `bandwidth` (bytes
-    per second) are per rank; with `accelerators`, all four are required, and otherwise this machine's values are
-    measured.  `tensor`, `precision` and `running` are the choices to consider.
+    per second) are per rank; for None, this machine's values are measured, or the values published for `accelerators` are
+    used.  `tensor`, `precision` and `running` are the choices to consider.
     """
 
     words: tuple[str, ...]
@@ -56,7 +57,7 @@ class ServingPlanSetup:
     tensor: Sequence[int] = ()
     precision: Sequence[str] = ()
     running: Sequence[int] = ()
-    accelerators: bool = False
+    accelerators: str | None = None
     remeasure: bool = False
 
 
@@ -115,7 +116,7 @@ def _model(words: Sequence[str]) -> Transformer:
 
 
 def _machine(setup: ServingPlanSetup) -> ServingMachine:
-    if not setup.accelerators:
+    if setup.accelerators is None:
         if torch.cuda.is_available():
             raise BenchError("--serve measures CPU hosts only; describe the accelerators with --accelerators")
         if given := [
@@ -124,21 +125,27 @@ def _machine(setup: ServingPlanSetup) -> ServingMachine:
             raise BenchError(f"with --serve, --{given[0].replace('_', '-')} requires --accelerators")
         measured = speeds(setup.ranks, remeasure=setup.remeasure)
         return measured.machine(setup.memory or available_memory() // setup.ranks)
-    if (
-        setup.memory is None
-        or setup.flops is None
-        or setup.memory_bandwidth is None
-        or (setup.bandwidth is None and setup.ranks > 1)
-    ):
-        raise BenchError(
-            "--serve --accelerators requires --memory, --flops and --memory-bandwidth, and --bandwidth for several ranks"
-        )
+    published = accelerator_named(setup.accelerators)
     return ServingMachine.of_accelerator(
-        memory=setup.memory,
-        flops=setup.flops,
-        read=setup.memory_bandwidth,
-        bandwidth=setup.bandwidth or 1e12,
+        memory=setup.memory or published.memory,
+        flops=published.flops if setup.flops is None else dict.fromkeys(published.flops, setup.flops),
+        read=setup.memory_bandwidth or published.stream,
+        bandwidth=setup.bandwidth or published.bandwidth,
         process=CONTEXT_BYTES,
+    )
+
+
+def _described(setup: ServingPlanSetup) -> str:
+    """Return the published values of the machine as text, with their source; "" if all values are given."""
+    if setup.accelerators is None:
+        return ""
+    return described(
+        accelerator_named(setup.accelerators),
+        memory=setup.memory is None,
+        flops=setup.flops is None,
+        stream=setup.memory_bandwidth is None,
+        bandwidth=setup.bandwidth is None and setup.ranks > 1,
+        host_bandwidth=False,
     )
 
 
@@ -149,6 +156,7 @@ def table(plan: ServingPlan) -> Table:
         f"{counted(setup.ranks, 'rank')}, prompts of {setup.mix.prompt} tokens, outputs of {setup.mix.output} tokens; "
         f"{plan.machine.memory / (1 << 30):.1f} GiB per rank"
     )
+    title += "\n" + published if (published := _described(setup)) else ""
     found = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
     for name in (
         "precision",

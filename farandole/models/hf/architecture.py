@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from farandole.models.hf.fields import Fields, FolderError
@@ -28,6 +28,8 @@ class Architecture:
         table: a function that returns the tensor table.
         matches: a function that returns whether a configuration belongs to this family, if several families share a type.
         adapt: a function that adapts the configuration to the tensors in a folder, if some tensors are optional.
+        defaults: the values that transformers assumes for missing fields, if `read` assumes other values.  A field that
+            is null is not missing.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Architecture:
     table: Callable[[Any], Table]
     matches: Callable[[Any], bool] = lambda config: True
     adapt: Callable[[Any, Collection[str]], Any] = lambda config, names: config
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_decoder(self) -> bool:
@@ -85,39 +88,39 @@ def read_rotary(
     """
     found = dict(fields.take("rope_parameters", None, kind=dict) or {})
     older = dict(fields.take("rope_scaling", None, kind=dict) or {})
-    theta = fields.take("rope_theta", base, kind=float)
-    share = fields.take("partial_rotary_factor", 1.0, kind=float)
+    theta = fields.positive("rope_theta", base)
+    share = fields.positive("partial_rotary_factor", 1.0)
     context = fields.take("max_position_embeddings", None, kind=int)
     own = Fields({**older, **found}, f"{fields.where}, rope_parameters,")
     kind = own.take("rope_type", None, kind=str) or own.take("type", "default", kind=str)
     own.skip("type")
-    theta = own.take("rope_theta", theta, kind=float)
-    share = own.take("partial_rotary_factor", share, kind=float)
+    theta = own.positive("rope_theta", theta)
+    share = own.positive("partial_rotary_factor", share)
     if share != 1 and not partial:
         raise FolderError(
             f"{own.where} has partial_rotary_factor={share}, which transformers ignores in this family: expected 1"
         )
-    options: dict[str, Any] = {"base": float(theta), "interleaved": interleaved}
+    options: dict[str, Any] = {"base": theta, "interleaved": interleaved}
     if kind == "linear":
-        options |= {"scaling": kind, "factor": float(own.take("factor", kind=float))}
+        options |= {"scaling": kind, "factor": own.positive("factor")}
     elif kind == "dynamic":
         own.skip("original_max_position_embeddings")
         options |= {
             "scaling": kind,
-            "factor": float(own.take("factor", kind=float)),
+            "factor": own.positive("factor"),
             "original": _context(fields),
         }
     elif kind == "llama3":
         options |= {
             "scaling": kind,
-            "factor": float(own.take("factor", kind=float)),
+            "factor": own.positive("factor"),
             "original": own.size("original_max_position_embeddings"),
-            "slow": float(own.take("low_freq_factor", kind=float)),
-            "fast": float(own.take("high_freq_factor", kind=float)),
+            "slow": own.positive("low_freq_factor"),
+            "fast": own.positive("high_freq_factor"),
         }
     elif kind == "yarn":
         original = own.size("original_max_position_embeddings", context)
-        factor = float(own.take("factor", (context or original) / original, kind=float))
+        factor = own.positive("factor", (context or original) / original)
         magnitude = own.take("attention_factor", None, kind=float)
         one, all_widths = (own.take(name, None, kind=float) for name in ("mscale", "mscale_all_dim"))
         if magnitude is None:
@@ -128,20 +131,20 @@ def read_rotary(
             "scaling": kind,
             "factor": factor,
             "original": original,
-            "slow": float(own.take("beta_slow", 1.0, kind=float)),
-            "fast": float(own.take("beta_fast", 32.0, kind=float)),
+            "slow": own.positive("beta_slow", 1.0),
+            "fast": own.positive("beta_fast", 32.0),
             "magnitude": float(magnitude),
             "truncate": own.take("truncate", True, kind=bool),
         }
     elif kind == "longrope":
         original = own.size("original_max_position_embeddings", context)
-        factor = float(own.take("factor", (context or original) / original, kind=float))
+        factor = own.positive("factor", (context or original) / original)
         recommended = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         options |= {
             "scaling": kind,
             "factor": factor,
             "original": original,
-            "magnitude": float(own.take("attention_factor", recommended, kind=float)),
+            "magnitude": own.positive("attention_factor", recommended),
             "short_factors": tuple(map(float, own.take("short_factor", kind=list))),
             "long_factors": tuple(map(float, own.take("long_factor", kind=list))),
         }

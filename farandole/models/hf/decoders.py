@@ -32,7 +32,7 @@ def one_dropout(fields: Fields, *names: str) -> float:
     Raises:
         FolderError: if the probabilities differ.
     """
-    values = {name: float(fields.take(name, 0.0, kind=float)) for name in names}
+    values = {name: fields.probability(name, 0.0) for name in names}
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{name}={value}" for name, value in values.items())
         raise FolderError(
@@ -46,8 +46,7 @@ def one_dropout(fields: Fields, *names: str) -> float:
 
 def _read_gpt2(fields: Fields) -> GPTConfig:
     fields.one_of("scale_attn_weights", True)
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        fields.one_of(name, False)
+    fields.one_of("scale_attn_by_inverse_layer_idx", False)
     fields.skip("reorder_and_upcast_attn", *(name for name in fields.values if name.startswith("summary_")))
     width = fields.size("n_embd")
     return GPTConfig(
@@ -57,11 +56,11 @@ def _read_gpt2(fields: Fields) -> GPTConfig:
         heads=fields.size("n_head"),
         width=width,
         dropout=one_dropout(fields, "resid_pdrop", "embd_pdrop"),
-        attention_dropout=float(fields.take("attn_pdrop", 0.0, kind=float)),
+        attention_dropout=fields.probability("attn_pdrop", 0.0),
         positions="learned",
         activation=fields.one_of("activation_function", "gelu_new", *_GELU),
         inner=fields.take("n_inner", 0, kind=int),
-        epsilon=float(fields.take("layer_norm_epsilon", 1e-5, kind=float)),
+        epsilon=fields.positive("layer_norm_epsilon", 1e-5),
         tied=fields.take("tie_word_embeddings", True, kind=bool),
     )
 
@@ -112,6 +111,7 @@ register(
         gpt,
         _gpt2_table,
         lambda config: config.positions == "learned",
+        defaults={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     )
 )
 
@@ -132,10 +132,10 @@ def _read_gptj(fields: Fields) -> GPTJConfig:
         rotary=fields.size("rotary_dim", width // heads),
         inner=fields.take("n_inner", 0, kind=int),
         activation=fields.one_of("activation_function", "gelu_new", *_GELU),
-        epsilon=float(fields.take("layer_norm_epsilon", 1e-5, kind=float)),
-        dropout=float(fields.take("resid_pdrop", 0.0, kind=float)),
-        attention_dropout=float(fields.take("attn_pdrop", 0.0, kind=float)),
-        embedding_dropout=float(fields.take("embd_pdrop", 0.0, kind=float)),
+        epsilon=fields.positive("layer_norm_epsilon", 1e-5),
+        dropout=fields.probability("resid_pdrop", 0.0),
+        attention_dropout=fields.probability("attn_pdrop", 0.0),
+        embedding_dropout=fields.probability("embd_pdrop", 0.0),
         tied=fields.take("tie_word_embeddings", False, kind=bool),
     )
 
@@ -179,7 +179,14 @@ def _gptj_table(config: GPTJConfig) -> Table:
 
 register(
     Architecture(
-        "gptj", ("GPTJForCausalLM", "GPTJModel"), GPTJConfig, _read_gptj, _write_gptj, gptj, _gptj_table
+        "gptj",
+        ("GPTJForCausalLM", "GPTJModel"),
+        GPTJConfig,
+        _read_gptj,
+        _write_gptj,
+        gptj,
+        _gptj_table,
+        defaults={"rotary_dim": 64},
     )
 )
 
@@ -201,9 +208,10 @@ def llama_fields(fields: Fields, *, tied: bool = False) -> dict[str, Any]:
         "head_width": head_width,
         "rotary": read_rotary(fields, head_width),
         "activation": fields.one_of("hidden_act", "silu", *_GELU),
-        "epsilon": float(fields.take("rms_norm_eps", 1e-6, kind=float)),
+        "epsilon": fields.positive("rms_norm_eps", 1e-6),
         "tied": fields.take("tie_word_embeddings", tied, kind=bool),
-        "attention_dropout": float(fields.take("attention_dropout", 0.0, kind=float)),
+        "attention_dropout": fields.probability("attention_dropout", 0.0),
+        "padding": fields.take("pad_token_id", None, kind=int),
     }
 
 
@@ -233,7 +241,13 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
             f"{fields.where} has layer_types={kinds}: expected sliding_attention or full_attention for "
             f"each of {layers} layers"
         )
-    windows = tuple(window if kind == "sliding_attention" and used else None for kind in kinds)
+    if "sliding_attention" in kinds and not (used and window):
+        raise FolderError(
+            f"{fields.where} has sliding_attention in layer_types with use_sliding_window={used} and "
+            f"sliding_window={window}: expected use_sliding_window=true and a size; transformers refuses this "
+            "configuration too"
+        )
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else ()
 
 
@@ -262,6 +276,7 @@ def _write_common(config: LlamaConfig) -> dict[str, Any]:
         "rms_norm_eps": config.epsilon,
         "tie_word_embeddings": config.tied,
         "attention_dropout": config.attention_dropout,
+        "pad_token_id": config.padding,
         **write_rotary(config.rotary, config.head_width),
     }
 
@@ -368,14 +383,32 @@ def _one_window(config: LlamaConfig) -> bool:
     return len({window for window in config.windows if window}) <= 1
 
 
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+}
+
 for _name, _class, _read, _write, _matches in (
     ("llama", "Llama", _read_llama, _write_llama, _is_llama),
     ("mistral", "Mistral", _read_mistral, _write_mistral, _is_mistral),
     ("qwen2", "Qwen2", _read_qwen2, _write_qwen, _is_qwen2),
     ("qwen3", "Qwen3", _read_qwen3, _write_qwen, _is_qwen3),
 ):
-    _classes = (f"{_class}ForCausalLM", f"{_class}Model")
-    register(Architecture(_name, _classes, LlamaConfig, _read, _write, llama, _llama_table, _matches))
+    register(
+        Architecture(
+            _name,
+            (f"{_class}ForCausalLM", f"{_class}Model"),
+            LlamaConfig,
+            _read,
+            _write,
+            llama,
+            _llama_table,
+            _matches,
+            defaults=_DEFAULTS.get(_name, {}),
+        )
+    )
 
 
 # ---- Mixtral ----
@@ -394,7 +427,7 @@ def _read_mixtral(fields: Fields) -> MixtralConfig:
         experts=fields.size("num_local_experts"),
         top=top,
         balance=Balance(loss=coefficient * top / common["layers"]) if balanced else Balance(),
-        jitter=float(fields.take("router_jitter_noise", 0.0, kind=float)),
+        jitter=fields.probability("router_jitter_noise", 0.0),
     )
 
 
@@ -433,6 +466,7 @@ register(
             _rotates_heads(config)
             and not (config.qk_norm or config.attention_bias or config.out_bias or config.feed_forward_bias)
         ),
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     )
 )
 
@@ -473,14 +507,15 @@ def _read_deepseek(fields: Fields) -> DeepSeekConfig:
         groups=fields.size("n_group", 1),
         top_groups=fields.size("topk_group", 1),
         normalized=fields.take("norm_topk_prob", True, kind=bool),
-        route_scale=float(fields.take("routed_scaling_factor", 1.0, kind=float)),
+        route_scale=fields.positive("routed_scaling_factor", 1.0),
         attention_scale=scale,
         attention_bias=fields.take("attention_bias", False, kind=bool),
-        attention_dropout=float(fields.take("attention_dropout", 0.0, kind=float)),
+        attention_dropout=fields.probability("attention_dropout", 0.0),
         activation=fields.one_of("hidden_act", "silu", *_GELU),
-        epsilon=float(fields.take("rms_norm_eps", 1e-6, kind=float)),
+        epsilon=fields.positive("rms_norm_eps", 1e-6),
         tied=fields.take("tie_word_embeddings", False, kind=bool),
         predicted=fields.take("num_nextn_predict_layers", 0, kind=int),
+        padding=fields.take("pad_token_id", None, kind=int),
     )
 
 
@@ -521,6 +556,7 @@ def _write_deepseek(config: DeepSeekConfig) -> dict[str, Any]:
         "rms_norm_eps": config.epsilon,
         "tie_word_embeddings": config.tied,
         "num_nextn_predict_layers": config.predicted,
+        "pad_token_id": config.padding,
         **written,
     }
 
@@ -587,5 +623,14 @@ register(
         deepseek,
         _deepseek_table,
         adapt=_without_predictions,
+        defaults={
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "n_shared_experts": 1,
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": 1536,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+        },
     )
 )

@@ -17,7 +17,12 @@ from farandole.models.vit import ViTConfig, vit
 
 
 def classes_of(fields: Fields) -> int:
-    """Return the number of classes in a configuration."""
+    """Return the number of classes in a configuration.
+
+    Raises:
+        FolderError: if the loss is not the cross-entropy of one class per sample.
+    """
+    fields.one_of("problem_type", "single_label_classification")
     labels = fields.take("id2label", None, kind=dict)
     return len(labels) if labels else int(fields.take("num_labels", 2, kind=int))
 
@@ -33,14 +38,16 @@ def label_fields(classes: int) -> dict[str, Any]:
 
 def _read_bert(fields: Fields) -> BERTConfig:
     fields.one_of("position_embedding_type", "absolute")
-    fields.one_of("is_decoder", False)
-    fields.one_of("add_cross_attention", False)
     fields.skip("directionality", *(name for name in fields.values if name.startswith("pooler_")))
     if not fields.take("tie_word_embeddings", True, kind=bool):
         raise FolderError(
             f"{fields.where} has tie_word_embeddings=False: only a BERT whose head is tied to its embedding is supported"
         )
     names = fields.values.get("architectures") or ["BertForMaskedLM"]
+    classifies = "BertForSequenceClassification" in names
+    dropouts = ["hidden_dropout_prob", "attention_probs_dropout_prob"]
+    if classifies and fields.values.get("classifier_dropout") is not None:
+        dropouts.append("classifier_dropout")
     return BERTConfig(
         vocabulary=fields.size("vocab_size"),
         context=fields.size("max_position_embeddings"),
@@ -49,11 +56,11 @@ def _read_bert(fields: Fields) -> BERTConfig:
         width=fields.size("hidden_size"),
         feed_forward=fields.size("intermediate_size"),
         segments=fields.size("type_vocab_size"),
-        dropout=one_dropout(fields, "hidden_dropout_prob", "attention_probs_dropout_prob"),
+        dropout=one_dropout(fields, *dropouts),
         padding=fields.take("pad_token_id", None, kind=int),
         activation=fields.one_of("hidden_act", "gelu", *ACTIVATIONS),
-        epsilon=float(fields.take("layer_norm_eps", 1e-12, kind=float)),
-        classes=classes_of(fields) if "BertForSequenceClassification" in names else 0,
+        epsilon=fields.positive("layer_norm_eps", 1e-12),
+        classes=classes_of(fields) if classifies else 0,
     )
 
 
@@ -120,6 +127,7 @@ register(
         _write_bert,
         bert,
         _bert_table,
+        defaults={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "pad_token_id": 0},
     )
 )
 
@@ -147,10 +155,10 @@ def _read_vit(fields: Fields) -> ViTConfig:
         classes=classes_of(fields),
         channels=fields.size("num_channels", 3),
         activation=fields.one_of("hidden_act", "gelu", *ACTIVATIONS),
-        epsilon=float(fields.take("layer_norm_eps", 1e-12, kind=float)),
+        epsilon=fields.positive("layer_norm_eps", 1e-12),
         bias=fields.take("qkv_bias", True, kind=bool),
-        dropout=float(fields.take("hidden_dropout_prob", 0.0, kind=float)),
-        attention_dropout=float(fields.take("attention_probs_dropout_prob", 0.0, kind=float)),
+        dropout=fields.probability("hidden_dropout_prob", 0.0),
+        attention_dropout=fields.probability("attention_probs_dropout_prob", 0.0),
     )
 
 
@@ -221,10 +229,13 @@ def _read_t5(fields: Fields) -> T5Config:
     fields.one_of("is_encoder_decoder", True)
     fields.skip("is_decoder", "n_positions", "dense_act_fn", "is_gated_act", "scale_decoder_outputs")
     layers = fields.size("num_layers")
-    kind = fields.one_of("feed_forward_proj", "relu", "gated-gelu", "gelu", "gelu_new", "gated-silu")
+    kind = fields.one_of(
+        "feed_forward_proj", "relu", *ACTIVATIONS, *(f"gated-{name}" for name in ACTIVATIONS)
+    )
     tied = fields.take("tie_word_embeddings", True, kind=bool)
     scaled = fields.take("scale_decoder_outputs", tied, kind=bool)
-    activation = {"gated-gelu": "gelu_new", "gated-silu": "silu"}.get(kind, kind)
+    # in this family, gated-gelu has always meant the tanh approximation
+    activation = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
     return T5Config(
         vocabulary=fields.size("vocab_size"),
         encoder_layers=layers,
@@ -237,8 +248,8 @@ def _read_t5(fields: Fields) -> T5Config:
         max_distance=fields.size("relative_attention_max_distance", 128),
         activation=activation,
         gated=kind.startswith("gated-"),
-        dropout=float(fields.take("dropout_rate", 0.1, kind=float)),
-        epsilon=float(fields.take("layer_norm_epsilon", 1e-6, kind=float)),
+        dropout=fields.probability("dropout_rate", 0.1),
+        epsilon=fields.positive("layer_norm_epsilon", 1e-6),
         padding=fields.take("pad_token_id", None, kind=int),
         tied=tied,
         scaled=scaled,
@@ -246,7 +257,7 @@ def _read_t5(fields: Fields) -> T5Config:
 
 
 def _write_t5(config: T5Config) -> dict[str, Any]:
-    gated = {"gelu_new": "gated-gelu", "silu": "gated-silu"}
+    gated = "gated-gelu" if config.activation == "gelu_new" else f"gated-{config.activation}"
     return {
         "is_encoder_decoder": True,
         "vocab_size": config.vocabulary,
@@ -258,7 +269,7 @@ def _write_t5(config: T5Config) -> dict[str, Any]:
         "d_ff": config.inner,
         "relative_attention_num_buckets": config.buckets,
         "relative_attention_max_distance": config.max_distance,
-        "feed_forward_proj": gated[config.activation] if config.gated else config.activation,
+        "feed_forward_proj": gated if config.gated else config.activation,
         "dropout_rate": config.dropout,
         "layer_norm_epsilon": config.epsilon,
         "pad_token_id": config.padding,
@@ -326,6 +337,8 @@ register(
         _write_t5,
         t5,
         _t5_table,
+        lambda config: not (config.gated and config.activation == "gelu"),
         adapt=_t5_head,
+        defaults={"pad_token_id": 0},
     )
 )

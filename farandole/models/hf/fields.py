@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,6 +89,15 @@ NEUTRAL = frozenset(
 )
 """Fields that do not affect a model's results."""
 
+INACTIVE: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "pruned_heads": {},
+    "tie_encoder_decoder": False,
+}
+"""Fields that do not affect a model's results if they have these values."""
+
 
 class FolderError(Documented, ValueError):
     """Raised if a folder cannot be read as a model: a file is missing or damaged, or a feature is not supported."""
@@ -140,6 +150,28 @@ class Fields:
             raise FolderError(f"{self.where} has {name}={value}: expected at least 1")
         return value
 
+    def positive(self, name: str, default: Any = _MISSING) -> float:
+        """Return a field that must be a finite number above 0.
+
+        Raises:
+            FolderError: if the field has another value.
+        """
+        value = float(self.take(name, default, kind=float))
+        if not 0 < value < math.inf:
+            raise FolderError(f"{self.where} has {name}={value}: expected a finite number above 0")
+        return value
+
+    def probability(self, name: str, default: float) -> float:
+        """Return a field that must be at least 0 and below 1.
+
+        Raises:
+            FolderError: if the field has another value.
+        """
+        value = float(self.take(name, default, kind=float))
+        if not 0 <= value < 1:
+            raise FolderError(f"{self.where} has {name}={value}: expected at least 0 and below 1")
+        return value
+
     def one_of(self, name: str, *supported: Any) -> Any:
         """Return a field that must have one of the `supported` values.  The first value is the default.
 
@@ -150,7 +182,7 @@ class Fields:
         if value not in supported:
             near = difflib.get_close_matches(str(value), [str(each) for each in supported], 1)
             hint = f"; nearest: {near[0]}" if near else ""
-            listed = ", ".join(repr(each) for each in supported)
+            listed = ", ".join(repr(each) for each in dict.fromkeys(supported))
             raise FolderError(
                 f"{self.where} has {name}={value!r}, which is not supported (supported: {listed}{hint})"
             )
@@ -165,10 +197,17 @@ class Fields:
         unread = {
             name: value
             for name, value in self.values.items()
-            if name not in self._read and name not in NEUTRAL and value is not None
+            if name not in self._read
+            and name not in NEUTRAL
+            and value is not None
+            and not _is_inactive(name, value)
         }
         if unread:
             listed = ", ".join(f"{name}={value!r}" for name, value in sorted(unread.items()))
             raise FolderError(
                 f"{self.where} has unsupported fields: {listed}; use a model without these features{see('has-unsupported-fields')}"
             )
+
+
+def _is_inactive(name: str, value: Any) -> bool:
+    return name in INACTIVE and bool(value == INACTIVE[name])

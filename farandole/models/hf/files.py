@@ -84,17 +84,24 @@ def open_folder(folder: Path) -> dict[str, Entry]:
         found = "is not a folder" if folder.exists() else "does not exist"
         raise FolderError(f"{folder} {found}: expected a folder with {WEIGHTS} or {INDEX}")
     index, single = folder / INDEX, folder / WEIGHTS
+    if single.exists():
+        return read_header(single)
     if index.exists():
         try:
             places = json.loads(index.read_text())["weight_map"]
             wanted = sorted(set(places.values()))
+            outside = [name for name in wanted if Path(name).name != name]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FolderError(f"{index} is damaged: {error!r}; download the file again") from None
+        if outside:
+            raise FolderError(
+                f"{index} is damaged: it names the file {outside[0]}, which is not in the folder; download the file again"
+            )
         missing = [name for name in wanted if not (folder / name).is_file()]
         if missing:
             raise FolderError(
-                f"{folder} is incomplete: {', '.join(missing)} of {len(wanted)} files are missing; download the "
-                f"missing files{see('is-incomplete')}"
+                f"{folder} is incomplete: {len(missing)} of {len(wanted)} weight files are missing: {', '.join(missing)}; "
+                f"download the missing files{see('is-incomplete')}"
             )
         entries = {name: entry for file in wanted for name, entry in read_header(folder / file).items()}
         absent = [name for name in places if name not in entries]
@@ -104,8 +111,6 @@ def open_folder(folder: Path) -> dict[str, Entry]:
                 "again"
             )
         return entries
-    if single.exists():
-        return read_header(single)
     pickled = [path.name for path in folder.glob("pytorch_model*.bin")]
     hint = (
         f"; {pickled[0]} is a pickle, which is not loaded: convert this file with transformers' save_pretrained{see('is-a-pickle-which-is-not-loaded')}"
@@ -126,24 +131,27 @@ def read_header(path: Path) -> dict[str, Entry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
+                needed = f"{8 + length} bytes" if size >= 8 else "8 bytes for its length"
                 raise FolderError(
-                    f"{path} is truncated: its header needs {length} bytes, but the file has only {size}; download "
+                    f"{path} is truncated: its header needs {needed}, but the file has only {size}; download "
                     f"the file again{see('is-truncated')}"
                 )
-            header: dict[str, Any] = json.loads(file.read(length))
+            header = json.loads(file.read(length))
     except OSError as error:
         raise FolderError(f"{path} cannot be read: {error.strerror}; check the file") from None
     except ValueError as error:
         if isinstance(error, FolderError):
             raise
         raise FolderError(f"{path} is damaged: its header is not JSON; download the file again") from None
+    if not isinstance(header, dict):
+        raise FolderError(f"{path} is damaged: its header is not a JSON object; download the file again")
     entries: dict[str, Entry] = {}
     for name, found in header.items():
         if name == "__metadata__":
             continue
         try:
-            start, end = found["data_offsets"]
-            dtype, shape = _TYPES.get(found["dtype"]), tuple(found["shape"])
+            start, end = map(_count, found["data_offsets"])
+            dtype, shape = _TYPES.get(found["dtype"]), tuple(map(_count, found["shape"]))
         except (KeyError, TypeError, ValueError):
             raise FolderError(
                 f"{path} is damaged: {name} lacks its type, shape or offsets; download the file again"
@@ -164,7 +172,28 @@ def read_header(path: Path) -> dict[str, Entry]:
                 f"download the file again{see('is-truncated')}"
             )
         entries[name] = entry
+    _check_order(path, entries, 8 + length, size)
     return entries
+
+
+def _count(value: Any) -> int:
+    """Return a number from a header.  Raises ValueError if the value is not an integer of at least 0."""
+    if type(value) is not int or value < 0:
+        raise ValueError(value)
+    return value
+
+
+def _check_order(path: Path, entries: Mapping[str, Entry], start: int, size: int) -> None:
+    """Raise FolderError if tensors share bytes, or bytes belong to no tensor, as the safetensors library does."""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != start:
+            what = "overlaps another tensor" if entry.offset < start else "follows unused bytes"
+            raise FolderError(f"{path} is damaged: {name} {what}; download the file again")
+        start += entry.nbytes
+    if start != size:
+        raise FolderError(
+            f"{path} is damaged: {size - start} bytes follow the last tensor; download the file again"
+        )
 
 
 # ---- reading ----

@@ -20,6 +20,7 @@ from farandole.models.hf import encoders as _encoders  # noqa: F401
 from farandole.models.hf.architecture import REGISTRY, Architecture
 from farandole.models.hf.fields import Fields, FolderError
 from farandole.models.hf.files import (
+    CODES,
     INDEX,
     Entry,
     Read,
@@ -150,12 +151,12 @@ def read_config(folder: str | Path, *, with_weights: bool = True) -> Pretrained:
         raise FolderError(
             f"{file} is damaged: expected a JSON object, found {type(values).__name__}; download the file again"
         )
-    name = values.get("model_type")
+    name = str(values.get("model_type"))
     if name not in REGISTRY:
-        near = difflib.get_close_matches(str(name), REGISTRY, 1)
+        near = difflib.get_close_matches(name, REGISTRY, 1)
         hint = f"; nearest: {near[0]}" if near else ""
         raise FolderError(
-            f"{file} has model_type={name!r}, which is not supported{hint} (supported: {', '.join(REGISTRY)})"
+            f"{file} has model_type={values.get('model_type')!r}, which is not supported{hint} (supported: {', '.join(REGISTRY)})"
         )
     architecture = REGISTRY[name]
     named = values.get("architectures") or [architecture.classes[0]]
@@ -169,7 +170,7 @@ def read_config(folder: str | Path, *, with_weights: bool = True) -> Pretrained:
             f"{file} has a quantization_config, but quantized weights are not supported; use a folder with "
             "unquantized weights"
         )
-    found_fields = Fields(values, str(file))
+    found_fields = Fields({**architecture.defaults, **values}, str(file))
     found_fields.skip("tie_word_embeddings")
     try:
         config = architecture.read(found_fields)
@@ -259,7 +260,8 @@ class Weights:
     ) -> None:
         self.folder, self._seed = origin.folder or Path(), seed
         table = origin.table
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(model).items()}
+        tensors = tensors_of(model)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         stored: dict[str, Entry] = {}
         original: dict[str, str] = {}
         for name, entry in entries.items():
@@ -286,6 +288,11 @@ class Weights:
                     raise FolderError(
                         f"{entry.file}: {original[part.name]} has shape {list(entry.shape)}, but "
                         f"config.json requires {list(expected)}; download both files again"
+                    )
+                if entry.dtype.is_floating_point != tensors[ours].is_floating_point():
+                    raise FolderError(
+                        f"{entry.file}: {original[part.name]} has type {CODES[entry.dtype]}, but the model requires "
+                        f"floating-point values; use a folder with unquantized weights"
                     )
                 used.add(part.name)
                 found.append((part, entry))
