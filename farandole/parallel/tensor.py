@@ -163,7 +163,7 @@ def _inner(copies: int = 1) -> Parts:
 
 def _expert_inner(copies: int = 1) -> Parts:
     def parts(module: Experts, ranks: int) -> Sequence[Part]:
-        return (_units(module.down.shape[2], 1, "units per expert", ranks),) * copies
+        return (_units(module.down.in_features, 1, "units per expert", ranks),) * copies
 
     return parts
 
@@ -207,7 +207,7 @@ RULES: dict[type[nn.Module], Rule] = {
     FeedForward: Rule({"up": _inner()}, {"down": _inner()}),
     GatedFeedForward: Rule({"gate_up": _inner(2)}, {"down": _inner()}),
     MixtureOfExperts: Rule(adjust=_share_router_losses),
-    Experts: Rule(tensors={"gate_up": (1, _expert_inner(2)), "down": (2, _expert_inner())}, region=False),
+    Experts: Rule({"gate_up": _expert_inner(2)}, {"down": _expert_inner()}, region=False),
     T5Attention: Rule({"qkv": _t5_heads(3)}, {"out": _t5_heads(1)}, adjust=_share_dropout),
     CrossAttention: Rule(
         {"query": _t5_heads(1), "kv": _t5_heads(2)}, {"out": _t5_heads(1)}, inputs=2, adjust=_share_dropout
@@ -356,18 +356,19 @@ def _split(module: nn.Module, rule: Rule, position: Position, layouts: Layouts) 
         linear = module.get_submodule(path)
         for name in ("weight", "bias", "lora_B"):
             if (parameter := linear._parameters.get(name)) is not None:
-                layouts.shard(parameter, AXIS, Shard(0, parts[path]), position)
-        linear.out_features = len(linear.weight)  # type: ignore[assignment, arg-type]
+                outputs = max(parameter.dim() - 2, 0)  # after the experts of a stack
+                layouts.shard(parameter, AXIS, Shard(outputs, parts[path]), position)
+        linear.out_features = linear.weight.shape[-2]  # type: ignore[assignment, index]
     for path in rule.row:
         linear = module.get_submodule(path)
         for name in ("weight", "lora_A"):
             if (parameter := linear._parameters.get(name)) is not None:
-                layouts.shard(parameter, AXIS, Shard(1, parts[path]), position)
+                layouts.shard(parameter, AXIS, Shard(parameter.dim() - 1, parts[path]), position)
         if isinstance(linear, LoRALinear):
             assert isinstance(linear.weight, nn.Parameter)
             first = layouts.of(linear.weight).boxes(position.mesh, position.cell)[0][1][0]
             linear.sharded_dropout = ShardedDropout(1, first, linear.in_features)
-        linear.in_features = linear.weight.shape[1]  # type: ignore[assignment, index]
+        linear.in_features = linear.weight.shape[-1]  # type: ignore[assignment, index]
         if linear._parameters.get("bias") is not None:
             wrap_calls(linear, _SharedBias(ranks))
     for name, (dim, _) in rule.tensors.items():

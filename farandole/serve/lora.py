@@ -56,6 +56,11 @@ def _read(model: nn.Module, folder: str | Path) -> Adapter:
     check_fits(model, lora, saved, has_lora=False)
     updates = {}
     for path, a in saved.a.items():
+        if a.dim() > 2:
+            raise AdapterError(
+                f"{folder} changes the experts {path}, which requests cannot select; expected an adapter of linear layers, "
+                "or save a model with the merged adapter"
+            )
         weight = model.get_submodule(path).weight
         assert isinstance(weight, Tensor)
         b = saved.b[path].float() * lora.scaling
