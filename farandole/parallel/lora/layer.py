@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farandole.models.dropout import dropout
 from farandole.models.moe import StackedLinear
 from farandole.parallel.lora.quantized import dense, frozen_linear, is_wrapper
 from farandole.plan import LoRA
@@ -95,7 +96,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         return result.view(*input.shape[:-1], self.out_features)
 
     def _dropout(self, rows: Tensor, probability: float, training: bool) -> Tensor:
-        return (self.sharded_dropout or F.dropout)(rows, probability, training)
+        return (self.sharded_dropout or dropout)(rows, probability, training)
 
 
 class LoRAStackedLinear(AdaptedLayer, StackedLinear):
