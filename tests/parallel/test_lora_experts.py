@@ -22,7 +22,7 @@ from farandole.serve.request import RequestError
 from tests.models.hf.families import folder_of, reference, transformers
 from tests.parallel.plans import build, compare, inputs_of, train
 
-EXPERTS = LoRA(rank=2, alpha=6, targets=("*.qkv", "*.experts.*"))
+EXPERTS = LoRA(rank=2, alpha=6, targets=("*.attention.out", "*.experts.*"))
 
 
 def _adapted(name: str, lora: LoRA) -> Any:

@@ -13,9 +13,9 @@ from farandole.models.deepseek import PredictionHead
 from farandole.models.dropout import ShardedDropout
 from farandole.models.layers import Head
 from farandole.models.sequence import Transformer
-from farandole.parallel.axes import Layouts, Position
+from farandole.parallel.axes import AxisCommunicator, Layouts, Position
 from farandole.parallel.lora.layer import LoRALinear
-from farandole.parallel.tensor.regions import AXIS, Region, SharedBias
+from farandole.parallel.tensor.regions import AXIS, Region, SharedBias, enter_at
 from farandole.parallel.tensor.rules import EMBEDDINGS, Indivisible, Rule, rule_of
 from farandole.parallel.tensor.tokens import ShareTokens, TokenBlock, TokenDropout, TokenRegion, Tokens
 from farandole.parallel.tensor.words import EmbedWords, Words
@@ -57,9 +57,16 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
         if rule.region and not any(
             path.startswith(f"{other}.") and found[other][1].region for other in found
         ):
-            wrap_calls(module, Region(comm, rule.inputs) if tokens is None else TokenRegion(tokens))
+            wrap_calls(module, _region(module, rule, comm, plan) if tokens is None else TokenRegion(tokens))
         if rule.words:
             _split_words(module, rule, position, layouts, tokens)
+
+
+def _region(module: nn.Module, rule: Rule, comm: AxisCommunicator | None, plan: Plan) -> Region:
+    # the schedules of pipelines compute gradients of inputs before gradients of weights, which a fused layer cannot
+    if rule.overlaps and plan.pipeline == 1 and enter_at(module.get_submodule(next(iter(rule.column))), comm):
+        return Region(comm, 0)
+    return Region(comm, rule.inputs)
 
 
 def _with_equal_gradients(

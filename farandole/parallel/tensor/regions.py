@@ -14,14 +14,34 @@ from farandole.parallel.axes import AxisCommunicator, Position
 from farandole.parallel.collectives import (
     copy_to_all,
     gather_and_reduce,
+    linear_of_copies,
     sum_of_all,
 )
 
 AXIS = "tensor"
 
 
+class ColumnLinear(nn.Linear):
+    """The only layer that uses the input of a region; the input enters here, and the backward pass overlaps (`linear_of_copies`)."""
+
+    comm: AxisCommunicator
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in) to this rank's outputs (..., out)."""
+        return linear_of_copies(input, self.weight, self.bias, self.comm)
+
+
+def enter_at(linear: nn.Module, comm: AxisCommunicator | None) -> bool:
+    """Let the input of a region enter at its column layer, if this pays and the layer is plain; return whether it does."""
+    if comm is None or not comm.overlaps or type(linear) is not nn.Linear:
+        return False
+    linear.__class__ = ColumnLinear
+    linear.comm = comm  # type: ignore[assignment]
+    return True
+
+
 class Region:
-    """Wraps a region: its inputs enter, and its output is the sum of all ranks' outputs."""
+    """Wraps a region: its `inputs` leading arguments enter, and its output is the sum of all ranks' outputs."""
 
     def __init__(self, comm: AxisCommunicator | None, inputs: int) -> None:
         self._comm, self._inputs = comm, inputs

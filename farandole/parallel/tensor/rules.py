@@ -42,6 +42,8 @@ class Rule:
         words: the embeddings (by path) and parameters that are split by words.
         region: whether the module is a region.  If not, it communicates nothing or is inside another region.
         inputs: the number of leading arguments that enter the region.
+        overlaps: whether a single column layer uses the input of the region, so that its backward pass can overlap with
+            communication.
         adjust: a function that is called with the module, before it is split, and the position, for example to change
             the number of query heads per key-value head.
     """
@@ -52,6 +54,7 @@ class Rule:
     words: Sequence[str] = ()
     region: bool = True
     inputs: int = 1
+    overlaps: bool = False
     adjust: Callable[[Any, Position], None] | None = None
 
 
@@ -154,7 +157,9 @@ def _share_router_losses(module: MixtureOfExperts, position: Position) -> None:
 
 
 RULES: dict[type[nn.Module], Rule] = {
-    SelfAttention: Rule({"qkv": _query_key_value}, {"out": _attention_output}, adjust=_adjust_attention),
+    SelfAttention: Rule(
+        {"qkv": _query_key_value}, {"out": _attention_output}, overlaps=True, adjust=_adjust_attention
+    ),
     LatentAttention: Rule(
         {
             "query": _latent(lambda m: m.plain + m.rotary.width),
@@ -163,8 +168,8 @@ RULES: dict[type[nn.Module], Rule] = {
         {"out": _latent(lambda m: m.value_width)},
         adjust=_share_dropout,
     ),
-    FeedForward: Rule({"up": _inner()}, {"down": _inner()}),
-    GatedFeedForward: Rule({"gate_up": _inner(2)}, {"down": _inner()}),
+    FeedForward: Rule({"up": _inner()}, {"down": _inner()}, overlaps=True),
+    GatedFeedForward: Rule({"gate_up": _inner(2)}, {"down": _inner()}, overlaps=True),
     MixtureOfExperts: Rule(adjust=_share_router_losses),
     Experts: Rule({"gate_up": _expert_inner(2)}, {"down": _expert_inner()}, region=False),
     T5Attention: Rule({"qkv": _t5_heads(3)}, {"out": _t5_heads(1)}, adjust=_share_dropout),
