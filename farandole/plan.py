@@ -74,6 +74,8 @@ class LoRA:
     - a compiled regular expression for the whole path;
     - `"all-linear"` (for targets): every plain `nn.Linear`.
 
+    Experts have stacked layers, which `"*.experts.*"` matches.  Each expert then has its own adapter.
+
     Args:
         rank: the rank of the adapters.
         alpha: the scale of the update, which is multiplied by `alpha / rank`.

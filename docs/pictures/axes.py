@@ -89,7 +89,7 @@ def draw_expert(path: Path) -> None:
         model = mixtral(MixtralConfig(vocabulary=8, layers=1, heads=2, width=8, inner=6, experts=8, top=2))
     mesh, layouts = Mesh.box(4, expert=4), Layouts(model)
     expert.apply(model, Position(mesh, mesh.cells[0]), Plan(expert=4), layouts)
-    layout = layouts["1.feed_forward.experts.gate_up"]
+    layout = layouts["1.feed_forward.experts.gate_up.weight"]
     figure, axis = plt.subplots(figsize=(9, 1.6), layout="constrained")
     for number, name in enumerate(("attention", "router")):
         axis.add_patch(Rectangle((2.2 * number, 0), 2, 1, fc=COPIES, ec="none"))

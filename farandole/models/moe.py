@@ -6,7 +6,7 @@ A router selects a few experts per token.  Without a capacity limit, no token is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -327,26 +327,39 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 """A function of rows (rows, inputs) and a weight (outputs, inputs) that returns (rows, outputs)."""
 
 
-class Experts(nn.Module):
-    """Gated feed-forward networks with stacked weights.
-
-    `gate_up` is (experts, 2 inner, width) and `down` is (experts, width, inner).
-    """
-
-    exchange: Exchange | None = None
-    """Sends rows to the processes that have their experts, if processes share the experts."""
+class StackedLinear(nn.Module):
+    """A linear layer per expert, without biases, with the stacked weights `weight` (experts, outputs, inputs)."""
 
     multiply: Multiply | None = None
     """Multiplies the rows of one expert by a matrix, in another precision than that of the weights."""
 
+    grouped = True
+    """Whether one grouped product can compute all experts."""
+
+    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.count, self.in_features, self.out_features = experts, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Map the rows (rows, inputs) of each expert of this process to (rows, outputs)."""
+        multiply = self.multiply or F.linear
+        return [multiply(part, weight) for part, weight in zip(parts, self.weight, strict=True)]
+
+
+class Experts(nn.Module):
+    """Gated feed-forward networks with stacked weights."""
+
+    exchange: Exchange | None = None
+    """Sends rows to the processes that have their experts, if processes share the experts."""
+
     def __init__(self, experts: int, width: int, inner: int, activation: str = "silu") -> None:
         super().__init__()
         self.count = experts
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, width))
-        self.down = nn.Parameter(torch.empty(experts, width, inner))
+        self.gate_up = StackedLinear(experts, width, 2 * inner)
+        self.down = StackedLinear(experts, inner, width)
         self.activation = activation
-        for weight in (self.gate_up, self.down):
-            nn.init.normal_(weight, std=0.02)
 
     def forward(
         self,
@@ -388,17 +401,20 @@ class Experts(nn.Module):
 
     def _products(self, inputs: Tensor, counts: Tensor) -> Tensor:
         """Apply each expert i to the next counts[i] rows."""
-        multiply = self.multiply or F.linear
-        if self.multiply is None and inputs.device.type != "cpu" and inputs.dtype == torch.bfloat16:
+        if self._is_grouped(inputs):
             ends = counts.cumsum(0).int()
-            inner = F.grouped_mm(inputs, self.gate_up.transpose(1, 2), offs=ends)
-            return F.grouped_mm(gated(inner, self.activation), self.down.transpose(1, 2), offs=ends)
+            inner = F.grouped_mm(inputs, self.gate_up.weight.transpose(1, 2), offs=ends)
+            return F.grouped_mm(gated(inner, self.activation), self.down.weight.transpose(1, 2), offs=ends)
         parts = inputs.split(as_sizes(counts, len(inputs)))
-        outputs = [
-            multiply(gated(multiply(part, up), self.activation), down)
-            for part, up, down in zip(parts, self.gate_up, self.down, strict=True)
-        ]
-        return torch.cat(outputs)
+        return torch.cat(self.down([gated(part, self.activation) for part in self.gate_up(parts)]))
+
+    def _is_grouped(self, inputs: Tensor) -> bool:
+        layers = (self.gate_up, self.down)
+        return (
+            inputs.device.type != "cpu"
+            and inputs.dtype == torch.bfloat16
+            and all(layer.grouped and layer.multiply is None for layer in layers)
+        )
 
 
 class MixtureOfExperts(nn.Module):

@@ -30,12 +30,14 @@ class SequenceShard:
 
     Args:
         index: the indices, of shape (positions), of this process's positions in the complete sequences.
+        length: the number of positions in the complete sequences.
         documents, targets: the documents and targets of the complete sequences, (batch, complete length), if given.
         attend: a function with the arguments of `attention.attention` that also attends to the other processes' keys.
         all_reduce: sums a tensor over these processes in place.
     """
 
     index: Tensor
+    length: int
     documents: Tensor | None
     targets: Tensor | None
     attend: Callable[..., Tensor]

@@ -58,10 +58,23 @@ class AxisCommunicator:
         if parent._comm is not None:
             self._comm = parent._comm.create_group(members)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether transfers can overlap with computation: through shared memory, the ranks' own cores copy."""
+        return self._comm is not None and not self._comm.shares_memory()
+
     def all_reduce(self, tensor: Tensor, op: ReduceName = "sum", *, output: Tensor | None = None) -> None:
         """Reduce a tensor; see `Communicator.all_reduce`."""
         if not self._is_dry(2 * (self.size - 1) / self.size, tensor):
             self._connected.all_reduce(tensor, op, output=output)
+
+    def start_all_reduce(self, tensor: Tensor) -> dist.Work:
+        """Start to sum a tensor in place; it must not be used before the work has finished."""
+        if self._is_dry(2 * (self.size - 1) / self.size, tensor):
+            return COMPLETED
+        work = self._connected.all_reduce(tensor, async_op=True)
+        assert work is not None
+        return work
 
     def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
         """Gather all ranks' tensors; see `Communicator.all_gather`."""

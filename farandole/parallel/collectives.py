@@ -12,6 +12,8 @@ The first two functions are transposes of each other, and so are the next two (S
 Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models").  The last two convert
 between shards and a tensor whose values and gradient are equal on all ranks.
 
+`linear_of_copies` is a linear layer after `copy_to_all`, whose backward pass overlaps the all-reduce.
+
 All functions shard dimension 0 as `layout.chunk` does, so the length of this dimension need not be a multiple of the
 number of ranks.  If `comm` is None, there is one rank, and the functions return their input.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from farandole.layout import chunk
@@ -32,6 +35,16 @@ def copy_to_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
     if comm is None or torch.is_inference_mode_enabled():
         return x
     return _CopyToAll.apply(x, comm)
+
+
+def linear_of_copies(x: Tensor, weight: Tensor, bias: Tensor | None, comm: AxisCommunicator | None) -> Tensor:
+    """Return the product of `copy_to_all(x, comm)` with this rank's part of a weight.
+
+    The gradient of the weight is computed while the gradients of `x` are summed.
+    """
+    if comm is None or torch.is_inference_mode_enabled() or torch.is_autocast_enabled(x.device.type):
+        return F.linear(copy_to_all(x, comm), weight, bias)
+    return _LinearOfCopies.apply(x, weight, bias, comm)
 
 
 def sum_of_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
@@ -79,6 +92,30 @@ class _CopyToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grad_outputs[0], ctx.comm), None
+
+
+class _LinearOfCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: AxisCommunicator) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.comm = comm
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        rows = grad_outputs[0].flatten(0, -2)
+        for_x = for_weight = for_bias = work = None
+        if ctx.needs_input_grad[0]:
+            for_x = rows @ weight
+            work = ctx.comm.start_all_reduce(for_x)
+        if ctx.needs_input_grad[1]:
+            for_weight = rows.t() @ x.flatten(0, -2)
+        if ctx.needs_input_grad[2]:
+            for_bias = rows.sum(0)
+        if work is not None:
+            work.wait()
+        return None if for_x is None else for_x.view_as(x), for_weight, for_bias, None
 
 
 class _SumOfAll(torch.autograd.Function):

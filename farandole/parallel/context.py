@@ -32,13 +32,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from farandole.layout import chunk
-from farandole.memory.call_wrappers import wrap_calls
+from farandole.memory.call_wrappers import wrap_calls, wrapper_of
 from farandole.models.chunks import chunks
 from farandole.models.deepseek import LatentAttention
+from farandole.models.dropout import OwnPositions, dropout, with_positions
 from farandole.models.layers import SelfAttention
 from farandole.models.moe import MixtureOfExperts
 from farandole.models.sequence import SequenceInfo, SequenceShard, Transformer
 from farandole.parallel.axes import AxisCommunicator, Layouts, Position
+from farandole.parallel.tensor.tokens import TokenDropout
 from farandole.plan import Plan, PlanError
 
 AXIS = "context"
@@ -92,6 +94,11 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
         )
     if position.comm(AXIS) is not None:
         wrap_calls(model, _ShareSequences(Grid.of(position, ring)))
+        for block in model.children():
+            wrap_calls(block, _OwnPositions())
+        for module in model.modules():
+            if isinstance(module, nn.Dropout) and wrapper_of(module, TokenDropout) is None:
+                wrap_calls(module, _PositionDropout())
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
@@ -172,7 +179,7 @@ class _ShareSequences:
             info,
             positions=positions[..., index],
             documents=None if documents is None else documents[:, index],
-            shard=SequenceShard(index, documents, targets, attend, grid.all.all_reduce),
+            shard=SequenceShard(index, length, documents, targets, attend, grid.all.all_reduce),
         )
         output = call(inputs[:, index], own, None if targets is None else targets[:, index])
         if targets is not None:
@@ -183,6 +190,31 @@ class _ShareSequences:
         back = torch.empty(length, dtype=torch.int64)
         back[torch.cat(indices)] = torch.arange(length)
         return parts.index_select(1, back.to(parts.device))
+
+
+class _OwnPositions:
+    """Wraps a block: its dropout draws the random numbers of complete sequences."""
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        infos = [each for each in (*args, *kwargs.values()) if isinstance(each, SequenceInfo)]
+        shard = infos[0].shard if infos else None
+        if shard is None or infos[0].shape is None:
+            return call(*args, **kwargs)
+        with with_positions(OwnPositions(infos[0].shape[0], shard.length, shard.index)):
+            return call(*args, **kwargs)
+
+
+class _PositionDropout:
+    """Wraps dropout, whose mask is drawn for complete sequences."""
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        assert isinstance(module, nn.Dropout)
+        (x,) = (*args, *kwargs.values())
+        return dropout(x, module.p, module.training)
 
 
 def _arguments(

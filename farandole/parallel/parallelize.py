@@ -221,17 +221,18 @@ def _split(
 
 
 def _share_generators(position: Position) -> None:
-    """Give ranks that compute a layer together the same state of torch's random number generator, for dropout."""
-    comm = None if position.groups is None else position.groups.of(position.cell, "tensor").comm
-    if comm is None:
-        return
-    state = torch.get_rng_state()
-    comm.broadcast(state)
-    torch.set_rng_state(state)
-    if torch.cuda.is_initialized():
-        state = torch.cuda.get_rng_state()
+    """Give ranks that share samples the same state of torch's random number generator, for dropout."""
+    for axis in ("tensor", "context"):
+        comm = None if position.groups is None else position.groups.of(position.cell, axis).comm
+        if comm is None:
+            continue
+        state = torch.get_rng_state()
         comm.broadcast(state)
-        torch.cuda.set_rng_state(state)
+        torch.set_rng_state(state)
+        if torch.cuda.is_initialized():
+            state = torch.cuda.get_rng_state()
+            comm.broadcast(state)
+            torch.cuda.set_rng_state(state)
 
 
 def _add_lora(model: nn.Module, lora: LoRA) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farandole.models.moe import Experts
+from farandole.models.moe import StackedLinear
 from farandole.plan import PlanError
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -81,7 +81,7 @@ def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
     )
     for name in names:
         module = model.get_submodule(name)
-        if isinstance(module, Experts):
+        if isinstance(module, StackedLinear):
             module.multiply = _Float8Product(float8, config)
     return names
 
@@ -113,9 +113,9 @@ def check_float8_sizes(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def _is_suitable(module: nn.Module) -> bool:
-    if isinstance(module, Experts):
-        return all(size % _UNIT == 0 for size in (*module.gate_up.shape[1:], *module.down.shape[1:]))
-    return type(module) is nn.Linear and module.in_features % _UNIT == 0 and module.out_features % _UNIT == 0
+    if not isinstance(module, nn.Linear | StackedLinear) or type(module) not in (nn.Linear, StackedLinear):
+        return False
+    return module.in_features % _UNIT == 0 and module.out_features % _UNIT == 0
 
 
 def _multiplies(device: torch.device) -> bool:

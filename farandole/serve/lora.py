@@ -68,6 +68,11 @@ def _read(model: nn.Module, folder: str | Path) -> Adapter:
     check_fits(model, lora, saved, has_lora=False)
     found = {}
     for path, a in saved.a.items():
+        if a.dim() > 2:
+            raise AdapterError(
+                f"{folder} changes the experts {path}, which requests cannot select; expected an adapter of linear layers, "
+                "or save a model with the merged adapter"
+            )
         dtype = model.get_parameter(f"{path}.weight").dtype
         found[path] = a.to(dtype), (saved.b[path].float() * lora.scaling).to(dtype)
     return found

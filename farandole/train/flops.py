@@ -21,6 +21,7 @@ from farandole.models.moe import GroupedRouter, MixtureOfExperts, TopKRouter
 from farandole.models.sequence import Transformer
 from farandole.models.t5 import CrossAttention, T5Attention, T5Head
 from farandole.models.vit import PatchEmbedding
+from farandole.parallel.lora.layer import Adaptable
 from farandole.parallel.lora.targets import find_targets, find_trained
 from farandole.plan import LoRA, PlanError
 
@@ -61,6 +62,10 @@ def count_flops(model: nn.Module, lora: LoRA | None = None) -> Flops | None:
     if not isinstance(model, Transformer):
         return None
     adapted, trains = _trained(model, lora)
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    selected: dict[nn.Module, int] = {}  # the experts that a position uses, for each stack of experts
+    for mixture in mixtures:
+        selected |= dict.fromkeys((mixture.experts.gate_up, mixture.experts.down), mixture.router.top)
     head = set(model[-1].modules())
     for module in model[-1].modules():
         if isinstance(module, TokenPrediction):  # processes all positions
@@ -73,8 +78,8 @@ def count_flops(model: nn.Module, lora: LoRA | None = None) -> Flops | None:
         if isinstance(module, PatchEmbedding):  # the gradients of images are not computed
             weight, positions = module.patches.weight, module.positions.shape[1]
             total += weight.numel() * (4 if trains(weight) else 2) * (positions - 1) / positions
-        if lora is not None and module in adapted:
-            total += 6 * lora.rank * (module.in_features + module.out_features)
+        if lora is not None and isinstance(module, Adaptable) and module in adapted:
+            total += 6 * lora.rank * (module.in_features + module.out_features) * selected.get(module, 1)
         if module in head:
             target += total
         else:
@@ -83,12 +88,12 @@ def count_flops(model: nn.Module, lora: LoRA | None = None) -> Flops | None:
     return Flops(position, pair, target)
 
 
-def _trained(model: nn.Module, lora: LoRA | None) -> tuple[set[nn.Linear], Callable[[Tensor], bool]]:
+def _trained(model: nn.Module, lora: LoRA | None) -> tuple[set[nn.Module], Callable[[Tensor], bool]]:
     """Return the adapted layers, and a function that returns whether a weight is trained."""
     if lora is None:
         return set(), lambda weight: weight.requires_grad
     try:
-        adapted = set(find_targets(model, lora).values())
+        adapted: set[nn.Module] = set(find_targets(model, lora).values())
         modules = find_trained(model, lora).values()
     except ValueError as error:
         raise PlanError(str(error)) from error
@@ -105,7 +110,7 @@ def _products(module: nn.Module) -> Iterator[tuple[Tensor, float]]:
     elif isinstance(module, MixtureOfExperts):
         experts, router = module.experts, module.router
         assert isinstance(router, TopKRouter | GroupedRouter)
-        for weight in (experts.gate_up, experts.down):
+        for weight in (experts.gate_up.weight, experts.down.weight):
             yield weight, router.top / experts.count
 
 

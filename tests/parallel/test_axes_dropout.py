@@ -1,7 +1,8 @@
-"""Random numbers under tensor parallelism: dropout of adapters, and generators in checkpoints."""
+"""Random numbers under tensor and context parallelism: dropout, and generators in checkpoints."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,48 @@ def test_adapters_outside_of_regions_drop_the_same_inputs(ranks: Any) -> None:
     alone = ranks(1).run(train, "deepseek", Plan(lora=lora))[0]
     for plan in (Plan(tensor=2, lora=lora), Plan(tensor=2, lora=lora, sequence=True)):
         compare(ranks(2).run(train, "deepseek", plan), alone, "deepseek", plan, 2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "deepseek"])
+def test_context_parallel_ranks_drop_the_elements_of_one_process(
+    ranks: Any, name: str, recompute: Any
+) -> None:
+    """9 positions, so that ranks have different numbers of positions; dropout of blocks, embeddings and adapters."""
+    lora = None if name == "gpt" else LoRA(4, 8.0, dropout=0.3)
+    (expected,) = ranks(1).run(_dropped, name, Plan(lora=lora))
+    for plan in (
+        Plan(context=2),
+        Plan(context=2, ring=2, zero=3),
+        Plan(context=4, ring=4),
+        Plan(context=2, tensor=2),
+        Plan(context=2, tensor=2, sequence=True),
+    ):
+        plan = replace(plan, lora=lora, recompute=recompute)
+        for found in ranks(plan.ranks_per_sample).run(_dropped, name, plan):
+            assert found == pytest.approx(expected, rel=2e-5), plan
+
+
+def _dropped(rank: int, size: int, name: str, plan: Plan) -> list[float]:
+    """Train with dropout outside of attention; return losses and norms."""
+    model = build(name)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    torch.manual_seed(7 + rank)
+    engine = farandole.parallelize(model, plan)
+    optimizer = engine.optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.5))
+    found = []
+    for step in range(3):
+        batches = [inputs_of(name, step, number) for number in range(2)]
+        step_result = engine.forward_backward(
+            batches, lambda output, _: output, lambda batch: (batch[0], None, batch[1])
+        )
+        found += [step_result.loss, engine.clip(0.3)]
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+    return found
 
 
 def _saved(rank: int, size: int, plan: Plan, folder: Path) -> list[float]:
@@ -56,7 +99,8 @@ def _steps(rank: int, plan: Plan, folder: Path, *, save: bool) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "size"), [(Plan(), 1), (Plan(tensor=2), 2), (Plan(tensor=2, sequence=True), 2), (Plan(), 2)]
+    ("plan", "size"),
+    [(Plan(), 1), (Plan(tensor=2), 2), (Plan(tensor=2, sequence=True), 2), (Plan(context=2), 2), (Plan(), 2)],
 )
 def test_a_checkpoint_continues_with_equal_generators(
     ranks: Any, tmp_path: Path, plan: Plan, size: int
@@ -64,8 +108,8 @@ def test_a_checkpoint_continues_with_equal_generators(
     folder = tmp_path / "state"
     first = ranks(size).run(_saved, plan, folder)
     (expected,) = ranks(1).run(_loaded, Plan(), folder)
-    if plan.tensor == size:
+    if plan.ranks_per_sample == size:
         assert expected == pytest.approx(first[0][1:], rel=1e-5)
-    for other in (Plan(tensor=2), Plan(tensor=4, sequence=True)):
-        for losses in ranks(other.tensor).run(_loaded, other, folder):
+    for other in (Plan(tensor=2), Plan(tensor=4, sequence=True), Plan(context=2)):
+        for losses in ranks(other.ranks_per_sample).run(_loaded, other, folder):
             assert losses == pytest.approx(expected, rel=1e-5)

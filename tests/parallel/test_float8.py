@@ -63,9 +63,9 @@ def test_each_expert_scales_its_rows_and_weights() -> None:
     with torch.no_grad():
         for number in (0, 2):
             own = chosen[:, 0] == number
-            up = _rounded(inputs[own]) @ _rounded(experts.gate_up[number]).T
-            expected[own] = _rounded(gated(up, "silu")) @ _rounded(experts.down[number]).T
-    assert use_float8(model, emulate=True) == ["0"]
+            up = _rounded(inputs[own]) @ _rounded(experts.gate_up.weight[number]).T
+            expected[own] = _rounded(gated(up, "silu")) @ _rounded(experts.down.weight[number]).T
+    assert use_float8(model, emulate=True) == ["0.gate_up", "0.down"]
     found = experts(inputs, chosen, torch.ones(6, 1))
     torch.testing.assert_close(found, expected)
     found.sum().backward()
@@ -77,7 +77,7 @@ def _learn_with_experts(rank: int, size: int, plan: Plan) -> tuple[list[float], 
     torch.manual_seed(0)
     model: Any = build_mixtral(MixtralConfig(29, 2, 4, 16, 32, experts=4, top=2))
     for block in model[1:3]:
-        assert use_float8(block.feed_forward, emulate=True) == ["experts"]
+        assert use_float8(block.feed_forward, emulate=True) == ["experts.gate_up", "experts.down"]
     engine = farandole.parallelize(model, plan)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     losses, norms = [], []
@@ -107,9 +107,9 @@ def test_experts_are_the_same_under_any_plan(ranks: Any, plan: Plan) -> None:
 
 def test_sizes_that_accelerators_cannot_multiply_are_refused() -> None:
     model = nn.Sequential(nn.Linear(16, 24), Experts(3, 16, 32))
-    check_float8_sizes(model, ["1"])
+    check_float8_sizes(model, ["1.gate_up", "1.down"])
     with pytest.raises(PlanError, match=r"0\.weight has 24 x 16 elements on this rank.*smaller tensor axis"):
-        check_float8_sizes(model, ["0", "1"])
+        check_float8_sizes(model, ["0", "1.down"])
 
 
 def _learn(rank: int, size: int, zero: int, recompute: Any) -> list[Tensor]:

@@ -28,7 +28,7 @@ PENALTIES: dict[str, Callable[[Any, Parameters], Tensor]] = {
     "qkv": lambda _, named: named["1.attention.qkv.weight"].norm(),
     "tokens": lambda _, named: named["0.tokens.weight"].abs().sum(),
     "router": lambda _, named: named["1.feed_forward.router.weight"].square().sum(),
-    "experts": lambda _, named: named["1.feed_forward.experts.down"].square().sum(),
+    "experts": lambda _, named: named["1.feed_forward.experts.down.weight"].square().sum(),
     "module": lambda model, _: model[3](torch.arange(32.0).view(1, 2, 16)).square().mean(),
 }
 """Terms of the loss that do not depend on the model's output."""

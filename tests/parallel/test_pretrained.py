@@ -350,6 +350,9 @@ def test_lora_is_merged_for_transformers_and_saved_for_peft(
         *((family, LoRA(rank=2)) for family in FAMILIES),
         ("bert-classifier", LoRA(rank=2, also_train=("*.classifier",))),
         ("deepseek_v3", LoRA(rank=2, dropout=0.1, targets=("*.shared.*",))),
+        ("deepseek_v3", LoRA(rank=2, targets=("*.shared.*", "*.experts.*"))),
+        ("mixtral", LoRA(rank=2, targets=("*.qkv", "*.experts.*"))),
+        ("mixtral", LoRA(rank=2, targets=("*.experts.down",))),
     ],
 )
 def test_adapter_of_every_family_loads_in_peft(tmp_path: Path, family: str, lora: LoRA) -> None:

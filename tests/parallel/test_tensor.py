@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import farandole
+from farandole.parallel.tensor.regions import ColumnLinear
 from farandole.plan import LoRA, Plan, PlanError
 from tests.parallel.plans import MODELS, build, compare, train
 
@@ -61,6 +62,23 @@ def test_recomputation_repeats_the_collectives(ranks: Any, recompute: Any, seque
     plan = Plan(tensor=2, sequence=sequence, recompute=recompute)
     alone = ranks(1).run(train, "gpt", Plan(), 0, 0.2)[0]
     compare(ranks(2).run(train, "gpt", plan, 0, 0.2), alone, "gpt", plan, 2)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "uneven", "t5"])
+def test_gradients_are_summed_while_other_gradients_are_computed(ranks: Any, name: str) -> None:
+    """Gloo does not share memory, so the backward pass of column layers overlaps with communication."""
+    alone = ranks(1).run(train, name, Plan())[0]
+    for plan in (Plan(tensor=2), Plan(tensor=2, zero=3, recompute="block")):
+        compare(ranks(2, "gloo").run(train, name, plan), alone, name, plan, 2)
+    overlapped = ranks(2, "gloo").run(_overlapped, name)[0]
+    assert bool(overlapped) == (name != "t5")
+    assert not ranks(2).run(_overlapped, name)[0]
+
+
+def _overlapped(rank: int, size: int, name: str) -> list[str]:
+    model = build(name)
+    farandole.parallelize(model, Plan(tensor=2)).close()
+    return [path for path, module in model.named_modules() if isinstance(module, ColumnLinear)]
 
 
 def _refused(rank: int, size: int, name: str, plan: Plan) -> str:

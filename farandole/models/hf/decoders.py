@@ -442,14 +442,15 @@ def _write_mixtral(config: MixtralConfig) -> dict[str, Any]:
 
 def _mixtral_table(config: MixtralConfig) -> Table:
     table = decoder_table(config.layers, config.tied)
+    table.modules = ((r"\.block_sparse_moe\b", ".mlp"),)
     for layer in range(config.layers):
         ours, theirs = f"{layer + 1}.feed_forward", f"model.layers.{layer}.block_sparse_moe"
         attention_rows(table, config, f"{layer + 1}.attention", f"model.layers.{layer}.self_attn")
         table.linear(f"{ours}.router", f"{theirs}.gate")
         experts = [f"{theirs}.experts.{number}" for number in range(config.experts)]
         gate_up = [{f"{each}.{name}.weight": config.inner for name in ("w1", "w3")} for each in experts]
-        table.stack(f"{ours}.experts.gate_up", gate_up)
-        table.stack(f"{ours}.experts.down", [{f"{each}.w2.weight": config.width} for each in experts])
+        table.stack(f"{ours}.experts.gate_up.weight", gate_up)
+        table.stack(f"{ours}.experts.down.weight", [{f"{each}.w2.weight": config.width} for each in experts])
     return table
 
 
@@ -607,8 +608,10 @@ def _deepseek_layer(table: Table, config: DeepSeekConfig, layer: int, ours: str,
     table.copy(f"{ours}.router.bias", f"{theirs}.gate.e_score_correction_bias")
     experts = [f"{theirs}.experts.{number}" for number in range(config.experts)]
     gate_up = [{f"{each}.{name}_proj.weight": inner for name in ("gate", "up")} for each in experts]
-    table.stack(f"{ours}.experts.gate_up", gate_up)
-    table.stack(f"{ours}.experts.down", [{f"{each}.down_proj.weight": config.width} for each in experts])
+    table.stack(f"{ours}.experts.gate_up.weight", gate_up)
+    table.stack(
+        f"{ours}.experts.down.weight", [{f"{each}.down_proj.weight": config.width} for each in experts]
+    )
     if config.shared:
         gated_rows(table, inner * config.shared, f"{ours}.shared", f"{theirs}.shared_experts")
 

@@ -225,7 +225,8 @@ class _StateReader:
         if each.ours in self._scalings and each.name != each.ours:
             path = each.ours.removesuffix(".weight")
             a, b = (self._read_all(f"{path}.lora_{kind}") for kind in "AB")
-            update = (b[slices[0]].float() @ a[:, slices[1]].float()).mul_(self._scalings[each.ours])
+            rows, columns = b[(*slices[:-1], slice(None))], a[(*slices[:-2], slice(None), slices[-1])]
+            update = (rows.float() @ columns.float()).mul_(self._scalings[each.ours])
             values = (values.float() + update).to(values.dtype)
         return values
 

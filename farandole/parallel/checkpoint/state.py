@@ -2,8 +2,8 @@
 
     model.NAME              a parameter in the type that the optimizer updates, frozen or not, or a buffer
     optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); numbers are saved unchanged
-    random.rankN            the generator of a rank, or of the Nth group of tensor-parallel ranks, which draw the same
-                            numbers; random.cuda.rankN is the generator of its accelerator
+    random.rankN            the generator of a rank, or of the Nth group of ranks that share samples (tensor and context
+                            parallelism), which draw the same numbers; random.cuda.rankN is the generator of its accelerator
     compression.rankN.KEY   the compression residuals of a rank
 
 Each rank saves its boxes under the tensor names of the unsharded model, and loads the boxes that it needs from the
@@ -127,7 +127,7 @@ def restore(engine: Engine, rank: int, loaded: State) -> None:
 def _generator_number(engine: Engine, rank: int) -> int:
     """Return the number of the group of ranks that draw the same random numbers as `rank`."""
     mesh = engine.mesh
-    axes = [axis for axis in AXES if axis != "tensor"]
+    axes = [axis for axis in AXES if axis not in ("context", "tensor")]
     places = [mesh.of_rank(each)[0].at(axes) for each in range(mesh.size)]
     return sorted(set(places)).index(places[rank])
 

@@ -12,6 +12,8 @@ A Linear layer with the frozen weight W (out, in) computes x (W + s B A)^T, wher
     remove(model)                               # plain nn.Linear layers again, with the merged weights
 
     load_adapter(model, "adapter")              # in another process, on the same base model
+
+Experts, which are stacked, have adapters if a target names them: `LoRA(targets=("all-linear", "*.experts.*"))`.
 """
 
 from farandole.parallel.lora.adapters import (
@@ -23,6 +25,17 @@ from farandole.parallel.lora.adapters import (
     summarize,
     unmerge,
 )
-from farandole.parallel.lora.layer import LoRALinear
+from farandole.parallel.lora.layer import AdaptedLayer, LoRALinear, LoRAStackedLinear
 
-__all__ = ["LoRALinear", "Summary", "add_lora", "lora_layers", "merge", "remove", "summarize", "unmerge"]
+__all__ = [
+    "AdaptedLayer",
+    "LoRALinear",
+    "LoRAStackedLinear",
+    "Summary",
+    "add_lora",
+    "lora_layers",
+    "merge",
+    "remove",
+    "summarize",
+    "unmerge",
+]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from farandole.data.wording import counted, short, size
-from farandole.parallel.lora.layer import LoRALinear, adapt, restore
+from farandole.parallel.lora.layer import Adaptable, AdaptedLayer, adapt, restore
 from farandole.parallel.lora.quantized import quantized_weights, stored_bytes
 from farandole.parallel.lora.targets import find_targets, find_trained, held_elsewhere
 from farandole.parallel.whole_parameters import check_editable
@@ -56,11 +56,12 @@ def add_lora(model: nn.Module, lora: LoRA) -> Summary:
     weights: dict[str, Tensor] = {}
     if lora.base is not None:
         _check_not_tied(model, targets, "a quantized weight cannot be tied; exclude it from the targets")
-        weights = quantized_weights(targets, lora.base)
+        linears = {path: layer for path, layer in targets.items() if isinstance(layer, nn.Linear)}
+        weights = quantized_weights(linears, lora.base)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for path, linear in targets.items():
-        adapt(linear, lora, weights.pop(path, None))
+    for path, layer in targets.items():
+        adapt(layer, lora, weights.pop(path, None))
     for parameter in (*_parameters(trained.values()), *_biases(model, lora, targets).values()):
         parameter.requires_grad_(True)
     return summarize(model)
@@ -134,7 +135,7 @@ def unmerge(model: nn.Module) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    """Turn all adapted layers into plain `nn.Linear`, with the updates if they are merged.
+    """Turn all adapted layers into plain layers, with the updates if they are merged.
 
     Other parameters do not change, and frozen parameters remain frozen.
 
@@ -145,9 +146,9 @@ def remove(model: nn.Module) -> None:
         restore(layer)
 
 
-def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+def lora_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
     """Return the layers of `model` with adapters, by path."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
+    return {path: module for path, module in model.named_modules() if isinstance(module, AdaptedLayer)}
 
 
 def other_trained(model: nn.Module, lora: LoRA, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -174,7 +175,7 @@ def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def _layers(model: nn.Module) -> dict[str, LoRALinear]:
+def _layers(model: nn.Module) -> dict[str, AdaptedLayer]:
     layers = lora_layers(model)
     if not layers:
         raise ValueError(
@@ -210,9 +211,9 @@ def _check_trained_alone(model: nn.Module, trained: dict[str, nn.Module]) -> Non
                 )
 
 
-def _check_not_tied(model: nn.Module, linears: Iterable[str], why: str) -> None:
-    for path in linears:
-        linear = model.get_submodule(path)
-        assert isinstance(linear, nn.Linear)
-        if others := held_elsewhere(model, linear.weight, [linear]):
+def _check_not_tied(model: nn.Module, layers: Iterable[str], why: str) -> None:
+    for path in layers:
+        layer = model.get_submodule(path)
+        assert isinstance(layer, Adaptable)
+        if others := held_elsewhere(model, layer.weight, [layer]):
             raise ValueError(f"the weight of {path} is tied to {', '.join(others)}: {why}")

@@ -4,6 +4,10 @@ One fused layer of a model can correspond to several layers in `transformers`, s
 adapter of a fused layer has one A (rank, in) and one B (out, rank).  For PEFT, this adapter is written as one adapter
 per layer, with the same A and the layer's rows of B.
 
+The experts of a model are stacked, here and in `transformers`, where PEFT adapts the parameters `gate_up_proj` and
+`down_proj` of the module `experts` (`target_parameters`).  PEFT wraps this module once for each parameter, so the tensors of
+the first parameter have the path `experts.base_layer`.
+
 In the other direction, layers may have different matrices A.  The fused adapter's A is then the concatenation of all
 A, and B is zero in the blocks that combine the rows of one layer with the ranks of another layer.
 """
@@ -19,6 +23,7 @@ from torch import Tensor, nn
 
 from farandole.models.hf.mapping import Part, Table
 from farandole.models.hf.pretrained import Pretrained
+from farandole.parallel.lora.stacked import matrix_from_peft
 
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
@@ -42,11 +47,14 @@ def origin_of(model: nn.Module) -> Pretrained | None:
 def for_peft(origin: Pretrained, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert an adapter's tensors, which have names as in `peft_adapter`, to the names in `transformers`."""
     table, found = origin.table, {}
+    stacks = {ours: path for path, ours in _wrapped(table, [_split(name)[0] for name in tensors]).items()}
     for name, tensor in tensors.items():
         stem, kind = _split(name)
-        if kind in ("lora_A", "lora_B"):
+        if stem in stacks:
+            found[f"{stacks[stem]}.{kind}.weight"] = tensor
+        elif kind in ("lora_A", "lora_B"):
             for part in table.parts[f"{stem}.weight"]:
-                rows = _rows(part, f"{stem}.weight")
+                rows = _rows(part)
                 own = tensor if kind == "lora_A" or rows is None else tensor[rows[0] : rows[1]]
                 found[f"{_module(table, part)}.{kind}.weight"] = own.contiguous()
             continue
@@ -66,17 +74,21 @@ def config_for_peft(
     origin: Pretrained, config: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Return the PEFT configuration for the tensors that `for_peft` returned."""
+    adapted = [name.removesuffix(".weight") for name in config.get("target_parameters") or ()]
+    stacks = _wrapped(origin.table, adapted)
     paths = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    paths = [path for path in paths if path not in stacks]
     others = {n.rpartition(".")[0] for n in tensors if ".lora_" not in n and ".base_layer." not in n}
     classes = origin.values.get("architectures") or [""]
     task = next((task for ending, task in _TASKS.items() if classes[0].endswith(ending)), None)
     if task == "SEQ_CLS" and not any(name.rpartition(".")[2] == "classifier" for name in others):
         task = None  # for this task, PEFT expects the weights of the classifier instead of an adapter
     every = [part for parts in origin.table.parts.values() for part in parts]
-    parameters: list[str] = []
-    if any(part.index and isinstance(part.index[0], int) for part in every):
-        parameters = [f"{path}.weight" for path in paths if path.rpartition(".")[2] in _EXPERTS]
-        paths = [path for path in paths if f"{path}.weight" not in parameters]
+    parameters = [_parameter(origin.table, ours) for ours in adapted]
+    if any(_is_stacked(part) for part in every):
+        shared = [path for path in paths if path.rpartition(".")[2] in _EXPERTS]
+        parameters += [f"{path}.weight" for path in shared]
+        paths = [path for path in paths if path not in shared]
     if parameters:
         config = config | {
             "target_parameters": parameters,
@@ -99,13 +111,14 @@ def from_peft(
 
     Adapters that already use the model's names are returned unchanged.
     """
-    table = origin.table
+    table, stacks = origin.table, peft_stacks(origin, config)
     modules = {_module(table, part): (ours, part) for ours, parts in table.parts.items() for part in parts}
-    if not any(_split(name)[0] in modules for name in tensors):
+    if not any(_split(name)[0] in modules | stacks for name in tensors):
         return dict(config), dict(tensors)
     layers: dict[str, list[tuple[Part, Tensor, Tensor]]] = {}
     found: dict[str, Tensor] = {}
     unknown = {}
+    stacked: dict[str, dict[str, Tensor]] = {}
     others: dict[str, list[tuple[Part, Tensor]]] = {}
     stored = {
         f"{_module(table, part)}.{part.name.rpartition('.')[2]}": (ours, part)
@@ -114,7 +127,11 @@ def from_peft(
     }
     for name, tensor in tensors.items():
         stem, kind = _split(name)
-        if kind == "lora_A" and stem in modules and f"{stem}.lora_B.weight" in tensors:
+        if kind in ("lora_A", "lora_B") and stem in stacks:
+            weight = f"{stacks[stem]}.weight"
+            experts = len({part.index[0] for part in table.parts[weight]})
+            stacked.setdefault(weight, {})[kind] = matrix_from_peft(name, tensor, experts)
+        elif kind == "lora_A" and stem in modules and f"{stem}.lora_B.weight" in tensors:
             ours, part = modules[stem]
             weight = ours.rpartition(".")[0] + ".weight"
             part = next(each for each in table.parts[weight] if _module(table, each) == stem)
@@ -127,9 +144,12 @@ def from_peft(
         else:
             unknown[name] = tensor
     adapters = {weight: _fused(table.parts[weight], parts) for weight, parts in layers.items()}
-    rank = max((a.shape[0] for a, _ in adapters.values()), default=0)
+    adapters |= {
+        weight: (each["lora_A"], each["lora_B"]) for weight, each in stacked.items() if len(each) == 2
+    }
+    rank = max((a.shape[-2] for a, _ in adapters.values()), default=0)
     for weight, (a, b) in adapters.items():
-        path, more = weight.removesuffix(".weight"), rank - a.shape[0]
+        path, more = weight.removesuffix(".weight"), rank - a.shape[-2]
         found[f"{path}.lora_A.weight"] = nn.functional.pad(a, (0, 0, 0, more))
         found[f"{path}.lora_B.weight"] = nn.functional.pad(b, (0, more))
     for ours, pieces in others.items():
@@ -180,13 +200,50 @@ def _split(name: str) -> tuple[str, str]:
     return stem, last
 
 
-def _rows(part: Part, ours: str) -> tuple[int, int] | None:
+def _rows(part: Part) -> tuple[int, int] | None:
     span = part.index[0] if part.index else None
-    if isinstance(span, int):
-        raise ValueError(
-            f"{ours} is a stack of layers, which PEFT adapters do not support; exclude it from LoRA's targets"
-        )
+    assert not isinstance(span, int)  # a stack
     return span
+
+
+def peft_stacks(origin: Pretrained, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the paths of our stacked layers by the paths that a PEFT adapter has for them."""
+    targets = [f".{target}" for target in config.get("target_parameters") or ()]
+    ours = [
+        path
+        for path in _stacks(origin.table)
+        if f".{_parameter(origin.table, path)}".endswith(tuple(targets))
+    ]
+    return _wrapped(origin.table, ours)
+
+
+def _wrapped(table: Table, adapted: Iterable[str]) -> dict[str, str]:
+    """Return the adapted stacks by their paths in an adapter: PEFT wraps a module for each of its adapted parameters."""
+    modules: dict[str, list[str]] = {}
+    for path in (path for path in _stacks(table) if path in set(adapted)):
+        modules.setdefault(_parameter(table, path).rpartition(".")[0], []).append(path)
+    return {
+        module + ".base_layer" * (len(paths) - 1 - number): path
+        for module, paths in modules.items()
+        for number, path in enumerate(paths)
+    }
+
+
+def _stacks(table: Table) -> list[str]:
+    """Return the paths of our stacked layers."""
+    return [ours.removesuffix(".weight") for ours, parts in table.parts.items() if _is_stacked(parts[0])]
+
+
+def _is_stacked(part: Part) -> bool:
+    return bool(part.index) and isinstance(part.index[0], int)
+
+
+def _parameter(table: Table, stack: str) -> str:
+    """Return the name of a stack in `transformers`, such as `model.layers.0.mlp.experts.down_proj`."""
+    expert = table.parts[f"{stack}.weight"][0].name.rsplit(".", 3)[
+        0
+    ]  # without the number, the layer and "weight"
+    return f"{table.module(expert)}.{stack.rpartition('.')[2]}_proj"
 
 
 def _module(table: Table, part: Part) -> str:

@@ -1,71 +1,40 @@
-"""A linear layer with an adapter."""
+"""Linear layers with an adapter."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farandole.models.dropout import dropout
+from farandole.models.moe import StackedLinear
 from farandole.parallel.lora.quantized import dense, frozen_linear, is_wrapper
 from farandole.plan import LoRA
 
 
-class LoRALinear(nn.Linear):
-    """A linear layer that computes x (W + s B A)^T + bias, where W is frozen and s is `lora.scaling`.
+class AdaptedLayer(nn.Module):
+    """The adapter of a linear layer, or of each expert's layer in a stack.
 
-    It maps (..., in) to (..., out).  Parameters: `weight` (out, in) and `bias` (out) of the original layer, `lora_A`
-    (rank, in), `lora_B` (out, rank).  `adapt` and `restore` change the class of a layer in place, so references to the
-    layer, its hooks, and the names and objects of its parameters remain valid.
-
-    Raises:
-        RuntimeError: in a training step while the update is merged, because `lora_A` and `lora_B` would get no gradient.
+    Parameters: `weight` (..., out, in) of the original layer, which is frozen, `lora_A` (..., rank, in) and `lora_B`
+    (..., out, rank).  `adapt` and `restore` change the class of a layer in place, so references to the layer, its hooks,
+    and the names and objects of its parameters remain valid.
     """
 
+    weight: Any
+    in_features: int
+    out_features: int
     lora: LoRA
     lora_A: nn.Parameter  # noqa: N815 - the name in the paper and in files
     lora_B: nn.Parameter  # noqa: N815
     merged: bool
     """Whether `weight` contains the update, W + s B A."""
-    sharded_dropout: Callable[[Tensor, float, bool], Tensor] | None = None
-    """Dropout for a part of the inputs, if processes share them."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the output (..., out) for `input` (..., in)."""
-        rows = input.reshape(-1, self.in_features)
-        if is_wrapper(self.weight.data):
-            result = frozen_linear(rows, self.weight, self.bias)
-        else:
-            result = F.linear(rows, self.weight, self.bias)
-        if not self.merged:
-            result = self._updated(result, self._dropout(rows, self.lora.dropout, self.training))
-        elif self.training and torch.is_grad_enabled():
-            raise RuntimeError(
-                "merged LoRA adapters cannot be trained: call unmerge(model) to train, or model.eval() for inference"
-            )
-        return result.view(*input.shape[:-1], self.out_features)
-
-    def _dropout(self, rows: Tensor, probability: float, training: bool) -> Tensor:
-        return (self.sharded_dropout or F.dropout)(rows, probability, training)
-
-    def _updated(self, result: Tensor, rows: Tensor) -> Tensor:
-        """Add the scaled adapter output, `scaling * rows @ A.T @ B.T`, to `result`."""
-        if not torch.is_autocast_enabled(rows.device.type):  # autocast chooses the type of the products
-            rows = rows.to(self.lora_A.dtype)
-        low = F.linear(rows, self.lora_A)
-        if low.dtype == result.dtype:  # in place, which takes a third of the time of a product and a sum
-            return result.addmm_(low, self.lora_B.to(low.dtype).T, alpha=self.lora.scaling)
-        return torch.add(result, F.linear(low, self.lora_B).to(result.dtype), alpha=self.lora.scaling)
-
-    def extra_repr(self) -> str:
-        """Return the settings that `print(model)` shows."""
-        state = ", merged" if self.merged else ""
-        return f"{super().extra_repr()}, rank={self.lora.rank}, alpha={self.lora.alpha:g}{state}"
 
     def update(self) -> Tensor:
-        """Return s B A (out, in), in fp32 or in the weight's type if it is wider."""
+        """Return s B A (..., out, in), in fp32 or in the weight's type if it is wider."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             return (self.lora_B.to(dtype) @ self.lora_A.to(dtype)).mul_(self.lora.scaling)
@@ -79,30 +48,99 @@ class LoRALinear(nn.Linear):
             # rounded once, to the weight's type
             self.weight.copy_(self.weight.to(update.dtype).add_(update, alpha=sign))
 
+    def extra_repr(self) -> str:
+        """Return the settings that `print(model)` shows."""
+        state = ", merged" if self.merged else ""
+        return f"{super().extra_repr()}, rank={self.lora.rank}, alpha={self.lora.alpha:g}{state}"
 
-def adapt(linear: nn.Linear, lora: LoRA, frozen_weight: Tensor | None = None) -> None:
-    """Turn `linear` into a `LoRALinear` with the same output; `frozen_weight` replaces its weight if given.
+    def _adapts(self) -> bool:
+        """Return whether a call adds the adapter's output, or raise RuntimeError if it should, but is merged."""
+        if self.merged and self.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                "merged LoRA adapters cannot be trained: call unmerge(model) to train, or model.eval() for inference"
+            )
+        return not self.merged
+
+    def _updated(self, result: Tensor, rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Add the scaled adapter output, `scaling * rows @ a.T @ b.T`, to `result`."""
+        if not torch.is_autocast_enabled(rows.device.type):  # autocast chooses the type of the products
+            rows = rows.to(a.dtype)
+        low = F.linear(rows, a)
+        if low.dtype == result.dtype:  # in place, which takes a third of the time of a product and a sum
+            return result.addmm_(low, b.to(low.dtype).T, alpha=self.lora.scaling)
+        return torch.add(result, F.linear(low, b).to(result.dtype), alpha=self.lora.scaling)
+
+
+class LoRALinear(AdaptedLayer, nn.Linear):
+    """A linear layer that computes x (W + s B A)^T + bias, where W is frozen and s is `lora.scaling`.
+
+    It maps (..., in) to (..., out).
+
+    Raises:
+        RuntimeError: in a training step while the update is merged, because `lora_A` and `lora_B` would get no gradient.
+    """
+
+    sharded_dropout: Callable[[Tensor, float, bool], Tensor] | None = None
+    """Dropout for a part of the inputs, if processes share them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output (..., out) for `input` (..., in)."""
+        rows = input.reshape(-1, self.in_features)
+        if is_wrapper(self.weight.data):
+            result = frozen_linear(rows, self.weight, self.bias)
+        else:
+            result = F.linear(rows, self.weight, self.bias)
+        if self._adapts():
+            dropped = self._dropout(rows, self.lora.dropout, self.training)
+            result = self._updated(result, dropped, self.lora_A, self.lora_B)
+        return result.view(*input.shape[:-1], self.out_features)
+
+    def _dropout(self, rows: Tensor, probability: float, training: bool) -> Tensor:
+        return (self.sharded_dropout or dropout)(rows, probability, training)
+
+
+class LoRAStackedLinear(AdaptedLayer, StackedLinear):
+    """A stack of experts' linear layers, each with its own adapter, whose weights are stacked as those of the layers."""
+
+    grouped = False
+
+    def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Map the rows (rows, in) of each expert of this process to (rows, out)."""
+        results = super().forward(parts)
+        if not self._adapts():
+            return results
+        each = zip(results, parts, self.lora_A, self.lora_B, strict=True)
+        return [self._updated(*arguments) for arguments in each]
+
+
+Adaptable = nn.Linear | StackedLinear
+"""A layer that can have an adapter."""
+
+
+def adapt(layer: Adaptable, lora: LoRA, frozen_weight: Tensor | None = None) -> None:
+    """Turn `layer` into an `AdaptedLayer` with the same output, and with the weight `frozen_weight` if it is given.
 
     A is initialized like the weight of a new Linear: uniform in +-1/sqrt(in), drawn from torch's global generator.  B
     is initialized with zeros.  Both are fp32 if the weight is bf16 or fp16, because these types lose small updates.
     """
-    weight = linear.weight
+    weight = layer.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
     # the weight of a model that is read later is on the meta device, but its adapter needs values
     device = torch.get_default_device() if weight.is_meta else weight.device
-    a = torch.empty(lora.rank, linear.in_features, dtype=dtype, device=device)
-    nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-    b = torch.zeros(linear.out_features, lora.rank, dtype=dtype, device=device)
-    linear.__class__ = LoRALinear
-    assert isinstance(linear, LoRALinear)
+    stack = weight.shape[:-2]
+    a = torch.empty(*stack, lora.rank, layer.in_features, dtype=dtype, device=device)
+    nn.init.kaiming_uniform_(a.flatten(0, -2), a=math.sqrt(5))
+    b = torch.zeros(*stack, layer.out_features, lora.rank, dtype=dtype, device=device)
+    layer.__class__ = LoRALinear if isinstance(layer, nn.Linear) else LoRAStackedLinear
+    assert isinstance(layer, AdaptedLayer)
     if frozen_weight is not None:
-        linear.weight = nn.Parameter(frozen_weight, requires_grad=False)
-    linear.lora = lora
-    linear.merged = False
-    linear.lora_A, linear.lora_B = nn.Parameter(a), nn.Parameter(b)
+        layer.weight = nn.Parameter(frozen_weight, requires_grad=False)
+    layer.lora = lora
+    layer.merged = False
+    layer.lora_A, layer.lora_B = nn.Parameter(a), nn.Parameter(b)
 
 
-def restore(layer: LoRALinear) -> None:
-    """Turn `layer` into a plain `nn.Linear` with its current weight."""
+def restore(layer: AdaptedLayer) -> None:
+    """Turn `layer` into a plain layer with its current weight."""
     del layer.lora, layer.merged, layer.lora_A, layer.lora_B
-    layer.__class__ = nn.Linear  # type: ignore[assignment]
+    layer.__class__ = nn.Linear if isinstance(layer, LoRALinear) else StackedLinear  # type: ignore[assignment]

@@ -9,6 +9,8 @@ An adapter is a folder with two files:
     adapter_config.json         {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [PATH, ...],
                                  "lora_dropout": ..., "use_rslora": ..., "bias": ..., "modules_to_save": ..., ...}
 
+The matrices of experts, which are stacked, have the shapes of PEFT's `target_parameters` (`stacked`).
+
 PATH is the layer's path in the model or, if the model was loaded from a Hugging Face folder, its path in the corresponding
 `transformers` model.  Each file is written under a temporary name, flushed and then renamed.
 """
@@ -32,10 +34,18 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole._extras import optional_import
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
+from farandole.models.moe import StackedLinear
 from farandole.parallel.lora.adapters import Summary, add_lora, lora_layers, other_trained, summarize
 from farandole.parallel.lora.description import Adapter, describe_adapter, trained_tensors
-from farandole.parallel.lora.hugging_face import config_for_peft, for_peft, from_peft, origin_of
-from farandole.parallel.lora.layer import LoRALinear
+from farandole.parallel.lora.hugging_face import (
+    config_for_peft,
+    for_peft,
+    from_peft,
+    origin_of,
+    peft_stacks,
+)
+from farandole.parallel.lora.layer import Adaptable, AdaptedLayer
+from farandole.parallel.lora.stacked import matrix_for_peft, matrix_from_peft
 from farandole.parallel.zero.hidden_parameters import is_hidden
 from farandole.plan import LoRA
 
@@ -89,11 +99,16 @@ def write_adapter(
     for name in adapter.others:
         path, _, last = name.rpartition(".")
         tensors[f"{path}.base_layer.{last}" if path in adapter.layers else name] = values[name]
-    config = _config(adapter, base_model)
+    stacks = [path for path in adapter.layers if values[f"{path}.lora_A"].dim() > 2]
+    config = _config(adapter, stacks, base_model)
     if adapter.origin is not None:
         tensors = for_peft(adapter.origin, tensors)
         config = config_for_peft(adapter.origin, config, tensors)
-    _write(Path(folder).expanduser(), {PREFIX + name: _copy(t) for name, t in tensors.items()}, config)
+    _write(
+        Path(folder).expanduser(),
+        {PREFIX + n: _copy(matrix_for_peft(n, t)) for n, t in tensors.items()},
+        config,
+    )
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
@@ -121,20 +136,34 @@ def read_adapter(model: nn.Module, folder: str | Path) -> Saved:
 
     Raises:
         AdapterError: if files are missing or damaged, or require an unsupported feature.
-        ValueError: if the adapter changes a stack of layers, or if its shapes do not match layers that the model fuses.
+        ValueError: if the adapter has other shapes than layers that the model fuses or stacks.
     """
     folder = Path(folder).expanduser()
-    config, tensors = _read(folder)
+    config, found = _read(folder)
     if (origin := origin_of(model)) is None:
-        return Saved(folder, config, tensors)
-    saved = Saved(folder, *from_peft(origin, config, tensors))
-    for name, tensor in tensors.items():
-        if name.endswith(".lora_A.weight") and len(tensor) != config.get("r"):
+        return Saved(folder, config, _stacked(model, found))
+    stacks = peft_stacks(origin, config)
+    saved = Saved(folder, *from_peft(origin, config, found))
+    saved = Saved(folder, saved.config, _stacked(model, saved.tensors))
+    for name, tensor in found.items():
+        stem = name.removesuffix(".lora_A.weight")
+        if stem != name and stem not in stacks and len(tensor) != config.get("r"):
             raise AdapterError(
                 f"{folder}: {name} has rank {len(tensor)}, but {CONFIG} has r={config.get('r')}; save or download the "
                 "adapter again"
             )
     return saved
+
+
+def _stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an adapter's tensors with the matrices of stacked layers in the shape of the model."""
+    counts = {path: each.count for path, each in model.named_modules() if isinstance(each, StackedLinear)}
+    found = {}
+    for name, tensor in tensors.items():
+        path, _, kind = name.removesuffix(".weight").rpartition(".")
+        is_flat = path in counts and kind in ("lora_A", "lora_B") and tensor.dim() == 2
+        found[name] = matrix_from_peft(name, tensor, counts[path]) if is_flat else tensor
+    return found
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -149,8 +178,10 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
+def _config(adapter: Adapter, stacks: Sequence[str], base_model: str | None) -> dict[str, Any]:
+    """Return the configuration of an adapter, with the paths of the adapted layers that are stacked."""
     lora = adapter.lora
+    linears = [path for path in adapter.layers if path not in stacks]
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     return {
         "peft_type": "LORA",
@@ -164,7 +195,8 @@ def _config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
         "bias": lora.bias,
-        "target_modules": _exactly(adapter.layers, adapter.modules),
+        "target_modules": _exactly(linears, adapter.modules),
+        "target_parameters": [f"{path}.weight" for path in stacks] or None,
         "modules_to_save": list(adapter.also_trained) or None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -405,7 +437,7 @@ def put_into(model: nn.Module, lora: LoRA, saved: Saved) -> Summary:
     with torch.no_grad():
         for path, matrix in saved.a.items():
             layer = model.get_submodule(path)
-            assert isinstance(layer, LoRALinear)
+            assert isinstance(layer, AdaptedLayer)
             layer.lora_A.copy_(matrix)
             layer.lora_B.copy_(saved.b[path])
         for name, tensor in saved.others.items():
@@ -421,13 +453,13 @@ def _layers_that_differ(model: nn.Module, saved: Saved, has_lora: bool) -> list[
         if module is None:
             near = difflib.get_close_matches(path, list(modules), n=1)
             problems.append(f"the model has no {path}" + (f" (nearest: {near[0]})" if near else ""))
-        elif not isinstance(module, nn.Linear):
+        elif not isinstance(module, Adaptable):
             problems.append(f"{path} is a {type(module).__name__}, not an nn.Linear")
-        elif has_lora and not isinstance(module, LoRALinear):
+        elif has_lora and not isinstance(module, AdaptedLayer):
             problems.append(f"{path} has no LoRA in this model")
         elif path not in saved.a or path not in saved.b:
             problems.append(f"the adapter has no lora_{'B' if path in saved.a else 'A'} for {path}")
-        elif isinstance(module, LoRALinear) and module.merged:
+        elif isinstance(module, AdaptedLayer) and module.merged:
             problems.append(f"{path} is merged: call unmerge(model) first")
     covered = {modules.get(path) for path in saved.a}
     missing = [path for path, layer in lora_layers(model).items() if layer not in covered]
@@ -454,8 +486,12 @@ def _shapes_that_differ(model: nn.Module, saved: Saved) -> list[str]:
     problems = []
     for path in saved.a.keys() & saved.b.keys():
         layer = modules.get(path)
-        if isinstance(layer, nn.Linear):
-            wanted = {"lora_A": (rank, layer.in_features), "lora_B": (layer.out_features, rank)}
+        if isinstance(layer, Adaptable):
+            stack = (layer.count,) if isinstance(layer, StackedLinear) else ()
+            wanted = {
+                "lora_A": (*stack, rank, layer.in_features),
+                "lora_B": (*stack, layer.out_features, rank),
+            }
             found = {"lora_A": saved.a[path], "lora_B": saved.b[path]}
             problems += [_shape(f"{path}.{name}", found[name], wanted[name]) for name in wanted]
     return sorted(filter(None, problems))

@@ -10,12 +10,14 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from farandole.models.moe import StackedLinear
+from farandole.parallel.lora.layer import Adaptable
 from farandole.parallel.lora.quantized import is_wrapper
 from farandole.plan import ALL_LINEAR, LoRA, Pattern, as_patterns
 
 
-def find_targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
-    """Return the layers that `lora` adapts, by path, in model order.
+def find_targets(model: nn.Module, lora: LoRA) -> dict[str, Adaptable]:
+    """Return the layers that `lora` adapts by path, in model order.
 
     Raises:
         ValueError: if a pattern matches nothing or a module that cannot be adapted.
@@ -26,25 +28,28 @@ def find_targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
         )
     inside_trained = {inner for module in find_trained(model, lora).values() for inner in module.modules()}
     modules = {path: module for path, module in _modules(model).items() if module not in inside_trained}
-    linear = [path for path, module in modules.items() if _why_not(module) is None]
+    adaptable = [path for path, module in modules.items() if _why_not(module, lora) is None]
+    linear = [path for path in adaptable if isinstance(modules[path], nn.Linear)]
     found: dict[str, nn.Module] = {}
     for pattern in as_patterns("targets", lora.targets):
         matched = linear if pattern == ALL_LINEAR else _matching(pattern, modules)
         if not matched:
-            has = f"its Linear layers: {_listed(linear)}" if linear else "it has no plain nn.Linear"
+            has = f"its layers: {_listed(adaptable)}" if adaptable else "it has no plain nn.Linear"
             raise ValueError(
-                f"LoRA targets: {_shown(pattern)} matches no module{_near(pattern, linear)}; {has}"
+                f"LoRA targets: {_shown(pattern)} matches no module{_near(pattern, adaptable)}; {has}"
             )
         found |= {path: modules[path] for path in matched}
-    wrong = {path: why for path, module in found.items() if (why := _why_not(module)) is not None}
+    wrong = {path: why for path, module in found.items() if (why := _why_not(module, lora)) is not None}
     if wrong:
         said = "; ".join(f"{path} is {why}" for path, why in list(wrong.items())[:4])
         others = [path for path in found if path not in wrong]
-        rest = f"; Linear layers that match: {_listed(others)}" if others else f"{_inside(found, linear)}"
-        raise ValueError(f"LoRA targets: only a plain nn.Linear can be adapted: {said}{rest}")
+        rest = f"; layers that match: {_listed(others)}" if others else f"{_inside(found, adaptable)}"
+        raise ValueError(
+            f"LoRA targets: only a plain nn.Linear or StackedLinear can be adapted: {said}{rest}"
+        )
     _check_fast_path(model, found)
     wanted = set(found.values())
-    return {path: m for path, m in model.named_modules() if m in wanted and isinstance(m, nn.Linear)}
+    return {path: m for path, m in model.named_modules() if m in wanted and isinstance(m, Adaptable)}
 
 
 def find_trained(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
@@ -107,8 +112,10 @@ def _matches(pattern: Pattern, path: str) -> bool:
     return path == pattern or path.endswith(f".{pattern}")
 
 
-def _why_not(module: nn.Module) -> str | None:
+def _why_not(module: nn.Module, lora: LoRA) -> str | None:
     """Return a description of a module that cannot be adapted, or None."""
+    if type(module) is StackedLinear:
+        return _why_not_stacked(lora)
     if type(module) is not nn.Linear:
         derived = isinstance(
             module, nn.Linear
@@ -123,6 +130,16 @@ def _why_not(module: nn.Module) -> str | None:
         return f"an nn.Linear of {weight.shape[1]} inputs and {weight.shape[0]} outputs"
     if not weight.is_floating_point():
         return f"an nn.Linear of {weight.dtype}"
+    return None
+
+
+def _why_not_stacked(lora: LoRA) -> str | None:
+    if (
+        lora.dropout
+    ):  # the order of its rows depends on the ranks that share the experts; PEFT has none either
+        return f"a StackedLinear, whose adapters have no dropout, but dropout={lora.dropout}"
+    if lora.base is not None:
+        return f"a StackedLinear, whose weight cannot be quantized, but base={lora.base!r}"
     return None
 
 
@@ -143,10 +160,10 @@ def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
             )
 
 
-def _inside(found: Iterable[str], linear: Sequence[str]) -> str:
-    """Return the Linear layers inside the modules that a pattern matches, as a suggestion."""
-    within = [path for path in linear if any(path.startswith(f"{outer}.") for outer in found)]
-    return f"; Linear layers inside: {_listed(within)}" if within else f"; Linear layers: {_listed(linear)}"
+def _inside(found: Iterable[str], adaptable: Sequence[str]) -> str:
+    """Return the layers inside the modules that a pattern matches, as a suggestion."""
+    within = [path for path in adaptable if any(path.startswith(f"{outer}.") for outer in found)]
+    return f"; layers inside: {_listed(within)}" if within else f"; layers: {_listed(adaptable)}"
 
 
 def _near(pattern: Pattern, paths: Iterable[str]) -> str:

@@ -1,0 +1,37 @@
+"""Convert the adapters of stacked layers to and from the shapes of PEFT's `target_parameters`.
+
+A stack of E layers has the adapters A (E, rank, in) and B (E, out, rank).  PEFT stores A as (E rank, in), in which all ranks
+of an expert are consecutive, and B as (out, rank E), in which all experts of a rank are consecutive.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def matrix_for_peft(name: str, matrix: Tensor) -> Tensor:
+    """Return the tensor `name` of an adapter with two dimensions, if it is the A or the B of a stack."""
+    if name.endswith(_A) and matrix.dim() == 3:
+        return matrix.flatten(0, 1)
+    if name.endswith(_B) and matrix.dim() == 3:
+        return matrix.permute(1, 2, 0).flatten(1)
+    return matrix
+
+
+def matrix_from_peft(name: str, matrix: Tensor, experts: int) -> Tensor:
+    """Return the A or the B of a stack of `experts` layers with three dimensions.
+
+    Raises:
+        ValueError: if the matrix does not consist of `experts` equal parts.
+    """
+    dim = 0 if name.endswith(_A) else 1
+    if matrix.dim() != 2 or matrix.shape[dim] % experts:
+        shape = " x ".join(map(str, matrix.shape))
+        raise ValueError(
+            f"{name} is {shape}: expected a matrix whose dimension {dim} is a multiple of {experts}, the number of experts"
+        )
+    if dim == 0:
+        return matrix.unflatten(0, (experts, -1))
+    return matrix.unflatten(1, (-1, experts)).permute(2, 0, 1)

@@ -1,0 +1,204 @@
+"""How each kind of module is split over the ranks of the tensor axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from farandole.layout import Part, chunk
+from farandole.memory.call_wrappers import wrap_calls
+from farandole.models.bert import BERTEmbedding, MaskedTokenHead
+from farandole.models.deepseek import LatentAttention, PredictionHead
+from farandole.models.dropout import ShardedDropout
+from farandole.models.layers import Embedding, FeedForward, GatedFeedForward, Head, SelfAttention
+from farandole.models.moe import Experts, MixtureOfExperts
+from farandole.models.t5 import CrossAttention, RelativeBias, T5Attention, T5Embedding, T5Head
+from farandole.parallel.axes import Position
+from farandole.parallel.tensor.regions import AXIS, GatherHead
+
+Parts = Callable[[Any, int], Sequence[Part]]
+"""A function of a module and the number of ranks that returns the parts of the split dimension, or raises `Indivisible`."""
+
+
+class Indivisible(ValueError):
+    """Raised if a module cannot be split over the ranks; `nearest` contains the nearest numbers of ranks that can split it."""
+
+    def __init__(self, what: str, nearest: Iterable[int]) -> None:
+        super().__init__(what)
+        self.nearest = sorted(set(nearest))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a kind of module is split.
+
+    Args:
+        column: the linear layers whose outputs are split, by path, with the parts of the outputs.
+        row: the linear layers whose inputs are split, by path, with the parts of the inputs.
+        tensors: other split parameters of the module: the dimension and its parts.
+        words: the embeddings (by path) and parameters that are split along the vocabulary.
+        region: whether the module is a region.  A module that is not a region does not communicate, or is inside
+            another region.
+        inputs: the number of leading arguments that enter the region.
+        overlaps: whether a single column layer uses the input of the region, so that its backward pass can overlap with
+            communication.
+        adjust: a function that is called with the module and the position before the module is split, for example to
+            change the number of query heads per key-value head.
+    """
+
+    column: Mapping[str, Parts] = field(default_factory=dict)
+    row: Mapping[str, Parts] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[int, Parts]] = field(default_factory=dict)
+    words: Sequence[str] = ()
+    region: bool = True
+    inputs: int = 1
+    overlaps: bool = False
+    adjust: Callable[[Any, Position], None] | None = None
+
+
+# ---- the parts of our layers ----
+
+
+def _heads(module: SelfAttention) -> tuple[int, int]:
+    """Return the numbers of query heads and key-value heads of the complete module."""
+    every = module.qkv.out_features // module.head_width
+    kv_heads = every // (module.group + 2)
+    return every - 2 * kv_heads, kv_heads
+
+
+def _query_units(module: SelfAttention, ranks: int) -> Part:
+    heads, kv_heads = _heads(module)
+    width = module.head_width
+    if ranks <= kv_heads:  # whole groups of query heads, and uneven numbers of them if necessary
+        return Part(heads * width, module.group * width)
+    if ranks % kv_heads or heads % ranks or kv_heads * width % ranks:
+        most = [n for n in range(1, heads + 1) if n <= kv_heads or (n % kv_heads == 0 and heads % n == 0)]
+        raise Indivisible(f"{heads} query heads and {kv_heads} key-value heads", most)
+    return Part(heads * width, width)
+
+
+def _query_key_value(module: SelfAttention, ranks: int) -> Sequence[Part]:
+    query, (_, kv_heads) = _query_units(module, ranks), _heads(module)
+    # with fewer key-value heads than ranks, a rank projects a part of a head (`GatherHead`)
+    one = Part(kv_heads * module.head_width, module.head_width if ranks <= kv_heads else 1)
+    return query, one, one
+
+
+def _attention_output(module: SelfAttention, ranks: int) -> Sequence[Part]:
+    return (_query_units(module, ranks),)
+
+
+def _units(count: int, width: int, what: str, ranks: int) -> Part:
+    if ranks > count:
+        raise Indivisible(f"{count} {what}", range(1, count + 1))
+    return Part(count * width, width)
+
+
+def _latent(width_of: Callable[[LatentAttention], int]) -> Parts:
+    def parts(module: LatentAttention, ranks: int) -> Sequence[Part]:
+        heads = module.out.in_features // module.value_width
+        return (_units(heads, width_of(module), "heads", ranks),)
+
+    return parts
+
+
+def _t5_heads(copies: int) -> Parts:
+    def parts(module: T5Attention | CrossAttention, ranks: int) -> Sequence[Part]:
+        heads = module.out.in_features // module.head_width
+        return (_units(heads, module.head_width, "heads", ranks),) * copies
+
+    return parts
+
+
+def _bias_heads(module: RelativeBias, ranks: int) -> Sequence[Part]:
+    return (_units(module.biases.embedding_dim, 1, "heads", ranks),)
+
+
+def _inner(copies: int = 1) -> Parts:
+    def parts(module: FeedForward | GatedFeedForward, ranks: int) -> Sequence[Part]:
+        return (_units(module.down.in_features, 1, "feed-forward units", ranks),) * copies
+
+    return parts
+
+
+def _expert_inner(copies: int = 1) -> Parts:
+    def parts(module: Experts, ranks: int) -> Sequence[Part]:
+        return (_units(module.down.in_features, 1, "units per expert", ranks),) * copies
+
+    return parts
+
+
+def _share_dropout(module: Any, position: Position) -> None:
+    """Let attention draw the dropout mask of all heads."""
+    heads = module.out.in_features // (
+        module.value_width if isinstance(module, LatentAttention) else module.head_width
+    )
+    unit = 1
+    if isinstance(module, SelfAttention) and position.size(AXIS) <= _heads(module)[1]:
+        unit = module.group
+    first, _ = chunk(heads, position.size(AXIS), position.coordinate(AXIS), unit)
+    module.sharded_dropout = ShardedDropout(1, first, heads)
+
+
+def _adjust_attention(module: SelfAttention, position: Position) -> None:
+    _share_dropout(module, position)
+    ranks = position.size(AXIS)
+    heads, kv_heads = _heads(module)
+    if ranks > kv_heads:
+        module.group = heads // ranks
+        wrap_calls(module.qkv, GatherHead(module, position, ranks // kv_heads))
+
+
+def _share_router_losses(module: MixtureOfExperts, position: Position) -> None:
+    """Divide the gradients of router losses, because all ranks compute the router and their gradients are summed."""
+    module.router.copies = position.size(AXIS)
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    SelfAttention: Rule(
+        {"qkv": _query_key_value}, {"out": _attention_output}, overlaps=True, adjust=_adjust_attention
+    ),
+    LatentAttention: Rule(
+        {
+            "query": _latent(lambda m: m.plain + m.rotary.width),
+            "kv": _latent(lambda m: m.plain + m.value_width),
+        },
+        {"out": _latent(lambda m: m.value_width)},
+        adjust=_share_dropout,
+    ),
+    FeedForward: Rule({"up": _inner()}, {"down": _inner()}, overlaps=True),
+    GatedFeedForward: Rule({"gate_up": _inner(2)}, {"down": _inner()}, overlaps=True),
+    MixtureOfExperts: Rule(adjust=_share_router_losses),
+    Experts: Rule({"gate_up": _expert_inner(2)}, {"down": _expert_inner()}, region=False),
+    T5Attention: Rule({"qkv": _t5_heads(3)}, {"out": _t5_heads(1)}, adjust=_share_dropout),
+    CrossAttention: Rule(
+        {"query": _t5_heads(1), "kv": _t5_heads(2)}, {"out": _t5_heads(1)}, inputs=2, adjust=_share_dropout
+    ),
+    RelativeBias: Rule(tensors={"biases.weight": (1, _bias_heads)}, region=False),
+    Embedding: Rule(words=("tokens",), region=False),
+    BERTEmbedding: Rule(words=("tokens",), region=False),
+    T5Embedding: Rule(words=("tokens",), region=False),
+    Head: Rule(words=("weight", "bias"), region=False),
+    PredictionHead: Rule(words=("weight", "bias"), region=False),
+    MaskedTokenHead: Rule(words=("weight", "bias"), region=False),
+    T5Head: Rule(words=("weight",), region=False),
+}
+"""The rule for each kind of module; a subclass needs its own rule."""
+
+
+EMBEDDINGS = (Embedding,)
+"""The embeddings after which ranks can share the tokens."""
+
+
+def register(kind: type[nn.Module], rule: Rule) -> None:
+    """Make `apply` split modules of class `kind` over tensor-parallel ranks with `rule`; replaces an earlier rule."""
+    RULES[kind] = rule
+
+
+def rule_of(module: nn.Module) -> Rule | None:
+    """Return the rule for a module, or None."""
+    kind = type(module)
+    return RULES.get(getattr(kind, "_plain", kind))

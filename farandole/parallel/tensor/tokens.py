@@ -1,0 +1,125 @@
+"""Sequence parallelism: between regions, each rank of the tensor axis processes its shard of the tokens.
+
+Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from farandole.models.dropout import ShardedDropout
+from farandole.models.sequence import SequenceInfo
+from farandole.parallel.axes import AxisCommunicator
+from farandole.parallel.collectives import (
+    gather_and_reduce,
+    own_rows,
+    reduce_and_gather,
+    slice_of_same,
+)
+from farandole.parallel.tensor.regions import leading
+
+
+class Tokens:
+    """The tokens of a forward pass, which are divided over ranks; tokens (batch, positions) are numbered in row-major order.
+
+    The shape is taken from the `SequenceInfo` of the forward pass, because passes may overlap (a recomputation runs a
+    block of an earlier pass) and because a pipeline stage may have no embedding.
+    """
+
+    def __init__(self, comm: AxisCommunicator | None) -> None:
+        self.comm = comm
+        self._shape = (0, 0)  # in the running block
+
+    @contextmanager
+    def of_pass(self, args: Iterable[Any]) -> Iterator[None]:
+        """Return a context for the call of a block; its arguments `args` contain the `SequenceInfo` of the pass."""
+        before = self._shape
+        shapes = [each.shape for each in args if isinstance(each, SequenceInfo)]
+        self._shape = next((shape for shape in shapes if shape is not None), before)
+        try:
+            yield
+        finally:
+            self._shape = before
+
+    @property
+    def count(self) -> int:
+        """The number of tokens of all ranks."""
+        return self._shape[0] * self._shape[1]
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """Return the hidden states (batch, positions, width) of all tokens; gradients are summed."""
+        return gather_and_reduce(shard, self.count, self.comm).view(*self._shape, -1)
+
+    def reduce(self, hidden: Tensor) -> Tensor:
+        """Return this rank's tokens (tokens, width) of the sum of all ranks' hidden states."""
+        return reduce_and_gather(hidden.flatten(0, 1), self.comm)
+
+    def take(self, hidden: Tensor) -> Tensor:
+        """Return this rank's tokens (tokens, width) of hidden states that are equal on all ranks."""
+        return slice_of_same(hidden.flatten(0, 1), self.comm)
+
+    def dropout(self, x: Tensor, probability: float, training: bool = True) -> Tensor:
+        """Drop elements of this rank's tokens (tokens, width), with the mask that one process would draw for all tokens."""
+        first = own_rows(self.count, self.comm).start if self.comm is not None else 0
+        return ShardedDropout(0, first, self.count)(x, probability, training)
+
+
+class ShareTokens:
+    """Wraps the embedding: each rank continues with its shard of the tokens."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the embedding, and return a shard of its tokens."""
+        return self._tokens.take(call(*args, **kwargs))
+
+
+class TokenBlock:
+    """Wraps a block, in which each rank has its shard of the tokens."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the block."""
+        with self._tokens.of_pass((*args, *kwargs.values())):
+            return call(*args, **kwargs)
+
+
+class TokenRegion:
+    """Wraps a region: gathers the tokens of all ranks for the region, and returns this rank's tokens of the summed output."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the region with the tokens of all ranks."""
+        (shard,), rest, kwargs = leading(module, 1, args, kwargs)
+        with self._tokens.of_pass((*rest, *kwargs.values())):  # a recomputation may run the region alone
+            return self._tokens.reduce(call(self._tokens.gather(shard), *rest, **kwargs))
+
+
+class TokenDropout:
+    """Wraps dropout between regions: each rank draws the mask for all tokens, and applies the part for its own tokens."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Drop elements of this rank's tokens."""
+        assert isinstance(module, nn.Dropout)
+        (x,), _, _ = leading(module, 1, args, kwargs)
+        return self._tokens.dropout(x, module.p, module.training)

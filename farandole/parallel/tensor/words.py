@@ -1,0 +1,123 @@
+"""Embeddings and output projections that are split by words over the ranks of the tensor axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from farandole.layout import chunk
+from farandole.models.loss import VocabularyShard, head_loss
+from farandole.models.vocabulary import Vocabulary
+from farandole.parallel.axes import AxisCommunicator, Position
+from farandole.parallel.collectives import (
+    copy_to_all,
+    gather_same,
+    sum_of_all,
+)
+from farandole.parallel.tensor.regions import AXIS, leading
+from farandole.parallel.tensor.tokens import Tokens
+
+
+class Words(Vocabulary):
+    """The operations on a vocabulary of `count` entries that is split over ranks; this rank has the slice `words`."""
+
+    gathered = True
+    """Whether `logits` returns the logits of all words, instead of this rank's words (`sharded_logits`)."""
+
+    def __init__(
+        self,
+        comm: AxisCommunicator | None,
+        count: int,
+        position: Position,
+        tokens: Tokens | None = None,
+    ) -> None:
+        self.comm, self.count, self.tokens = comm, count, tokens
+        ranks = position.size(AXIS)
+        self.words = slice(*chunk(count, ranks, position.coordinate(AXIS)))
+        self._shard = VocabularyShard(self.words.start, count, -(-count // ranks), self._all_statistics)
+
+    def _all_statistics(self, own: Tensor) -> Tensor:
+        if self.comm is None:
+            return own[None]
+        every = own.new_empty((self.comm.size, *own.shape))
+        self.comm.all_gather(every, own.contiguous())
+        return every
+
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """Return the embeddings of tokens."""
+        hidden = self.embed_with(lambda places: nn.functional.embedding(places, weight), tokens, len(weight))
+        return hidden if self.tokens is None else self.tokens.take(hidden)
+
+    def embed_with(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, count: int) -> Tensor:
+        """Return the embeddings of tokens; `embed` maps indices into this rank's `count` vocabulary entries to embeddings."""
+        self._shard.check(tokens)
+        places, outside = self._shard.local(tokens, count)
+        return sum_of_all(embed(places).masked_fill(outside[..., None], 0), self.comm)
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the logits of the whole vocabulary or, within `sharded_logits`, of this rank's part."""
+        own = nn.functional.linear(self._enter(hidden), weight, bias)
+        if not self.gathered or self.comm is None:
+            return own
+        return gather_same(own.movedim(-1, 0), self.count, self.comm).movedim(0, -1)
+
+    def loss(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        before: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, int]:
+        """Return the summed cross-entropy and the number of targets."""
+
+        def enter(x: Tensor) -> Tensor:
+            return self._enter(x if before is None else before(x))
+
+        if self.tokens is not None:
+            return head_loss(enter(hidden), targets, weight, bias, shard=self._shard)
+        return head_loss(hidden, targets, weight, bias, before=enter, shard=self._shard)
+
+    def _enter(self, hidden: Tensor) -> Tensor:
+        return copy_to_all(hidden, self.comm) if self.tokens is None else self.tokens.gather(hidden)
+
+
+class EmbedWords:
+    """Wraps an embedding that is split by words."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Embed tokens with all ranks' words."""
+        assert isinstance(module, nn.Embedding)
+        (tokens,), _, _ = leading(module, 1, args, kwargs)
+        return self._words.embed_with(call, tokens, module.num_embeddings)
+
+
+@contextmanager
+def sharded_logits(model: nn.Module) -> Iterator[slice]:
+    """Return a context in which `model` does not gather logits, but returns the logits of this rank's part of the vocabulary.
+
+        with sharded_logits(model) as words:
+            logits = engine(tokens)  # (batch, positions, words): logits[..., words] of the complete logits
+
+    The backward pass expects, on each rank, the gradient of the total loss with respect to the rank's logits.
+
+    Yields:
+        The slice of the vocabulary that belongs to this rank: the whole vocabulary without tensor parallelism.
+    """
+    found = [module.__dict__.get("vocabulary") for module in model.modules()]
+    shards = [words for words in found if isinstance(words, Words)]
+    for words in shards:
+        words.gathered = False
+    try:
+        yield shards[-1].words if shards else slice(None)
+    finally:
+        for words in shards:
+            words.gathered = True
