@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from farandole.comm.communicator import Communicator
     from farandole.launch.runtime import Runtime, init
     from farandole.parallel.parallelize import parallelize
+    from farandole.parallel.pipeline.stage_error import StageError
     from farandole.plan import LoRA, Plan, PlanError
     from farandole.serve.llm import LLM
 
@@ -30,6 +31,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Runtime",
+    "StageError",
     "__version__",
     "init",
     "parallelize",
@@ -44,6 +46,7 @@ _HOMES = {
     "Plan": "farandole.plan",
     "PlanError": "farandole.plan",
     "Runtime": "farandole.launch.runtime",
+    "StageError": "farandole.parallel.pipeline.stage_error",
     "init": "farandole.launch.runtime",
     "parallelize": "farandole.parallel.parallelize",
 }

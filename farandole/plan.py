@@ -153,6 +153,8 @@ class Plan:
         pipeline: the number of ranks among which the blocks of the model are divided into stages (`parallel.pipeline`).
         schedule: with `pipeline` > 1, the order of forward and backward passes: the name of a schedule in the output of
             `farandole schedule`.
+        stage_bytes: with `pipeline` > 1, the bytes that a rank may have for its parameters and for the activations of the
+            micro-batches in flight.  Among the divisions into stages that fit, the fastest one is used.
         deferred_batch_norm: with `pipeline` > 1, update the running statistics of BatchNorm once per step, with the mean and
             variance over all samples of the step, instead of once per micro-batch (`parallel.pipeline.batch_norm`).
         tensor: the number of ranks that compute each layer together (`parallel.tensor`).
@@ -189,6 +191,7 @@ class Plan:
     data: int | None = None
     pipeline: int = 1
     schedule: str = "1f1b"
+    stage_bytes: int | None = None
     deferred_batch_norm: bool = False
     tensor: int = 1
     sequence: bool = False
@@ -217,6 +220,8 @@ class Plan:
                 f"schedule={self.schedule!r} with pipeline=1: a single stage needs no schedule; nearest plan: pipeline=2, or "
                 "schedule='1f1b'"
             )
+        if self.stage_bytes is not None:
+            self._check_stage_bytes(self.stage_bytes)
         if self.deferred_batch_norm and self.pipeline == 1:
             raise PlanError(
                 "deferred_batch_norm=True with pipeline=1: only pipelines defer running statistics; nearest plan: "
@@ -235,10 +240,10 @@ class Plan:
             )
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: expected stage 0, 1, 2 or 3")
-        if self.zero >= 2 and self.pipeline > 1:
+        if self.zero == 3 and self.pipeline > 1:
             raise PlanError(
-                f"zero={self.zero} with pipeline={self.pipeline}: gradients would be reduced after each micro-batch, and "
-                "weights gathered for each of them; nearest plan: zero=1"
+                f"zero=3 with pipeline={self.pipeline}: weights would be gathered twice for each micro-batch; nearest plan: "
+                "zero=2"
             )
         if self.hybrid and not self.zero:
             raise PlanError("hybrid=True with zero=0: there are no states to shard; nearest plan: zero=1")
@@ -279,6 +284,19 @@ class Plan:
         if self.activation_bytes is not None and self.activation_bytes < 1:
             raise PlanError(f"activation_bytes={self.activation_bytes}: expected at least 1")
         self._check_places()
+
+    def _check_stage_bytes(self, stage_bytes: int) -> None:
+        if stage_bytes < 1:
+            raise PlanError(f"stage_bytes={stage_bytes}: expected at least 1")
+        if self.pipeline == 1:
+            raise PlanError(
+                f"stage_bytes={stage_bytes} with pipeline=1: only the division into stages uses it; nearest plan: pipeline=2"
+            )
+        if self.recompute == "auto":
+            raise PlanError(
+                f"stage_bytes={stage_bytes} with recompute='auto', which has a budget of its own; nearest plan: "
+                "recompute='block', or stage_bytes=None"
+            )
 
     def _check_places(self) -> None:
         for name, place in (("offload", self.offload), ("swap", self.swap)):

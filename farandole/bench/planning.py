@@ -34,7 +34,7 @@ from farandole.planner.stage_trace import StageTracer
 from farandole.train.config import ConfigError, TrainConfig, load_config, parse_config
 from farandole.train.hardware import bf16_unit
 from farandole.train.start import default_ranks, read_request
-from farandole.train.workload import workload_of
+from farandole.train.workload import model_of, workload_of
 
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")
 
@@ -42,7 +42,18 @@ _AXES = ("tensor", "sequence", "context", "expert", "pipeline")
 """The fields of a plan that split the model or the samples, and with them the micro-batches of a rank."""
 
 _FIELDS = (
-    *("zero", "hybrid", "recompute", "offload", "offloaded", "precision", "rounding", "swap", "schedule"),
+    *(
+        "zero",
+        "hybrid",
+        "recompute",
+        "offload",
+        "offloaded",
+        "precision",
+        "rounding",
+        "swap",
+        "schedule",
+        "stage_bytes",
+    ),
     *_AXES,
 )
 """The fields of a plan that the command chooses."""
@@ -159,7 +170,7 @@ def plan(setup: PlanSetup) -> Planned:
         "precision": [_precision(config, machine)],
         "lora": [config.plan.lora()],
     }
-    model = workload_of(config, ranks).model
+    model = model_of(config)
     if not machine.host:
         axes |= _meshes(config, model, ranks, nodes)
     if max(choices.get("pipeline", axes.get("pipeline", [1]))) > 1:
@@ -225,6 +236,8 @@ def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> d
             choices.setdefault(name, [getattr(section, name)])
     if section.swap != "none":
         choices.setdefault("swap", [section.swap])
+    if section.stage_bytes:
+        choices.setdefault("stage_bytes", [section.stage_bytes])
     if section.compression != "none":
         choices.setdefault("zero", [0])
     for name, known in _KNOWN.items():
@@ -273,8 +286,8 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
 
 
 def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return a configuration with the chosen fields of `plan`.  Raises `ConfigError` if these fields conflict with other fields."""
-    chosen = {name: getattr(plan, name) for name in _FIELDS}
+    """Return a configuration with the chosen fields of `plan`.  Raises `ConfigError` if they conflict with other fields."""
+    chosen = {name: value for name in _FIELDS if (value := getattr(plan, name)) is not None}
     return parse_config({**config.model_dump(), "plan": {**config.plan.model_dump(), **chosen}})
 
 

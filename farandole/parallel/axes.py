@@ -118,6 +118,10 @@ class AxisCommunicator:
         """Return the picklable `value` of rank `root`; see `Communicator.broadcast_object`."""
         return self._connected.broadcast_object(value, root)
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the picklable `value` of every rank, in rank order; see `Communicator.all_gather_object`."""
+        return self._connected.all_gather_object(value)
+
     @property
     def _connected(self) -> Communicator:
         assert self._comm is not None  # only dry runs have no ranks

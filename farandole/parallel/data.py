@@ -64,10 +64,12 @@ class StepEvents(Protocol):
 
 @dataclass
 class _Queue:
-    """The buckets of one group of ranks, in reduction order.  Buckets before `next` have already been reduced in this pass."""
+    """The buckets of one group of ranks, in reduction order.  `current[:next]` have already been reduced in this pass."""
 
     ranks: tuple[int, ...]
     order: list[int] = field(default_factory=list)
+    current: list[int] = field(default_factory=list)
+    """The buckets that are reduced in this pass, in order."""
     next: int = 0
 
 
@@ -81,6 +83,7 @@ class GradientReducer:
         comm: the communicator of all ranks.
         norms: the norms of averaged gradients, which are invalidated when gradients change.
         every_pass: whether each backward pass is reduced, because unsharded gradients are not kept.
+            A pipeline reduces the passes of its stages instead, within `completing`.
         gatherer: gathers weights, if they are sharded.
         loss_parameters: the parameters that are hidden until a backward pass begins.
     """
@@ -119,8 +122,7 @@ class GradientReducer:
         for number, bucket in enumerate(self.buckets):
             ranks = bucket.plan.ranks.column
             self._queues.setdefault(ranks, _Queue(ranks)).order.append(number)
-        self._places = [0] * len(self.buckets)  # of buckets in their queues
-        self._set_places()
+        self._begin_queues()
         self._completed: dict[int, None] | None = {}  # buckets of the first step, in the order of completion
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else torch.device("cpu")
@@ -159,18 +161,21 @@ class GradientReducer:
 
     @contextmanager
     def completing(self, parameters: Collection[int]) -> Iterator[None]:
-        """Start reductions within `no_sync`, for parameters that get no gradient after this context; see `Engine.completing`."""
+        """Start reductions within `no_sync`, for parameters whose gradients this context completes; see `Engine.completing`."""
         self._completing = parameters
+        for queue in self._queues.values():
+            self._begin_part(queue)
         try:
             yield
         finally:
             self._completing = ()
-        for bucket in self.buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                if id(parameter) in parameters and not bucket.has_arrived(index):
-                    bucket.is_complete(index)
         for queue in self._queues.values():
-            self._launch_complete(queue)
+            for number in queue.current:
+                bucket = self.buckets[number]
+                for index, parameter in enumerate(bucket.parameters):
+                    if id(parameter) in parameters and not bucket.has_arrived(index):
+                        bucket.is_complete(index)
+                self._launch_complete(queue)
 
     def synchronize(self) -> None:
         """Complete the gradients of the step; see `Engine.synchronize`."""
@@ -205,7 +210,7 @@ class GradientReducer:
             self._gatherer.end_pass("backward")
         else:
             for queue in self._queues.values():
-                self._launch(queue, len(queue.order))
+                self._launch(queue, len(queue.current))
         started = time.perf_counter()
         if last or self._every_pass:
             self._exchange_flags(last=last)
@@ -214,9 +219,9 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.wait()
             bucket.begin_pass()
-        self._begin_queues()
         if last:
             self._end_step()
+        self._begin_queues()
         if self._comm.size > 1:
             self.waits.append((started, time.perf_counter()))
             self.waited_s += self.waits[-1][1] - started
@@ -260,7 +265,7 @@ class GradientReducer:
         for bucket, shards, flags in zip(self.buckets, self.shards, self._used_by_bucket, strict=True):
             used = flags.tolist()
             shards.set_gradients(used, self._norms)
-            if self._every_pass:
+            if bucket.plan.every_pass:
                 bucket.expect(used)
         self.reduced = True
         self._events.end_step()
@@ -268,7 +273,7 @@ class GradientReducer:
     # ---- a backward pass ----
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        bucket, shards = self.buckets[number], self.shards[number]
+        bucket = self.buckets[number]
         queue = self._queues[bucket.plan.ranks.column]
 
         def accumulated(parameter: Tensor) -> None:
@@ -279,13 +284,16 @@ class GradientReducer:
                     f"register_post_accumulate_grad_hook before parallelize, or use register_hook"
                 )
             is_accumulating = not (self._reduces or self._completing or queue.next)
+            if self._in_pass and is_accumulating and bucket.holds(index, parameter.grad):
+                return  # the common case in all micro-batches between the first and the last
+            reduces = self._reduces or id(parameter) in self._completing
+            waits = self._is_by_stage(number) and not reduces
             if not self._in_pass:
                 self._begin_pass()
-            elif is_accumulating and bucket.holds(index, parameter.grad):
-                return  # the common case in all micro-batches between the first and the last
             elif (
-                self._gatherer is None
-                and self._places[number] < queue.next
+                not waits
+                and self._gatherer is None
+                and bucket.was_reduced
                 and (bucket.has_arrived(index) or not self._every_pass)
             ):
                 raise RuntimeError(
@@ -293,14 +301,12 @@ class GradientReducer:
                     "the same backward pass, or a failed pass was not followed by engine.zero_grad(); "
                     f"{_REENTRANT}"
                 )
-            gradient = shards.take_accumulated(index)
-            self._start_early(bucket)
-            if bucket.in_flight:  # it was reduced in order without this gradient, and is reduced again
-                bucket.wait()
-            for earlier in bucket.in_the_way():
-                earlier.wait()
-            bucket.accumulate(index, gradient)
-            if not self._reduces and id(parameter) not in self._completing:
+            if waits:
+                return  # autograd accumulates the gradient until a pass of the stage is reduced
+            if self._every_pass:
+                self._start_early(bucket)
+            self._accumulate(number, index)
+            if not reduces:
                 return
             complete = bucket.is_complete(index)
             if self._completed is not None and (complete or self._every_pass):
@@ -314,6 +320,15 @@ class GradientReducer:
                 self._launch_complete(queue)
 
         return accumulated
+
+    def _accumulate(self, number: int, index: int) -> None:
+        """Move the gradient that autograd has accumulated for a parameter into its bucket."""
+        bucket, gradient = self.buckets[number], self.shards[number].take_accumulated(index)
+        if bucket.in_flight:  # it was reduced in order without this gradient, and is reduced again
+            bucket.wait()
+        for earlier in bucket.in_the_way():
+            earlier.wait()
+        bucket.accumulate(index, gradient)
 
     @property
     def _reduces(self) -> bool:
@@ -349,24 +364,49 @@ class GradientReducer:
 
     def _begin_queues(self) -> None:
         for queue in self._queues.values():
-            queue.next = 0
+            queue.current, queue.next = [n for n in queue.order if not self._is_by_stage(n)], 0
+
+    def _is_by_stage(self, number: int) -> bool:
+        """Return whether a bucket is reduced in each pass of a pipeline stage, within `completing`."""
+        return self.buckets[number].plan.every_pass and not self._every_pass
+
+    def _begin_part(self, queue: _Queue) -> None:
+        """Begin a pass of one stage, which reduces the buckets of the stage that are reduced in every pass."""
+        of_stage = [
+            number
+            for number in queue.order
+            if self._is_by_stage(number)
+            and any(id(parameter) in self._completing for parameter in self.buckets[number].parameters)
+        ]
+        if not of_stage:
+            return
+        queue.current, queue.next = of_stage, 0
+        for number in of_stage:
+            bucket = self.buckets[number]
+            bucket.begin_pass()
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter.grad is not None:  # from an earlier half of the pass
+                    bucket.is_complete(index)
 
     def _launch_complete(self, queue: _Queue) -> None:
         """Start the reductions of complete buckets, in order."""
         end = queue.next
-        while end < len(queue.order) and self.buckets[queue.order[end]].ready:
+        while end < len(queue.current) and self.buckets[queue.current[end]].ready:
             end += 1
         self._launch(queue, end)
 
     def _launch(self, queue: _Queue, end: int) -> None:
         """Start the reductions of a queue up to place `end`."""
         start, queue.next = queue.next, max(queue.next, end)
-        self._reduce(queue.order[start:end], queue.order[:start])
+        self._reduce(queue.current[start:end], queue.current[:start])
 
     def _reduce(self, numbers: Sequence[int], before: Sequence[int] = ()) -> None:
         """Start the reductions of the buckets `numbers`, which follow the buckets `before` in their order."""
         for place, number in enumerate(numbers):
             bucket = self.buckets[number]
+            for index, parameter in enumerate(bucket.parameters if self._is_by_stage(number) else ()):
+                if parameter.grad is not None:  # from an earlier half of the pass
+                    self._accumulate(number, index)
             for earlier in (bucket, *bucket.in_the_way()):
                 if earlier.in_flight:
                     earlier.wait()
@@ -392,8 +432,8 @@ class GradientReducer:
     def _early_end(self, queue: _Queue) -> int | None:
         """Return the first queue position up to which reductions release as much memory as late gradients can need."""
         released = late = 0
-        for place in range(queue.next, len(queue.order)):
-            bucket = self.buckets[queue.order[place]]
+        for place in range(queue.next, len(queue.current)):
+            bucket = self.buckets[queue.current[place]]
             released += bucket.held_nbytes
             late += 0 if bucket.ready else bucket.whole_nbytes
             if released and released >= late:
@@ -427,12 +467,6 @@ class GradientReducer:
         for queue in self._queues.values():
             agreed = {name: place for place, name in enumerate(orders[queue.ranks[0]])}
             queue.order.sort(key=lambda number: agreed.get(names[number], len(agreed)))
-        self._set_places()
-
-    def _set_places(self) -> None:
-        for queue in self._queues.values():
-            for place, number in enumerate(queue.order):
-                self._places[number] = place
 
     def _name(self, parameter: Tensor) -> str:
         return next(name for name, known in self._model.named_parameters() if known is parameter)

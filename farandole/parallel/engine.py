@@ -194,6 +194,7 @@ class Engine:
                 or any(_gathers(model, groups.of_ranks(ranks)) for ranks in dividing)
             ),
             bucket_bytes=bucket_bytes,
+            stages=None if pipeline is None else pipeline.stages_of,
         )
         masters: Masters = "none" if rounding is not None else "memory" if offload == "none" else "offloaded"
         accelerator = any(p.is_cuda for p in model.parameters())
@@ -230,7 +231,7 @@ class Engine:
             ReplicatedBuffers(model, mesh, self.layouts, groups),
             comm,
             self._norms,
-            every_pass=zero >= 2,
+            every_pass=zero >= 2 and pipeline is None,
             events=self._steps,
             gatherer=built.gatherer,
             loss_parameters=self.loss_parameters,
@@ -306,6 +307,7 @@ class Engine:
         Raises:
             ValueError: on all ranks, if the global count is 0.
             RuntimeError: if gradients from an earlier call were not cleared.
+            StageError: on all ranks, if a pipeline stage raises an exception.  The gradients are then cleared.
         """
         if self._reducer.reduced and not self._reducer.all_cleared:
             raise RuntimeError(
@@ -321,6 +323,9 @@ class Engine:
         """Return the mean of `metric` over all batches on all ranks, in evaluation mode.  This is a collective call.
 
         See `forward_backward` for the arguments.  The number of batches may differ between ranks.
+
+        Raises:
+            StageError: on all ranks, if a pipeline stage raises an exception.
         """
         return self._mean.evaluate(batches, metric, inputs)
 
@@ -352,14 +357,22 @@ class Engine:
             yield
 
     def completing(self, parameters: Collection[int]) -> AbstractContextManager[None]:
-        """Return a context within `no_sync` whose backward passes complete the gradients of `parameters` for this step.
+        """Return a context within `no_sync` whose backward passes complete the gradients of `parameters`.
 
         Buckets are reduced as soon as all their gradients are complete, while this rank computes other gradients.
 
         Args:
-            parameters: the identities of parameters.
+            parameters: the identities of parameters.  Those in `reduced_in_every_pass` may be completed once for each
+                micro-batch, other ones once per step.
         """
         return self._reducer.completing(parameters)
+
+    @property
+    def reduced_in_every_pass(self) -> frozenset[int]:
+        """The identities of the parameters whose unsharded gradients are not kept between passes (`zero` 2 and 3)."""
+        return frozenset(
+            id(p) for bucket in self.buckets if bucket.plan.every_pass for p in bucket.parameters
+        )
 
     def synchronize(self) -> None:
         """Reduce the remaining buckets, and wait until all gradients are averaged.

@@ -57,7 +57,6 @@ def parallelize(
     *,
     example: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
-    memory: int | None = None,
     initialise: Initialise | None = None,
     diagnose: bool = False,
     watch: bool = False,
@@ -73,11 +72,9 @@ def parallelize(
         plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA
             adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
-        example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations, and
-            `pipeline` measures the time of blocks in memory, to divide them into stages.
-        loss: a function that returns a loss for the model's output, for this measurement.
-        memory: with `pipeline` > 1 and `example`, the maximum bytes per rank of parameters and of the activations of
-            the micro-batches in flight.  Among the divisions into stages that fit, the fastest one is used.
+        example: the input of one micro-batch, with which `recompute="attention"`, "auto" and `stage_bytes` measure
+            activations, and `pipeline` measures the time of blocks in memory, to divide them into stages.
+        loss: a function of the output for this measurement.
         initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
         diagnose: with `precision="fp16"`, check the outputs of blocks in every step, so that the report of the first
@@ -99,7 +96,6 @@ def parallelize(
     with agreed_errors(comm):
         sizes = plan.sizes(comm.size)
         _check(model, plan, diagnose=diagnose)
-        _check_memory(plan, memory, example)
         if plan.lora is not None:
             _add_lora(model, plan.lora)
         converted: list[str] = []
@@ -114,7 +110,7 @@ def parallelize(
         if plan.pipeline == 1 or plan.recompute != "auto":
             _recompute(model, plan, example, loss)
         if plan.pipeline > 1:
-            division = pipeline.measured_division(model, position, plan, example, memory, _compute_type(plan))
+            division = pipeline.measured_division(model, position, plan, example, _compute_type(plan))
             if plan.recompute == "auto":
                 own = pipeline.activations_of(model, position, plan, division)
                 _recompute(model, plan, example, loss, own)
@@ -174,23 +170,6 @@ def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
         raise PlanError(
             f"lora.base={plan.lora.base!r} with {axis}={getattr(plan, axis)}: quantized weights are supported only with data "
             f"parallelism; nearest plan: lora.base=None, or {axis}=1 with more ranks on the data axis"
-        )
-
-
-def _check_memory(plan: Plan, memory: int | None, example: Any) -> None:
-    if memory is None:
-        return
-    if plan.pipeline == 1:
-        raise PlanError(
-            f"memory={memory} with pipeline=1: only the division into stages uses it; nearest plan: pipeline=2"
-        )
-    if plan.recompute == "auto":
-        raise PlanError(
-            f"memory={memory} with recompute='auto', which is limited by activation_bytes: use recompute='block', or omit memory"
-        )
-    if example is None:
-        raise PlanError(
-            f"memory={memory} requires example=(the input of one micro-batch) to measure activations"
         )
 
 

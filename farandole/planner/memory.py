@@ -96,7 +96,7 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
     else:
         optimizer = 0 if elsewhere else sum(records)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    gradients = sum(shard_bytes(b) if plan.zero >= 2 else whole_bytes(b) for b in trained)
+    gradients = sum(shard_bytes(b) if b.every_pass else whole_bytes(b) for b in trained)
     return StateBytes(
         sharding,
         weights=weights + buffers,
@@ -105,7 +105,7 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
         updated=sum(map(shard_bytes, trained)),
         optimizer=optimizer,
         records=sum(records) if plan.offload != "none" else 0,
-        pools=(_pools(model, sharding) if plan.zero >= 2 else 0)
+        pools=_pools(model, sharding)
         + (sum(_largest(map(shard_bytes, trained), DEPTH + WRITES)) if away != "optimizer" else 0),
         gathered=_gathered(sharding, ahead=READ_AHEAD + 1 if away == "parameters" else 0),
         copies=_copies(workload, plan) * sum(map(shard_bytes, trained)),
@@ -191,7 +191,7 @@ def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
     several = Counter(group for _, groups in sharding.needs for group in groups)
     several += Counter(group for module, groups in sharding.needs if module is model for group in groups)
     kinds: dict[object, list[BucketPlan]] = defaultdict(list)
-    for bucket in sharding.trained:
+    for bucket in filter(lambda bucket: bucket.every_pass, sharding.trained):
         kinds[bucket.master_dtype, bucket.device, bucket.filling, bucket.ranks.shards].append(bucket)
     total = 0
     for buckets in kinds.values():

@@ -20,7 +20,7 @@ from torch import nn
 
 from farandole.memory.recompute import apply_recompute
 from farandole.parallel.axes import Layouts
-from farandole.parallel.pipeline.apply import MEASURED, schedule_of
+from farandole.parallel.pipeline.apply import MEASURED, divided, schedule_of
 from farandole.parallel.pipeline.balance import Balance
 from farandole.parallel.pipeline.memory import RankActivations
 from farandole.parallel.pipeline.schedule import Action, Backward, BackwardInput, Forward
@@ -50,10 +50,11 @@ class StagedModel:
         self.ranks: list[Workload] = []
         self.stages: dict[int, Stage] = {}
         schedule = schedule_of(plan)
+        division = divided(model, plan, workload.example, weight_type(plan))  # type: ignore[arg-type]
         layouts = copy.copy(workload.layouts)  # another schedule may place the stages on other ranks
         for rank in range(plan.pipeline):
             own = shallow_copy(model)  # type: ignore[arg-type]
-            stages, self.balance = split(own, schedule, rank, layouts)
+            stages, self.balance = split(own, schedule, rank, layouts, division)
             self.stages |= stages
             cell = next(each for each in workload.mesh.cells if each.pipeline == rank and not each.mirror)
             self.ranks.append(replace(workload, model=own, rank=cell.rank, layouts=layouts))
@@ -177,7 +178,8 @@ def _trace_of(
 ) -> Trace:
     """Return the memory of a rank in the step, and its work for one micro-batch of each replica."""
     held, saved, peak, resident = Memory(), 0.0, 0.0, Memory()
-    flops = moved = 0.0
+    away = left = 0.0  # bytes that `Plan.swap` has moved, and the peak of what it leaves
+    flops = moved = swapped = 0.0
     sent: dict[tuple[int, ...], float] = defaultdict(float)
     schedule = timeline.schedule
     waiting = _Received(timeline, rank, outputs)
@@ -191,14 +193,17 @@ def _trace_of(
         if receives and schedule.rank_of(action.stage - 1, action.micro_batch) == rank:
             passed = Memory.of(outputs[action.stage - 1])
         base = held + waiting.at(polled, action) - passed
-        saved = max(saved, base.total)
+        saved, left = max(saved, base.total), max(left, base.total - away)
         peak = max(peak, base.total + trace.peak)
         resident = resident.largest(base + trace.resident)
         held += trace.kept - passed
         follows = isinstance(action, Backward | BackwardInput) and action.stage + 1 < schedule.stages
         if follows and schedule.rank_of(action.stage + 1, action.micro_batch) == rank:
             held += Memory.of(outputs[action.stage])
-        saved = max(saved, held.total)
+        away, swapped = away + trace.swappable, swapped + trace.swappable
+        if isinstance(action, Backward | BackwardInput):
+            away -= stages[action.stage].forward.swappable
+        saved, left = max(saved, held.total), max(left, held.total - away)
         polled = span.end
         flops, moved = flops + trace.flops, moved + trace.moved
         for group, nbytes in trace.sent.items():
@@ -210,7 +215,8 @@ def _trace_of(
         flops=int(flops / count),
         moved=int(moved / count),
         resident_peak=int(max(peak, resident.total)),
-        swappable=0,
+        swappable=int(saved - left),
+        swapped=int(swapped / count),
         sent={group: nbytes / count for group, nbytes in sent.items()},
     )
 

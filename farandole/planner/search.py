@@ -114,16 +114,25 @@ class _StageEstimates:
         if axes not in self._parts:
             self._parts[axes] = workload.split(plan, ranks, machine.hosts)
         placed = (axes, schedule.placement)
+        if plan.stage_bytes is not None:  # the activations in flight and their type determine the division
+            placed = (*placed, plan.stage_bytes, plan.schedule, plan.precision)
         if placed not in self._staged:
             self._staged[placed] = StagedModel(self._parts[axes], plan)
         staged = self._staged[placed]
-        states = (placed, plan.zero, plan.precision, plan.rounding)
+        states = (placed, plan.zero, plan.precision, plan.rounding, plan.offload, plan.offloaded)
         if states not in self._states:
             self._states[states] = stage_states(staged, plan, ranks, machine)
         least = least_of_stages(staged, plan, ranks, machine, self._states[states])
         if not least.fits(machine.memory):
             return replace(least, complete=False)
-        key = (divided, plan.schedule, plan.recompute, plan.precision)
+        key = (
+            divided,
+            plan.schedule,
+            plan.recompute,
+            plan.precision,
+            plan.activation_bytes,
+            plan.stage_bytes,
+        )
         if key not in self._steps:
             self._steps[key] = simulate_step(staged, plan, ranks, machine, self._tracer)
         return estimate_stages(staged, plan, ranks, machine, self._steps[key], self._states[states])

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from farandole.memory.dry_run import call_arguments, device_of, fake_model
 from farandole.memory.recompute import apply_recompute, recompute_modules
+from farandole.memory.swap import THRESHOLD_BYTES
 from farandole.memory.tracker import MAPPED_FROM_BYTES, MemoryTracker
 from farandole.parallel.pipeline.apply import MEASURED
 from farandole.parallel.pipeline.backward import SavedTensors, SplitBackward
@@ -78,6 +79,7 @@ class ActionTrace:
         flops: floating-point operations of matrix products and attention.
         moved: bytes that all other operations read and write.
         sent: bytes that this rank sends in collectives of the model, by the ranks of the group.
+        swappable: bytes of `kept` that `Plan.swap` moves, in a forward pass.
     """
 
     kept: Memory = field(default_factory=Memory)
@@ -86,6 +88,7 @@ class ActionTrace:
     flops: float = 0
     moved: float = 0
     sent: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+    swappable: float = 0
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,11 @@ class _Pass:
                 saved = SavedTensors()
                 with saved.hooks() if halves else nullcontext():
                     output = stage.run(hidden, *arguments)
+                    # the runtime keeps the input and the output of a stage in memory
+                    swappable = tracker.live(
+                        THRESHOLD_BYTES, without=[*tensors_of(hidden), *tensors_of(output)]
+                    )
+                    numbers[FORWARD, "swappable"] = sum(swappable.values())
                     if stage.is_last:
                         output = _loss(self._workload.loss, output)
                 result = [TensorShape.of(each) for each in tensors_or_none(output)]
@@ -317,7 +325,15 @@ def _action(found: Mapping[Any, float], name: str, runs: int) -> ActionTrace:
     )
     sent = {key[1]: nbytes for key, nbytes in found.items() if key[0] == name and isinstance(key[1], tuple)}
     kept = Memory(found[name, "heap"], found[name, "mapped"])
-    return ActionTrace(kept, peak, Memory(heap, mapped), found[name, "flops"], found[name, "moved"], sent)
+    return ActionTrace(
+        kept,
+        peak,
+        Memory(heap, mapped),
+        found[name, "flops"],
+        found[name, "moved"],
+        sent,
+        found.get((name, "swappable"), 0.0),
+    )
 
 
 def _loss(loss: Callable[[Any], Tensor] | None, output: Any) -> Tensor:

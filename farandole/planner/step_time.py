@@ -116,7 +116,7 @@ def _stored(buckets: Sequence[BucketPlan]) -> int:
 
 def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float:
     """Return the seconds that the passes wait for activations to be copied out and back."""
-    moved = traced.swappable
+    moved = traced.swapped
     if machine.host:
         away, back = _disk(0, moved, ranks, machine), _disk(moved, 0, ranks, machine)
     else:

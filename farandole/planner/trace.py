@@ -41,6 +41,7 @@ class Trace:
         moved: bytes that all other operations read and write.
         resident_peak: peak of the bytes in use if the C library keeps freed memory for later allocations.
         swappable: bytes of `saved` that `Plan.swap` moves: tensors of at least `THRESHOLD_BYTES` that the model saves.
+        swapped: bytes that `Plan.swap` moves for one micro-batch; a pipeline has several micro-batches in flight.
         sent: bytes that this rank sends in collectives of the model, by the ranks of the group.
     """
 
@@ -50,6 +51,7 @@ class Trace:
     moved: int
     resident_peak: int
     swappable: int
+    swapped: int
     sent: Mapping[tuple[int, ...], float] = field(default_factory=dict)
 
     @property
@@ -58,7 +60,7 @@ class Trace:
         return max(0, self.peak - self.saved)
 
 
-NOTHING = Trace(0, 0, 0, 0, 0, 0)
+NOTHING = Trace(0, 0, 0, 0, 0, 0, 0)
 """The trace of a pass without activations, for a lower bound."""
 
 
@@ -106,6 +108,7 @@ def trace(
         int(found["flops"]),
         int(found["moved"]),
         int(max(heaps) + max(mapped)),
+        int(found["swappable"]),
         int(found["swappable"]),
         {key.ranks: nbytes for key, nbytes in found.items() if isinstance(key, _Group)},
     )

@@ -170,6 +170,7 @@ class PlanSection(_Section):
     pipeline: Count = 1
     schedule: str = "1f1b"
     micro_batches: CountOrZero = 0
+    stage_bytes: CountOrZero = 0
     deferred_batch_norm: bool = False
     tensor: Count = 1
     sequence: bool = False
@@ -201,7 +202,7 @@ class PlanSection(_Section):
         values = {name: value for name, value in self.model_dump().items() if not name.startswith("lora_")}
         del values["micro_batches"]  # the caller of the engine divides the batch
         values |= {"precision": precision, "lora": self.lora()}
-        for name in ("data", "ring", "activation_bytes"):  # TOML has no None
+        for name in ("data", "ring", "stage_bytes", "activation_bytes"):  # TOML has no None
             values[name] = values[name] or None
         return Plan(**values)
 

@@ -62,6 +62,7 @@ CHANGEABLE = (
     "plan.pipeline",
     "plan.schedule",
     "plan.micro_batches",
+    "plan.stage_bytes",
     "plan.tensor",
     "plan.sequence",
     "plan.context",

@@ -116,7 +116,11 @@ class Trainer:
                     diagnose=config.log.diagnose,
                     watch=True,
                     report=False,
-                    **(self._example() if plan.recompute in ("attention", "auto") else {}),
+                    **(
+                        self._example()
+                        if plan.recompute in ("attention", "auto") or plan.stage_bytes is not None
+                        else {}
+                    ),
                 )
         except PlanError as error:
             raise plan_config_error(error) from error

@@ -42,13 +42,29 @@ def workload_of(config: TrainConfig, ranks: int, model: nn.Module | None = None)
     Raises:
         ConfigError: if the planner does not support the task, or if the batch cannot be divided.
     """
-    if config.task not in PLANNED:
-        raise ConfigError(f"task={config.task!r}: the planner supports only task={', '.join(PLANNED)}")
+    _check_task(config)
     count, samples = config.micro_batches(ranks)
     with meta_device():
         build, example, loss = _parts(config, samples)
         model = model or build()
     return Workload(model=model, example=example, loss=loss, micro_batches=count, checkpoints=True)
+
+
+def model_of(config: TrainConfig) -> nn.Module:
+    """Return the configuration's model on the meta device.
+
+    Raises:
+        ConfigError: if the task cannot be estimated.
+    """
+    _check_task(config)
+    with meta_device():
+        build, _, _ = _parts(config, 1)
+        return build()
+
+
+def _check_task(config: TrainConfig) -> None:
+    if config.task not in PLANNED:
+        raise ConfigError(f"task={config.task!r}: the planner supports only task={', '.join(PLANNED)}")
 
 
 def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], Any, Callable[[Any], Tensor]]:

@@ -37,6 +37,25 @@ def test_help_shows_examples() -> None:
     assert "farandole plan gpt2-small -n 8 --memory 16GiB --picture plans.png" in result.output
 
 
+ONE = ("--memory", "1GiB", "--precision", "fp32", "--recompute", "none", "--zero", "0", "--schedule", "1f1b")
+
+
+def test_only_the_requested_plans_must_divide_the_batch(tmp_path: Path) -> None:
+    """Two stages process seven samples together, which two ranks on the data axis cannot share."""
+    file = tmp_path / "plans.json"
+    words = ("tiny", "batch=7", "-n", "2", "--pipeline", "2", *ONE, "--json", str(file))
+    assert _plan(*words).exit_code == 0
+    (free,) = json.loads(file.read_text())["plans"]
+    assert (free["plan"]["pipeline"], free["micro_batches"]) == (2, 7)
+    result = _plan(*words, f"plan.stage_bytes={1 << 30}")
+    assert result.exit_code == 0, result.output
+    (limited,) = json.loads(file.read_text())["plans"]
+    assert limited["plan"]["stage_bytes"] == 1 << 30
+    result = _plan(*words, "plan.stage_bytes=9")
+    assert result.exit_code == 2
+    assert "fits in 9 per stage; the least is" in " ".join(result.output.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -312,7 +331,7 @@ def test_pipelines_are_compared_with_other_plans(tmp_path: Path) -> None:
         size = one["plan"]["pipeline"]
         assert one["micro_batches"] == 4 * size and (one["pipeline"] is None) == (size == 1)
         if size > 1:
-            assert one["plan"]["zero"] < 2 and 0 < one["pipeline"]["idle"] < 1
+            assert one["plan"]["zero"] < 3 and 0 < one["pipeline"]["idle"] < 1
             assert len(one["pipeline"]["peaks"]) == size and max(one["pipeline"]["peaks"]) == one["peak"]
     head = next(line.split() for line in result.output.splitlines() if line.startswith("zero"))
     assert {"pipeline", "micro-batches", "idle"} <= {*head} and picture.exists()
@@ -340,7 +359,7 @@ def test_schedules_are_compared_for_a_pipeline(tmp_path: Path) -> None:
     [
         (("--pipeline", "2", "--schedule", "1f1"), "--schedule 1f1 is unknown; nearest: 1f1b"),
         (("--schedule", "zb-v"), "schedule='zb-v' with pipeline=1"),
-        (("--pipeline", "2", "--zero", "3"), "nearest plan: zero=1"),
+        (("--pipeline", "2", "--zero", "3"), "nearest plan: zero=2"),
     ],
 )
 def test_pipelines_that_do_not_exist_are_refused(words: tuple[str, ...], message: str) -> None:

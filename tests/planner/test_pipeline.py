@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,19 @@ import torch
 from torch import nn
 
 import farandole
+from farandole.memory.disk import Bandwidth
 from farandole.memory.tracker import MemoryTracker
 from farandole.models.deepseek import build_deepseek
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.mixtral import MixtralConfig, build_mixtral
 from farandole.models.moe import Balance
+from farandole.parallel.pipeline import balance
 from farandole.plan import Plan
 from farandole.planner import Machine, Workload, estimate_workload
+from farandole.planner.pipeline import PipelineStep, StagedModel, simulate_step
 from farandole.planner.search import estimates_of
+from farandole.planner.stage_trace import StageTracer
 from tests.parallel.plans import DEEPSEEK
 
 WORDS, LENGTH, SAMPLES, MICRO_BATCHES = 512, 64, 4, 8
@@ -154,3 +159,56 @@ def test_schedules_that_place_stages_differently_keep_their_states() -> None:
     for one in estimates_of(_workload("gpt"), 2, MACHINE, plans):
         alone = estimate_workload(_workload("gpt"), one.plan, 2, MACHINE)
         assert one.parts == alone.parts and one.pipeline == alone.pipeline
+
+
+def _wide() -> nn.Sequential:
+    blocks = (nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(6))
+    return nn.Sequential(*blocks)
+
+
+def _swapped(rank: int, size: int, plan: Plan) -> int:
+    """Return the bytes that a rank swaps out in a step."""
+    engine = farandole.parallelize(_wide(), plan)
+    samples = [torch.randn(1024, 128) for _ in range(4)]
+    engine.forward_backward(samples, lambda output, _: (output.square().sum(), output.numel()))
+    assert engine.swapped is not None
+    written = engine.swapped.written_bytes
+    engine.close()
+    return written
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gems"])
+def test_swapped_bytes_of_stages_match_real_ranks(ranks: Any, tmp_path: Path, schedule: str) -> None:
+    plan = Plan(pipeline=2, schedule=schedule, swap=f"disk:{tmp_path}")
+    with torch.device("meta"):
+        workload = Workload(model=_wide(), example=torch.empty(1024, 128), micro_batches=4)
+    step = _simulated(workload, plan)
+    for trace, written in zip(step.traces, ranks(2).run(_swapped, plan), strict=True):
+        assert 4 * trace.swapped == pytest.approx(written, rel=0.01)
+    in_flight = {"1f1b": [2, 1], "gems": [1, 1]}[schedule]
+    assert [trace.swappable / trace.swapped for trace in step.traces] == pytest.approx(in_flight, rel=0.1)
+    machine = replace(MACHINE, disk=Bandwidth(1e9, 1e9))
+    assert estimate_workload(workload, plan, 2, machine).times["swap"] > 0
+
+
+def _simulated(workload: Workload, plan: Plan) -> PipelineStep:
+    staged = StagedModel(workload.split(plan, 2), plan)
+    return simulate_step(staged, plan, 2, MACHINE, StageTracer())
+
+
+def test_stages_are_divided_within_the_memory_of_a_rank() -> None:
+    """Rank 0 has activations of two micro-batches, and therefore gets fewer blocks than in a division by parameters."""
+    workload = _workload("gpt")
+
+    def divided(stage_bytes: int) -> balance.Balance:
+        plan = Plan(pipeline=2, stage_bytes=stage_bytes)
+        return StagedModel(workload.split(plan, 2), plan).balance
+
+    free = divided(1 << 40)
+    size = int(0.9 * max(free.sizes))
+    limited = divided(size)
+    assert limited.ranges[0].stop < free.ranges[0].stop
+    assert max(limited.sizes) <= size
+    plans = [Plan(pipeline=2), Plan(pipeline=2, stage_bytes=size)]
+    found = [one.parts["activations"] for one in estimates_of(workload, 2, MACHINE, plans)]
+    assert found == [estimate_workload(workload, plan, 2, MACHINE).parts["activations"] for plan in plans]

@@ -27,7 +27,8 @@ def test_stages_share_the_samples_of_a_replica() -> None:
     assert load_config("tiny", ["plan.pipeline=2", "batch=20"]).micro_batches(2) == (5, 4)
     assert load_config("tiny", ["plan.pipeline=2", "micro_batch=2"]).micro_batches(2) == (4, 2)
     assert default_ranks(load_config("tiny", ["plan.pipeline=4", "plan.data=2"])) == 8
-    for key in ("plan.pipeline", "plan.schedule", "plan.micro_batches"):
+    assert load_config("tiny", ["plan.pipeline=2", "plan.stage_bytes=9"]).plan.plan("fp32").stage_bytes == 9
+    for key in ("plan.pipeline", "plan.schedule", "plan.micro_batches", "plan.stage_bytes"):
         assert key.startswith(CHANGEABLE)
 
 
@@ -46,7 +47,7 @@ def _check(words: list[str]) -> None:
         ),
         (["plan.micro_batches=2", "micro_batch=4"], "both divide the batch"),
         (["plan.schedule=1f1"], "plan.schedule='1f1' .*did you mean 1f1b"),
-        (["plan.zero=2"], "plan.zero=2 with pipeline=2: .*nearest plan: zero=1"),
+        (["plan.zero=3"], "plan.zero=3 with pipeline=2: .*nearest plan: zero=2"),
         (
             ["plan.recompute=auto", "plan.activation_bytes=9", "plan.schedule=gpipe"],
             "activations of all micro-batches.*nearest plan: schedule='1f1b'",

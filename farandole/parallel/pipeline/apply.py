@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from farandole.parallel.pipeline.batch_norm import BatchNormStatistics, tracking
 from farandole.parallel.pipeline.memory import AUTO, RankActivations, block_sizes, steady
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
-from farandole.parallel.pipeline.stage import divide, shallow_copy, split
+from farandole.parallel.pipeline.stage import divide, shallow_copy, split, stages_of
 from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import Plan, PlanError
 
@@ -35,23 +36,26 @@ def measured_division(
     position: Position,
     plan: Plan,
     example: Any = None,
-    memory: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Balance:
     """Divide the blocks of a model into stages, before stages are removed.  This is a collective call.
 
     Args:
         model: a model that `check` accepts.
-        example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.
-            By default, the cost of a block is estimated by `balance.parameter_costs`.
-        memory: the maximum size in bytes of a rank's parameters and activations; requires `example`.
+        example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
+            default, and if the model is on the meta device, the cost of a block is that of `balance.parameter_costs`.
         dtype: the type in which the model computes.
 
     Raises:
-        PlanError: if the model has too few blocks, or no division fits in `memory`.
+        PlanError: as `divided`, or if blocks cannot be measured.
     """
-    sequential, schedule, costs, sizes = _sequential(model), schedule_of(plan), None, None
-    if example is not None and is_deferred(model) and memory is None and plan.recompute not in MEASURED:
+    sequential, costs = _sequential(model), None
+    if (
+        example is not None
+        and is_deferred(model)
+        and plan.stage_bytes is None
+        and plan.recompute not in MEASURED
+    ):
         raise PlanError(
             "example= with a model on the meta device: blocks without values cannot be measured; omit example, or create the "
             "model in memory"
@@ -59,9 +63,34 @@ def measured_division(
     if example is not None and not is_deferred(model) and position.groups is not None:
         seconds = [cost.seconds for cost in measure_blocks(sequential, example)]
         costs = position.groups.comm.broadcast_object(seconds)  # ranks measure different times
-    if memory is not None:
-        sizes = block_sizes(sequential, schedule, example, dtype)
-    return divide(sequential, schedule, costs, sizes, memory)
+    return divided(sequential, plan, example, dtype, costs)
+
+
+def divided(
+    model: nn.Sequential,
+    plan: Plan,
+    example: Any,
+    dtype: torch.dtype | None,
+    costs: Sequence[float] | None = None,
+) -> Balance:
+    """Divide the blocks of a model into the stages of a plan, within `Plan.stage_bytes`.
+
+    Args:
+        example: the input of one micro-batch, which `Plan.stage_bytes` requires.
+        dtype: the type in which the model computes.
+        costs: the cost of each block; by default that of `balance.parameter_costs`.
+
+    Raises:
+        PlanError: if the model has too few blocks, or no division fits.
+    """
+    schedule, sizes = schedule_of(plan), None
+    if plan.stage_bytes is not None:
+        if example is None:
+            raise PlanError(
+                f"stage_bytes={plan.stage_bytes} requires example=(the input of one micro-batch) to measure activations"
+            )
+        sizes = block_sizes(model, schedule, example, dtype)
+    return divide(model, schedule, costs, sizes, plan.stage_bytes)
 
 
 def activations_of(model: nn.Module, position: Position, plan: Plan, division: Balance) -> RankActivations:
@@ -81,20 +110,21 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts, di
     complete = shallow_copy(sequential) if is_deferred(model) else None
     experts = {name: len(router.weight) for name, router in routers_of(sequential).items()}
     adapter = describe_adapter(model)
+    numbers = stages_of(sequential, division)
     stages, balance = split(sequential, schedule, rank, layouts, division)
     _log.info("pipeline=%d, schedule=%s: %s", plan.pipeline, plan.schedule, balance)
-    comm, places = position.comm("pipeline"), list(range(plan.pipeline))
-    mirror = replicas = None
-    if position.groups is not None:
-        places = position.groups.of(position.cell, "pipeline").places
-        mirror = position.groups.of(position.cell, "mirror").comm
-        replicas = position.groups.of(position.cell, *REPLICA_AXES).comm
+    comm, groups = position.comm("pipeline"), position.groups
+    assert comm is not None and groups is not None  # several ranks run the stages
+    places = groups.of(position.cell, "pipeline").places
+    mirror = groups.of(position.cell, "mirror").comm
+    replicas = groups.of(position.cell, *REPLICA_AXES).comm
     layers = {
         number: [layer for block in stage.blocks for layer in tracking_layers(block)]
         for number, stage in stages.items()
     }
     statistics = BatchNormStatistics(layers, mirror, replicas, deferred=plan.deferred_batch_norm)
     found = Pipeline(sequential, stages, plan.schedule, comm, places, rank, statistics)
+    found.stages_of = numbers
     found.complete, found.experts, found.adapter = complete, experts, adapter
     return found
 
@@ -126,6 +156,11 @@ def _check_plan(plan: Plan, schedule: Schedule) -> None:
         raise PlanError(
             f"schedule={plan.schedule!r} with recompute={plan.recompute!r}: the schedule separates weight gradients, and would "
             "recompute activations twice; nearest plan: schedule='1f1b'"
+        )
+    if plan.zero >= 2 and schedule.mirrored:
+        raise PlanError(
+            f"schedule={plan.schedule!r} with zero={plan.zero}: ranks with the same stage run it at different times, so they "
+            "cannot reduce the gradients of each micro-batch together; nearest plan: zero=1, or schedule='1f1b'"
         )
     if plan.recompute == "auto":
         steady(schedule, AUTO)

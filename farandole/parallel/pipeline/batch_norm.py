@@ -84,6 +84,10 @@ class BatchNormStatistics:
         finally:
             self._micro_batch = None
 
+    def discard(self) -> None:
+        """Discard the statistics of a step that has failed."""
+        self._records = defaultdict(dict)
+
     @torch.no_grad()
     def update(self) -> list[Tensor]:
         """Update the running statistics at the end of a step.  This is a collective call of the ranks with the same stages.

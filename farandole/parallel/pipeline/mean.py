@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from farandole.mesh import SAMPLE_AXES, Mesh
+from farandole.parallel.agreed_errors import agreed_errors
 from farandole.parallel.global_mean import GlobalMean, Loss, Step, scalar_sum
 from farandole.parallel.pipeline.runtime import Arguments, Pipeline
+from farandole.parallel.pipeline.stage_error import StageError, raise_on_all
 from farandole.parallel.precision import cast_floating
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ class PipelineMean(GlobalMean):
     def __init__(self, engine: Engine, mesh: Mesh, pipeline: Pipeline, dtype: torch.dtype | None) -> None:
         super().__init__(engine, mesh)
         self._pipeline, self._dtype = pipeline, dtype
+        self._every_pass = engine.reduced_in_every_pass
         # ranks that compute a stage together have the same loss, which is counted once
         axes = ("pipeline", "mirror", *SAMPLE_AXES)
         own = mesh.of_rank(engine.comm.rank)[0]
@@ -36,11 +40,16 @@ class PipelineMean(GlobalMean):
     def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> Step:
         """Run the schedule on all micro-batches; see `Engine.forward_backward`."""
         engine, own_batches = self._engine, list(batches)
-        self._most(len(own_batches))
+        most = self._most(len(own_batches))
         expected = self.expected or self._guess(own_batches, inputs)
-        with engine.no_sync(), engine.scaled_backward() as scale:
-            factor = self._replicas / expected * scale
-            sums, counts = self._run_all(own_batches, loss, inputs, train=True, factor=factor)
+        try:
+            with engine.no_sync(), engine.scaled_backward() as scale:
+                factor = self._replicas / expected * scale
+                sums, counts = self._run_all(most, own_batches, loss, inputs, train=True, factor=factor)
+        except StageError:
+            self._pipeline.statistics.discard()
+            engine.zero_grad()
+            raise
         engine.accept_buffers(self._pipeline.statistics.update())
         engine.join_backward(last=True)
         mean, count = self._mean(sums, counts)
@@ -52,8 +61,8 @@ class PipelineMean(GlobalMean):
     def _guess(self, batches: Sequence[Any], inputs: Callable[[Any], Any]) -> float:
         """Estimate the total count: the number of tokens, or the number of samples if inputs are not integers."""
         guess = torch.zeros(1, dtype=torch.float64)
-        if self.counts:
-            for batch in batches:
+        with agreed_errors(self._comm):
+            for batch in batches if self.counts else ():
                 arguments, named = self._arguments(inputs(batch))
                 first = next(
                     (x for x in (*arguments, *named.values()) if isinstance(x, Tensor) and x.dim()), None
@@ -66,11 +75,11 @@ class PipelineMean(GlobalMean):
     def _evaluate(
         self, batches: Sequence[Any], metric: Loss, inputs: Callable[[Any], Any]
     ) -> tuple[list[Tensor], list[Tensor | float]]:
-        self._most(len(batches))
-        return self._run_all(batches, metric, inputs, train=False, factor=1.0)
+        return self._run_all(self._most(len(batches)), batches, metric, inputs, train=False, factor=1.0)
 
     def _run_all(
         self,
+        most: int,
         batches: Sequence[Any],
         loss: Loss,
         inputs: Callable[[Any], Any],
@@ -88,9 +97,22 @@ class PipelineMean(GlobalMean):
             counts.append(count)
             return total * factor
 
-        if batches:
-            arguments = [self._arguments(inputs(batch)) for batch in batches]
-            self._pipeline.run(arguments, loss_of, train=train, completing=self._engine.completing)
+        @functools.cache  # a rank may have several stages
+        def arguments_of(number: int) -> Arguments:
+            return self._arguments(inputs(batches[number]))
+
+        failure = None
+        if most:
+            failure = self._pipeline.run(
+                most,
+                len(batches),
+                arguments_of,
+                loss_of,
+                train=train,
+                completing=self._engine.completing,
+                every_pass=self._every_pass,
+            )
+        raise_on_all(self._comm, self._comm.rank, failure)
         return sums, counts
 
     def _arguments(self, given: Any) -> Arguments:

@@ -65,7 +65,7 @@ def block_sizes(
         example: the input of one micro-batch.
         dtype: the type in which the model computes; None for the types of its parameters.
     """
-    saved, schedule = saved_bytes(model, example, dtype=dtype), steady(schedule, "memory=")
+    saved, schedule = saved_bytes(model, example, dtype=dtype), steady(schedule, "stage_bytes=")
     sizes = []
     for name, block in blocks_of(model):
         kinds = [

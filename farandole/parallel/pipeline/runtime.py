@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from farandole.comm.errors import CommunicationError
 from farandole.mesh import Mesh
 from farandole.parallel.axes import AxisCommunicator
 from farandole.parallel.lora.description import Adapter
@@ -38,16 +39,20 @@ from farandole.parallel.pipeline.schedule import (
     Action,
     Backward,
     BackwardInput,
+    BackwardWeight,
     Forward,
     Schedule,
     build,
 )
 from farandole.parallel.pipeline.simulate import Span, simulate
 from farandole.parallel.pipeline.stage import Stage
+from farandole.parallel.pipeline.stage_error import StageFailure, raise_on_all
 from farandole.parallel.pipeline.transfers import Transfers
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The positional and the named arguments of the model for a micro-batch."""
+
+Result = TypeVar("Result")
 
 Completing = Callable[[Collection[int]], AbstractContextManager[None]]
 """A context for backward passes after which the gradients of the given parameters (by `id`) are complete."""
@@ -70,7 +75,7 @@ class Pipeline:
         model: the model that was divided; until `close`, a call of the model runs all stages.
         stages: this rank's stages by index.
         name: the name of the schedule.
-        comm: the communicator of the pipeline's ranks; None for a single rank.
+        comm: the communicator of the pipeline's ranks.
         places: the rank in `comm` of each pipeline rank.
         rank: the index of this rank in the pipeline.
         statistics: the BatchNorm statistics of this rank's stages.
@@ -81,7 +86,7 @@ class Pipeline:
         model: nn.Sequential,
         stages: Mapping[int, Stage],
         name: str,
-        comm: AxisCommunicator | None,
+        comm: AxisCommunicator,
         places: Sequence[int],
         rank: int,
         statistics: BatchNormStatistics,
@@ -90,6 +95,8 @@ class Pipeline:
         self._comm, self._places = comm, places
         model.forward = self.forward  # type: ignore[method-assign]
         self.statistics = statistics
+        self.stages_of: dict[str, frozenset[int]] = {}
+        """The stages that have each parameter of the model."""
         self.complete: nn.Module | None = None
         """The model on the meta device before it was divided, until its parameters are initialized."""
         self.experts: dict[str, int] = {}
@@ -110,53 +117,56 @@ class Pipeline:
 
     def run(
         self,
-        batches: Sequence[Arguments],
+        micro_batches: int,
+        present: int,
+        arguments: Callable[[int], Arguments],
         loss: Callable[[Any, int], Tensor | None],
         *,
         train: bool,
         completing: Completing = lambda parameters: nullcontext(),
-    ) -> None:
-        """Run all micro-batches.
+        every_pass: frozenset[int] = frozenset(),
+    ) -> StageFailure | None:
+        """Run all micro-batches; return the exception of this rank, after which no rank has computed the result.
 
         Args:
-            batches: the arguments of the model for each micro-batch.
-            loss: a function that is called on the rank of the last stage with a micro-batch's output and index, and
-                returns the loss to differentiate.
+            micro_batches: the number of micro-batches in the schedule, which is the same for all replicas.
+            present: the number of micro-batches that this replica has; the actions of other ones are skipped.
+            arguments: returns the arguments of the model for a micro-batch, given its number.
+            loss: called on the last rank with the output of a micro-batch and its number; returns the loss to
+                differentiate.
             train: whether to run backward passes.
-            completing: a function that returns the context for the last action of each stage; see `Engine.completing`.
+            completing: used for the last action of each stage, and for each action that completes the gradients of a
+                micro-batch for the parameters in `every_pass`.
         """
-        schedule = self.schedule(len(batches))
-        if not train:
-            forward = [[a for a in actions if isinstance(a, Forward)] for actions in schedule.actions]
-            schedule = replace(schedule, actions=tuple(map(tuple, forward)))
-        transfers = None
-        if self._comm is not None:
-            transfers = Transfers(self._comm, self._places, schedule, self._rank, self._device)
-        step = _Step(schedule, self._stages, self._rank, batches, loss, transfers, self.statistics)
-        last = self._last_actions(schedule) if train else {}
+        planned, schedule = self.schedule(micro_batches), self._present(micro_batches, present, train)
+        transfers = Transfers(self._comm, self._places, schedule, self._rank, self._device)
+        step = _Step(schedule, self._stages, self._rank, arguments, loss, transfers, self.statistics)
+        completed = self._completed(micro_batches, every_pass) if train else {}
         spans = []
-        for action in schedule.actions[self._rank]:
-            waited_s = 0.0
-            if transfers is not None:
-                transfers.poll()
-                waited_s = transfers.waited_s
+        for action in planned.actions[self._rank] if train else schedule.actions[self._rank]:
+            completes = completing(completed[action]) if action in completed else nullcontext()
+            if action.micro_batch >= present:
+                with completes:
+                    continue
+            transfers.poll()
+            waited_s = transfers.waited_s
             begun = time.perf_counter()
-            with completing(last[action]) if action in last else nullcontext():
+            with completes:
                 step.run(action)
-            if transfers is not None:
-                begun += transfers.waited_s - waited_s  # an action waits before it computes
+            begun += transfers.waited_s - waited_s  # an action waits before it computes
             spans.append(Span(action, begun, time.perf_counter()))
-        if transfers is not None:
-            transfers.finish()
-            self.waited_s += transfers.waited_s
+        transfers.finish()
+        self.waited_s += transfers.waited_s
         if train:
             self.spans = spans
+        return step.failure
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output on all ranks, in evaluation mode.  This is a collective call of the pipeline's ranks.
 
         Raises:
             RuntimeError: in training mode, or if gradients are enabled.
+            StageError: on all ranks, if a stage raises an exception.
         """
         if self._model.training or torch.is_grad_enabled():
             raise RuntimeError(
@@ -164,9 +174,10 @@ class Pipeline:
                 "to train, call engine.forward_backward, which runs all stages"
             )
         outputs: list[Any] = []
-        self.run([(inputs, named)], lambda output, _: outputs.append(output), train=False)
-        if self._comm is None:
-            return outputs[0]
+        failure = self.run(
+            1, 1, lambda _: (inputs, named), lambda output, _: outputs.append(output), train=False
+        )
+        raise_on_all(self._comm, self._comm.ranks[self._comm.rank], failure)
         schedule = self.schedule(1)
         last = self._places[schedule.rank_of(schedule.stages - 1, 0)]
         output = tree_map_only(Tensor, lambda tensor: tensor.cpu(), outputs[0]) if outputs else None
@@ -193,17 +204,35 @@ class Pipeline:
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device  # each rank has parameters
 
-    def _last_actions(self, schedule: Schedule) -> dict[Action, set[int]]:
-        """Return the last action of each stage on this rank, with the parameters whose gradients no later action changes."""
-        own = [action for action in schedule.actions[self._rank] if not isinstance(action, Forward)]
-        last = {action.stage: action for action in own}
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - an engine has one pipeline
+    def _present(self, micro_batches: int, present: int, train: bool) -> Schedule:
+        """Return the schedule with the actions of the first `present` micro-batches, and only forward passes unless `train`."""
+        schedule, kind = self.schedule(micro_batches), Action if train else Forward
+        actions = (
+            tuple(each for each in row if each.micro_batch < present and isinstance(each, kind))
+            for row in schedule.actions
+        )
+        return replace(schedule, actions=tuple(actions))
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019
+    def _completed(self, micro_batches: int, every_pass: frozenset[int]) -> dict[Action, set[int]]:
+        """Return the parameters whose gradients each action completes.
+
+        The gradients of the parameters in `every_pass` are complete after each micro-batch; those of other parameters, after
+        the last action that computes some of them.
+        """
+        stages = {
+            number: {id(p) for block in stage.blocks for p in block.parameters()}
+            for number, stage in self._stages.items()
+        }
         later: set[int] = set()
-        found = {}
-        for action in sorted(last.values(), key=own.index, reverse=True):
-            stage = self._stages[action.stage]
-            parameters = {id(p) for block in stage.blocks for p in block.parameters()}
-            found[action] = parameters - later
-            later |= parameters
+        found: dict[Action, set[int]] = {}
+        for action in reversed(self.schedule(micro_batches).actions[self._rank]):
+            if isinstance(action, Backward | BackwardWeight):
+                own = stages[action.stage]
+                if complete := {each for each in own if each not in later or each in every_pass}:
+                    found[action] = complete
+                later |= own
         return found
 
     def close(self) -> None:
@@ -213,73 +242,101 @@ class Pipeline:
 
 
 class _Step:
-    """One step of one rank."""
+    """One step of one rank.  After a failure, the remaining actions exchange their messages without computing."""
 
     def __init__(
         self,
         schedule: Schedule,
         stages: Mapping[int, Stage],
         rank: int,
-        batches: Sequence[Arguments],
+        arguments: Callable[[int], Arguments],
         loss: Callable[[Any, int], Tensor | None],
-        transfers: Transfers | None,
+        transfers: Transfers,
         statistics: BatchNormStatistics,
     ) -> None:
         self._statistics = statistics
         self._schedule, self._stages, self._rank = schedule, stages, rank
-        self._batches, self._loss, self._transfers = batches, loss, transfers
+        self._arguments, self._loss, self._transfers = arguments, loss, transfers
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._local: dict[tuple[str, int, int], Any] = {}  # results for other stages of this rank
+        self.failure: StageFailure | None = None
+        """The exception of this rank that ended the step."""
 
     def run(self, action: Action) -> None:
         """Run an action."""
-        where = (action.stage, action.micro_batch)
         if isinstance(action, Forward):
-            self._forward(*where)
+            self._forward(action)
         elif isinstance(action, Backward):
-            self._backward(*where)
+            self._backward(action)
         elif isinstance(action, BackwardInput):
-            self._backward_input(*where)
+            self._backward_input(action)
         else:
-            found = self._passes.pop(where)
+            found = self._passes.pop((action.stage, action.micro_batch))
             if found.split is not None:
-                found.split.weight_gradients()
+                self._compute(action, found.split.weight_gradients, None)
+
+    @property
+    def _failed(self) -> bool:
+        """Whether this rank has failed, or has received a message of a failed rank."""
+        return self.failure is not None or self._transfers.failed
 
     # ---- computation ----
 
-    def _forward(self, stage: int, m: int) -> None:
+    def _compute(self, action: Action, compute: Callable[[], Result], otherwise: Result) -> Result:
+        """Return the result of `compute`; after a failure, return `otherwise`."""
+        if self._failed:
+            return otherwise
+        try:
+            return compute()
+        except CommunicationError:
+            raise  # other ranks find it too
+        except Exception as error:
+            self.failure = StageFailure(action, error)
+            return otherwise
+
+    def _forward(self, action: Action) -> None:
+        stage, m = action.stage, action.micro_batch
         hidden = self._receive("F", stage, m, stage - 1) if stage else None
-        saved = SavedTensors() if self._schedule.splits_backward and torch.is_grad_enabled() else None
+        found = _Pass([tensor for tensor in tensors_of(hidden) if tensor.requires_grad])
+        output = self._compute(action, lambda: self._output(found, stage, m, hidden), ())
+        if torch.is_grad_enabled():
+            self._passes[stage, m] = found
+        if stage < self._schedule.stages - 1:
+            self._send_output(stage, m, output)
+
+    def _output(self, found: _Pass, stage: int, m: int, hidden: Any) -> Any:
+        """Return the output of a stage, and keep in `found` what the backward pass needs."""
+        split = self._schedule.splits_backward and torch.is_grad_enabled()
+        saved = SavedTensors() if split else None
         with nullcontext() if saved is None else saved.hooks():
             with self._statistics.of(m):
-                output = self._stages[stage].run(hidden, *self._batches[m])
+                output = self._stages[stage].run(hidden, *self._arguments(m))
             if stage == self._schedule.stages - 1:
                 output = self._loss(output, m)
             else:
                 _check_output(output, stage)
-        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        if torch.is_grad_enabled():
-            inputs = [tensor for tensor in tensors_of(hidden) if tensor.requires_grad]
-            self._passes[stage, m] = _Pass(inputs, outputs, saved)
-        if stage < self._schedule.stages - 1:
-            self._send_output(stage, m, output)
+        found.saved = saved
+        found.outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        return output
 
-    def _backward(self, stage: int, m: int) -> None:
+    def _backward(self, action: Action) -> None:
+        stage, m = action.stage, action.micro_batch
         gradients = self._output_gradients(stage, m)
         found = self._passes.pop((stage, m))
         if found.outputs:
-            torch.autograd.backward(found.outputs, gradients)
+            self._compute(action, lambda: torch.autograd.backward(found.outputs, gradients), None)
         self._send_gradients(stage, m, found.inputs, [each.grad for each in found.inputs])
 
-    def _backward_input(self, stage: int, m: int) -> None:
+    def _backward_input(self, action: Action) -> None:
+        stage, m = action.stage, action.micro_batch
         gradients = self._output_gradients(stage, m)
         found = self._passes[stage, m]
         inputs = found.inputs
         own: list[Tensor | None] = [None] * len(inputs)
         if found.outputs:
-            found.split = SplitBackward(found.outputs, inputs, found.saved)
+            split = found.split = SplitBackward(found.outputs, inputs, found.saved)
             found.outputs, found.inputs = [], []
-            own = found.split.input_gradients(gradients)
+            own = self._compute(action, lambda: split.input_gradients(gradients), own)
         self._send_gradients(stage, m, inputs, own)
 
     def _output_gradients(self, stage: int, m: int) -> list[Tensor]:
@@ -295,13 +352,12 @@ class _Step:
     def _receive(self, code: str, stage: int, m: int, source: int) -> Any:
         if self._is_local(source, m):
             return self._local.pop((code, stage, m))
-        assert self._transfers is not None
         return self._transfers.receive(code, stage, m)
 
     def _send_output(self, stage: int, m: int, output: Any) -> None:
         if self._is_local(stage + 1, m):
             self._local["F", stage + 1, m] = _leaves(output)
-        elif self._transfers is not None:
+        else:
             self._transfers.send_output(stage, m, output)
 
     def _send_gradients(
@@ -315,14 +371,14 @@ class _Step:
         ]
         if self._is_local(stage - 1, m):
             self._local["I", stage - 1, m] = complete
-        elif self._transfers is not None:
-            self._transfers.send_gradients(stage, m, complete)
+        else:
+            self._transfers.send_gradients(stage, m, complete, valid=not self._failed)
 
 
 def _check_output(output: Any, stage: int) -> None:
     parts = list(output) if isinstance(output, tuple) else [output]
-    if not all(part is None or isinstance(part, Tensor) for part in parts):
-        kinds = ", ".join(type(part).__name__ for part in parts)
+    if not parts or not all(part is None or isinstance(part, Tensor) for part in parts):
+        kinds = ", ".join(type(part).__name__ for part in parts) or "an empty tuple"
         raise TypeError(
             f"stage {stage} returned {kinds}; expected a tensor, or a tuple of tensors and None, between blocks"
         )

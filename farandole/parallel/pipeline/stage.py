@@ -204,15 +204,10 @@ def split(
     for name, buffer in model.named_buffers():
         layouts[name] = Layout(name, tuple(buffer.shape))
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    holders: dict[str, set[int]] = {name: set() for name in layouts}
-    for number, blocks in enumerate(found.ranges):
-        for place in blocks:
-            for tensor in _tensors(children[place][1]).values():
-                holders[names[id(tensor)]].add(placement[number])
     _check_statistics(children, found.ranges, names)
     _check_parameters(children, found.ranges, schedule)
-    for name, stages in holders.items():
-        layouts[name] = replace(layouts[name], stages=frozenset(stages))
+    for name, stages in stages_of(model, found).items():
+        layouts[name] = replace(layouts[name], stages=frozenset(placement[stage] for stage in stages))
     own = {
         number: blocks
         for number, blocks in enumerate(found.ranges)
@@ -230,6 +225,18 @@ def split(
                 if id(parameter) not in needed and not parameter.is_meta:  # the loss function may refer to it
                     hide(parameter, names[id(parameter)], ELSEWHERE)
     return {number: Stage(model, number, blocks, routers) for number, blocks in own.items()}, found
+
+
+def stages_of(model: nn.Sequential, found: Balance) -> dict[str, frozenset[int]]:
+    """Return the stages that have each parameter and buffer of a complete model, by the tensor's first name."""
+    children = blocks_of(model)
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    stages: dict[str, set[int]] = {name: set() for name in names.values()}
+    for number, blocks in enumerate(found.ranges):
+        for place in blocks:
+            for tensor in _tensors(children[place][1]).values():
+                stages[names[id(tensor)]].add(number)
+    return {name: frozenset(numbers) for name, numbers in stages.items()}
 
 
 def _has_router_losses(block: nn.Module) -> bool:

@@ -1,8 +1,10 @@
 """Sends and receives between the stages of one step.
 
 Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank of the
-previous stage.  Shapes are determined at run time: a header with types and shapes precedes an output.  A gradient has
-the shapes of the corresponding output, which its receiver knows.
+previous stage.  Shapes are found at run time: a header with types and shapes precedes an output.  A gradient has the shapes of
+the output, which its receiver knows, and is accompanied by a flag that says whether the gradient is valid.
+
+A rank that has failed sends an empty tuple as each further output, and invalid gradients (`stage_error`).
 
 The order of messages follows from the schedule of all ranks.  A rank sends a result directly after the action that computed
 it, and posts the receives from a peer in the order of the peer's sends.  No order deadlocks:
@@ -78,6 +80,8 @@ class _Receive:
     tensors: list[Tensor | None]
     shapes: Shapes
     single: bool
+    valid: Tensor | None = None
+    """The flag of a gradient; None for an output."""
 
 
 class Transfers:
@@ -101,6 +105,8 @@ class Transfers:
         self._comm, self._places, self._schedule, self._device = comm, places, schedule, device
         self.waited_s = 0.0
         """The seconds in which `receive` has waited."""
+        self.failed = False
+        """Whether a message of a failed rank has arrived."""
         self._sends: list[tuple[dist.Work, Tensor]] = []
         self._gradients: dict[Message, Shapes] = {}
         self._posted: dict[Message, _Receive] = {}
@@ -126,16 +132,19 @@ class Transfers:
             shape for shape in shapes if shape is not None and shape.requires_grad
         ]
 
-    def send_gradients(self, stage: int, m: int, gradients: Sequence[Tensor]) -> None:
+    def send_gradients(self, stage: int, m: int, gradients: Sequence[Tensor], *, valid: bool = True) -> None:
         """Send the gradients of a stage's inputs to the previous stage."""
-        message = ("I", stage - 1, m)
+        message, peer = ("I", stage - 1, m), self._schedule.rank_of(stage - 1, m)
         for gradient in gradients:
-            self._send(gradient.contiguous(), self._schedule.rank_of(stage - 1, m), self._tag(message))
+            self._send(gradient.contiguous(), peer, self._tag(message))
+        if gradients:
+            flag = torch.tensor([valid], dtype=torch.uint8, device=self._device)
+            self._send(flag, peer, self._tag(message, header=True))
 
     def receive(self, code: str, stage: int, m: int) -> Any:
         """Return the input of a pass: the previous stage's output for "F", or the gradients of this stage's outputs for "I".
 
-        Outputs are leaves that require gradients if the sent tensors did.
+        Outputs are leaves that require gradients if the sent tensors did.  `failed` is set if the sender has failed.
         """
         started = time.perf_counter()
         message = (code, stage, m)
@@ -146,6 +155,10 @@ class Transfers:
         for work in received.works:
             work.wait()
         self.waited_s += time.perf_counter() - started
+        if received.valid is None:
+            self.failed |= not received.shapes
+        else:
+            self.failed |= not received.valid
         for tensor, shape in zip(received.tensors, received.shapes, strict=True):
             if code == "F" and tensor is not None and shape is not None and shape.requires_grad:
                 tensor.requires_grad_()
@@ -182,9 +195,12 @@ class Transfers:
     def _post(self, peer: int) -> None:
         """Post the receive of a peer's next message."""
         message = self._queues[peer].popleft()
-        single = False
+        single, valid, works = False, None, []
         if message[0] == "I":
             shapes = self._gradients.pop(message)
+            if shapes:
+                valid = torch.empty(1, dtype=torch.uint8, device=self._device)
+                works = [self._comm.irecv(valid, self._places[peer], self._tag(message, header=True))]
         else:
             work, header = self._header(peer, message)
             work.wait()
@@ -192,10 +208,10 @@ class Transfers:
             shapes, single = decode(header.cpu())
         tensors = [None if shape is None else shape.empty(self._device) for shape in shapes]
         tag = self._tag(message)
-        works = [
+        works += [
             self._comm.irecv(tensor, self._places[peer], tag) for tensor in tensors if tensor is not None
         ]
-        self._posted[message] = _Receive(works, tensors, shapes, single)
+        self._posted[message] = _Receive(works, tensors, shapes, single, valid)
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> None:
         self._sends.append((self._comm.isend(tensor, self._places[peer], tag), tensor))

@@ -84,7 +84,7 @@ def build(
         built.weights += [weights_of(bucket, trained=False) for bucket in plan.frozen]
         trained = [weights_of(bucket, trained=True) for bucket in plan.trained]
         built.weights += trained
-    pools = _pools(plan.trained, groups) if zero >= 2 else [(None, 0)] * len(plan.trained)
+    pools = _pools(plan.trained, groups)
     for number, (bucket_plan, (pool, place)) in enumerate(zip(plan.trained, pools, strict=True)):
         bucket = Bucket(
             bucket_plan,
@@ -127,18 +127,23 @@ def _number(bucket: BucketPlan, rank: int, zero: int) -> int:
     return bucket.ranks.number(rank) if zero else 0
 
 
-def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool, int]]:
-    """Return each bucket's pool and its number in the pool; buckets with the same type, device, filling and ranks share a pool."""
+def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool | None, int]]:
+    """Return the pool and the number in the pool of each bucket that is reduced in every pass.
+
+    Buckets with the same type, device, filling and ranks share a pool.
+    """
     kinds: dict[tuple[torch.dtype, torch.device, Filling, tuple[int, ...]], list[int]] = {}
     for number, plan in enumerate(plans):
+        if not plan.every_pass:
+            continue
         kind = (plan.master_dtype, plan.device, plan.filling, plan.ranks.shards)
         kinds.setdefault(kind, []).append(number)
-    found: dict[int, tuple[BufferPool, int]] = {}
+    found: dict[int, tuple[BufferPool | None, int]] = {}
     for (dtype, device, filling, ranks), numbers in kinds.items():
         lengths = [plans[number].layout.length for number in numbers]
         pool = BufferPool(groups.of_ranks(ranks), lengths, dtype, device, zero_copy=filling == "zero-copy")
         found |= {number: (pool, place) for place, number in enumerate(numbers)}
-    return [found[number] for number in range(len(plans))]
+    return [found.get(number, (None, 0)) for number in range(len(plans))]
 
 
 def _gatherer(model: nn.Module, plan: ShardingPlan, groups: Groups, built: Built) -> Gatherer:

@@ -80,6 +80,12 @@ class BucketPlan:
     """The type in which the optimizer updates, and in which gradients are reduced."""
     group: int = 0
     """The number of the group in which these weights are gathered."""
+    every_pass: bool = False
+    """Whether each backward pass is reduced (`zero` 2 and 3), so that the unsharded gradient is not kept.
+
+    Ranks with different pipeline stages run them at different times.  The gradients that such ranks share, for example of a
+    tied embedding, are reduced once per step.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -160,6 +166,7 @@ def plan_sharding(
     flat: bool | None = None,
     gathered: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
+    stages: Mapping[str, frozenset[int]] | None = None,
 ) -> ShardingPlan:
     """Assign the parameters on `rank` to buckets.
 
@@ -169,6 +176,7 @@ def plan_sharding(
         flat: whether parameters are moved into flat buffers; by default if states are sharded or `dtype` is given.
         gathered: whether weights are gathered block by block.
         bucket_bytes: the approximate size of a bucket in bytes of parameters.
+        stages: the pipeline stages that have each parameter; the parameters of a bucket belong to the same stages.
 
     Raises:
         LayoutError: if parts of a tensor are summed by different ranks.
@@ -197,10 +205,19 @@ def plan_sharding(
             wanted,
             master_type(first) if flat else first.dtype,
             group_of.get(id(first), 0),
+            zero >= 2 and len({_stages_on(mesh, each) for each in ranks[id(first)].column}) == 1,
         )
 
     def buckets(members: Iterable[nn.Parameter]) -> list[BucketPlan]:
-        keys = {id(p): (ranks[id(p)].key, id(p) in kept, group_of.get(id(p), 0)) for p in parameters}
+        keys = {
+            id(p): (
+                ranks[id(p)].key,
+                id(p) in kept,
+                group_of.get(id(p), 0),
+                stages and stages[names[id(p)]],
+            )
+            for p in parameters
+        }
         filled = fill(members, _NO_LIMIT if gathered else bucket_bytes, keys)
         if gathered:  # the backward pass starts with the last block; parameters of no block or several blocks are complete last
             order = [*reversed(range(len(groups) - 1)), len(groups) - 1]
@@ -284,9 +301,14 @@ def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, 
         cells = mesh.of_rank(each)
         # hosts have copies with hybrid sharding, and stages have copies of gathered weights because they compute different blocks
         host = mesh.coordinate(cells[0], HYBRID) if HYBRID in mesh.sub_axes else 0
-        stages = tuple(cell.pipeline for cell in cells) if zero == 3 else ()
+        stages = _stages_on(mesh, each) if zero == 3 else ()
         parts.setdefault((host, stages), []).append(each)
     return [tuple(members) for members in parts.values()]
+
+
+def _stages_on(mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Return the positions of a rank in the pipeline, one for each replica of a mirrored pipeline."""
+    return tuple(cell.pipeline for cell in mesh.of_rank(rank))
 
 
 def fill(

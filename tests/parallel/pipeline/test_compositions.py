@@ -91,15 +91,15 @@ def _fill(name: str, block: torch.nn.Module) -> None:
         tensor.zero_()
 
 
-def _peak(rank: int, size: int, plan: Plan, memory: int | None = None) -> tuple[int, int]:
+def _peak(rank: int, size: int, plan: Plan) -> tuple[int, int]:
     """Return the peak of all tensors in a step without the model and the gradients, and the number of recomputed blocks."""
     auto = plan.recompute == "auto"
     # a model on the meta device is divided by parameters, not by time
     with torch.device("meta" if auto else "cpu"):
         model = build_gpt(GPTConfig(29, 128, 8, 4, 64))
     tokens = torch.randint(0, 29, (4, 128))
-    example, initialise = tokens if memory or auto else None, _fill if auto else None
-    engine = farandole.parallelize(model, plan, example=example, memory=memory, initialise=initialise)
+    example, initialise = tokens if plan.stage_bytes or auto else None, _fill if auto else None
+    engine = farandole.parallelize(model, plan, example=example, initialise=initialise)
     samples = [(tokens.clone(), tokens) for _ in range(6)]
     engine.forward_backward(samples, loss)
     engine.zero_grad()
@@ -128,7 +128,7 @@ def test_a_model_is_divided_within_the_memory_of_a_rank(ranks: Any) -> None:
     """Rank 0 has activations of two micro-batches, and therefore gets fewer blocks than in a division by time."""
     memory = 16 << 20
     before = [peak for peak, _ in ranks(2).run(_peak, Plan(pipeline=2))]
-    after = [peak for peak, _ in ranks(2).run(_peak, Plan(pipeline=2), memory)]
+    after = [peak for peak, _ in ranks(2).run(_peak, Plan(pipeline=2, stage_bytes=memory))]
     assert before[0] > 1.2 * memory
     assert max(after) < 1.1 * memory, (before, after)
 
@@ -162,17 +162,19 @@ BUDGET: dict[str, Any] = {"recompute": "auto", "activation_bytes": 9}
         ),
         (Plan(pipeline=2, **BUDGET), {}, "use at least activation_bytes="),
         (Plan(pipeline=2, recompute="block", schedule="zb-v"), {}, "nearest plan: schedule='1f1b'"),
-        (Plan(pipeline=2, schedule="gpipe"), {"memory": 1 << 20}, "memory=.*nearest plan: schedule='1f1b'"),
-        (Plan(pipeline=2), {"memory": 9}, r"fits in 9 per stage; allow at least \d+"),
-        (Plan(pipeline=2), {"memory": 9, "example": None}, "memory=9 requires example="),
-        (Plan(pipeline=2, **BUDGET), {"memory": 9}, "limited by activation_bytes"),
-        (Plan(), {"memory": 9}, "memory=9 with pipeline=1"),
+        (
+            Plan(pipeline=2, schedule="gpipe", stage_bytes=1 << 20),
+            {},
+            "stage_bytes=.*nearest plan: schedule='1f1b'",
+        ),
+        (Plan(pipeline=2, stage_bytes=9), {}, r"fits in 9 per stage; the least is \d+"),
+        (Plan(pipeline=2, stage_bytes=9), {"example": None}, "stage_bytes=9 requires example="),
     ],
 )
 def test_budgets_that_do_not_suit_a_pipeline_are_refused(
     ranks: Any, plan: Plan, options: dict[str, Any], message: str
 ) -> None:
-    for found in ranks(plan.pipeline).run(_refusal, plan, options):
+    for found in ranks(2).run(_refusal, plan, options):
         assert re.search(message, found), found
 
 
@@ -438,3 +440,57 @@ def _reductions(rank: int, size: int, plan: Plan) -> tuple[int, int]:
 def test_reductions_start_while_the_pipeline_drains(ranks: Any, schedule: str) -> None:
     for started, buckets in ranks(4).run(_reductions, Plan(data=2, pipeline=2, schedule=schedule)):
         assert started == buckets > 0
+
+
+def _gradient_bytes(rank: int, size: int, plan: Plan) -> tuple[int, int, int]:
+    """Return the most bytes of gradients at the start of a reduction, those of all unsharded gradients, and of a bucket."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 2048, bias=False) for _ in range(2 * size)))
+    for number in range(1, 2 * size, 2):
+        model[number] = nn.Linear(2048, 512, bias=False)
+    engine = farandole.parallelize(model, plan)
+    seen, plain = [0], Bucket.reduce_async
+
+    def reduce_async(bucket: Bucket) -> None:
+        sharded = [b.reduced.nbytes for b in engine.buckets if b.plan.every_pass and b.holds_result]
+        seen.append(sum(b.held_nbytes for b in engine.buckets) + sum(sharded))
+        plain(bucket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "reduce_async", reduce_async)
+        samples = [torch.randn(2, 512) for _ in range(3)]
+        engine.forward_backward(samples, lambda output, _: (output.square().sum(), output.numel()))
+    whole = [bucket.whole_nbytes for bucket in engine.buckets]
+    engine.close()
+    return max(seen), sum(whole), max(whole)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_ranks_keep_shards_of_gradients_while_stages_run(ranks: Any, schedule: str) -> None:
+    for zero in (1, 2):
+        plan = Plan(data=2, pipeline=2, schedule=schedule, zero=zero)
+        for peak, whole, bucket in ranks(4).run(_gradient_bytes, plan):
+            assert peak == whole if zero == 1 else peak <= whole / 2 + 3 * bucket < whole
+
+
+def _uneven(rank: int, size: int, plan: Plan, counts: list[int]) -> tuple[float, float]:
+    engine = farandole.parallelize(build("gpt"), plan)
+    replica = engine.mesh.replica_of(rank)
+    step = engine.forward_backward(batches("gpt", 0, replica, counts[replica]), loss)
+    found = step.loss, engine.gradient_norm()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("counts", [[3, 1], [0, 2]])
+def test_replicas_may_have_different_numbers_of_micro_batches(ranks: Any, counts: list[int]) -> None:
+    model = build("gpt")
+    samples = [b for replica, count in enumerate(counts) for b in batches("gpt", 0, replica, count)]
+    parts = [loss(model(batch[0]), batch) for batch in samples]
+    mean = sum(total for total, _ in parts) / sum(count for _, count in parts)
+    mean.backward()  # type: ignore[union-attr]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    for schedule, zero in (("1f1b", 1), ("v-min", 2)):
+        plan = Plan(data=2, pipeline=2, schedule=schedule, zero=zero)
+        for found in ranks(4).run(_uneven, plan, counts):
+            assert found == pytest.approx((float(mean), float(norm)), rel=1e-4)

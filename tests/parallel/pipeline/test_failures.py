@@ -1,4 +1,4 @@
-"""A stage that dies or is stuck is named by the other ranks."""
+"""A stage that dies, is stuck or raises an exception is named by all ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import farandole
 from farandole.comm import RankLate
+from farandole.parallel.engine import Engine
 from farandole.parallel.pipeline.stage import Absent
+from farandole.parallel.pipeline.stage_error import StageError
 from farandole.plan import Plan
 from tests.comm.jobs import Job, survivors_of
-from tests.parallel.pipeline.models import batches, build, loss
+from tests.parallel.pipeline.models import (
+    CLIP,
+    RATE,
+    Batch,
+    alone,
+    batches,
+    build,
+    compare,
+    loss,
+    state_of,
+)
 
 STUCK_S = 5.5
 
@@ -106,3 +119,120 @@ def _late(rank: int, size: int) -> None:
 
 def test_a_late_stage_is_named_until_the_engine_is_closed(ranks: Any) -> None:
     ranks(2).run(_late)
+
+
+class _Broken(Exception):
+    """Raised by a stage of a test."""
+
+
+def _broken_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    if len(batch[0]) == 2:
+        raise _Broken("no such class")
+    return loss(output, batch)
+
+
+def _break(engine: Engine, kind: str) -> Any:
+    """Let a block of one rank fail in its second forward or backward pass; return the handle of its hook."""
+    calls = itertools.count(1)
+
+    def fail(gradient: Tensor) -> None:
+        if next(calls) == 2:
+            raise _Broken("no such row")
+
+    def hook(block: nn.Module, inputs: Any, output: Tensor) -> None:
+        if kind == "forward":
+            fail(output)
+        elif output.requires_grad:
+            output.register_hook(fail)
+
+    return engine.model[3].register_forward_hook(hook)
+
+
+def _raises(rank: int, size: int, plan: Plan, kinds: list[str]) -> tuple[list[str], Any]:
+    """Return the errors of steps in which a stage fails, and the results of the step that follows."""
+    model, micro_batches = build("gpt"), 4
+    engine = farandole.parallelize(model, plan)
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), RATE))
+    replica = engine.mesh.replica_of(rank)
+    samples = batches("gpt", 0, replica, micro_batches)
+    found = []
+    for kind in kinds:
+        handle = _break(engine, kind) if kind in ("forward", "backward") and not replica else None
+        broken = _broken_loss if kind in ("loss", "metric") and not replica else loss
+        run = engine.evaluate if kind == "metric" else engine.forward_backward
+        with pytest.raises(StageError) as caught:
+            run(samples, broken)
+        if handle is not None:
+            handle.remove()
+        own = caught.value.__cause__
+        found.append(f"{caught.value} ({type(own).__name__})")
+    losses = [engine.forward_backward(samples, loss).loss]
+    norms = [engine.clip(CLIP)]
+    optimizer.step()
+    optimizer.zero_grad()
+    metric = engine.evaluate(batches("gpt", 9, replica, micro_batches), loss)
+    names = {p: n for n, p in model.named_parameters()}
+    state = state_of(model, ((names[p], value) for p, value in engine.whole_parameters()))
+    engine.close()
+    return found, (state, losses, norms, metric)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gems", "zb-v"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_an_exception_is_raised_on_all_ranks_and_the_next_step_works(
+    ranks: Any, schedule: str, stages: int
+) -> None:
+    kinds = ["loss", "forward", "backward", "metric"]
+    results = ranks(stages).run(_raises, Plan(pipeline=stages, schedule=schedule), kinds)
+    passes = ["forward pass", "forward pass", "backward pass|input gradient", "forward pass"]
+    errors = ["no such class", "no such row", "no such row", "no such class"]
+    last = {"1f1b": stages - 1, "gems": stages - 1, "zb-v": 2 * stages - 1}[schedule]
+    for number, (kind, what) in enumerate(zip(passes, errors, strict=True)):
+        found = [each[0][number] for each in results]
+        pattern = (
+            rf"rank (\d): the ({kind}) of micro-batch \d failed in stage (\d): .*_Broken: {what}; see docs/"
+        )
+        matches = [re.match(pattern, text) for text in found]
+        assert all(matches), found
+        assert len({match[0] for match in matches if match}) == 1, found
+        rank, stage = int(matches[0][1]), int(matches[0][3])  # type: ignore[index]
+        assert found[rank].endswith("(_Broken)")
+        assert stage == last or "row" in what
+    compare([each[1] for each in results], alone("gpt", 4, steps=1))
+
+
+def test_an_exception_is_raised_in_other_replicas_and_precisions(ranks: Any) -> None:
+    kinds = ["loss", "backward"]
+    results = ranks(4).run(_raises, Plan(data=2, pipeline=2, zero=1), kinds)
+    for found, _ in results:
+        assert found[0].startswith("rank 1: the forward pass of micro-batch 1 failed in stage 1: ")
+        assert "_Broken: no such row" in found[1]
+    compare([each[1] for each in results], alone("gpt", 4, replicas=2, steps=1))
+    for found, (_, losses, *_) in ranks(2).run(_raises, Plan(pipeline=2, precision="fp16"), kinds):
+        assert "_Broken: no such class" in found[0] and "_Broken: no such row" in found[1]
+        assert losses == pytest.approx(alone("gpt", 4, steps=1)[1], rel=0.01)
+
+
+def test_an_exception_is_raised_over_gloo(ranks: Any) -> None:
+    results = ranks(2, "gloo").run(_raises, Plan(pipeline=2), ["loss", "backward"])
+    compare([each[1] for each in results], alone("gpt", 4, steps=1))
+
+
+def _generates(rank: int, size: int) -> str:
+    engine = farandole.parallelize(build("gpt"), Plan(pipeline=2))
+    engine.model.eval()
+    handle = engine.model[-1].register_forward_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), pytest.raises(StageError) as caught:
+        engine(torch.ones(1, 4, dtype=torch.int64))
+    handle.remove()
+    with torch.no_grad():
+        assert engine(torch.ones(1, 4, dtype=torch.int64)).shape[:2] == (1, 4)
+    engine.close()
+    return str(caught.value)
+
+
+def test_an_exception_in_a_call_of_the_model_is_raised_on_all_ranks(ranks: Any) -> None:
+    for text in ranks(2).run(_generates):
+        assert text.startswith(
+            "rank 1: the forward pass of micro-batch 0 failed in stage 1: ZeroDivisionError"
+        )

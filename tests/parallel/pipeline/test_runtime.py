@@ -52,9 +52,13 @@ def test_the_chunked_loss_of_the_head_runs_on_the_last_stage(ranks: Any) -> None
     compare(results, alone("gpt", 4))
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("schedule", ["1f1b", "v-min", "gems-w"])
-def test_stages_combine_with_data_parallelism(ranks: Any, zero: int, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    [(schedule, zero) for schedule in ("1f1b", "v-min", "gems-w") for zero in (0, 1)]
+    + [(schedule, 2) for schedule in ("1f1b", "gpipe", "interleaved", "zb-h1", "v-min")],
+)
+def test_stages_combine_with_data_parallelism(ranks: Any, schedule: str, zero: int) -> None:
+    """The embedding is tied to the output projection, which is in another stage."""
     plan = Plan(data=2, pipeline=2, schedule=schedule, zero=zero)
     results = ranks(4).run(train, "gpt", plan, 3)
     compare(results, alone("gpt", 3, replicas=2))
@@ -123,6 +127,7 @@ def _refused(rank: int, size: int, kind: str, plan: Plan) -> str:
     ("kind", "options", "message"),
     [
         ("tanh", {}, "the blocks of pipeline rank 1 have no parameters; nearest plan: pipeline=1"),
+        ("gpt", {"schedule": "gems", "zero": 2}, "nearest plan: zero=1, or schedule='1f1b'"),
         ("gpt", {"schedule": "1f1"}, "unknown schedule '1f1'; did you mean 1f1b"),
         ("gpt", {"recompute": "attention"}, "recompute='attention' requires an example"),
         ("gpt", {"schedule": "zb-h1", "recompute": "block"}, "nearest plan: schedule='1f1b'"),
@@ -144,8 +149,12 @@ def test_what_stages_do_not_support_is_refused(
 
 
 def test_invalid_plans_are_refused() -> None:
-    with pytest.raises(PlanError, match="zero=2 with pipeline=2: .* nearest plan: zero=1"):
-        Plan(pipeline=2, zero=2)
+    with pytest.raises(PlanError, match="zero=3 with pipeline=2: .* nearest plan: zero=2"):
+        Plan(pipeline=2, zero=3)
+    with pytest.raises(PlanError, match="stage_bytes=9 with pipeline=1: .* nearest plan: pipeline=2"):
+        Plan(stage_bytes=9)
+    with pytest.raises(PlanError, match="stage_bytes=9 with recompute='auto', which has a budget of its own"):
+        Plan(pipeline=2, recompute="auto", activation_bytes=9, stage_bytes=9)
     with pytest.raises(PlanError, match="schedule='gpipe' with pipeline=1"):
         Plan(schedule="gpipe")
     with pytest.raises(PlanError, match="pipeline=0: expected at least 1 rank"):

@@ -1,0 +1,76 @@
+"""Raise an exception of one stage on all ranks, without losing the order of messages.
+
+After an exception, a rank computes nothing more in this step, but still exchanges every message of its schedule.  It sends an
+empty tuple instead of hidden states, and zeros that are marked as invalid instead of gradients.  Ranks that receive these
+messages also stop computing.  Therefore all ranks reach the end of the step, where all of them raise the same error, and no
+message is left over for the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from farandole._troubleshooting import Documented
+from farandole.comm.communicator import ReduceName
+from farandole.parallel.pipeline.schedule import Action
+
+_PASSES = {
+    "F": "the forward pass",
+    "B": "the backward pass",
+    "I": "the input gradient",
+    "W": "the weight gradient",
+}
+
+
+class StageError(Documented, RuntimeError):
+    """Raised on all ranks after an exception in a pipeline stage; on the failed rank, `__cause__` is the exception.
+
+    The message names the rank, the stage, the pass, the micro-batch and the exception.
+    """
+
+    _section = "stageerror"
+
+
+@dataclass(frozen=True)
+class StageFailure:
+    """An exception that ended an action on this rank."""
+
+    action: Action
+    error: Exception
+
+    def __str__(self) -> str:
+        kind, action = type(self.error), self.action
+        error = (
+            kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        )
+        return (
+            f"{_PASSES[action.code]} of micro-batch {action.micro_batch} failed in stage {action.stage}: "
+            f"{error}: {self.error}"
+        )
+
+
+class _Ranks(Protocol):
+    """The collectives of a communicator that `raise_on_all` needs."""
+
+    def all_reduce(self, tensor: Tensor, op: ReduceName) -> Any: ...
+
+    def all_gather_object(self, value: Any) -> list[Any]: ...
+
+
+def raise_on_all(comm: _Ranks, rank: int, failure: StageFailure | None) -> None:
+    """Raise `StageError` on all ranks if an action failed on one of them.  This is a collective call.
+
+    Args:
+        rank: the number of this rank in messages.
+        failure: the failure of this rank, if an action failed.
+    """
+    failed = torch.tensor([failure is not None], dtype=torch.int32)
+    comm.all_reduce(failed, "max")
+    if not failed:
+        return
+    found = comm.all_gather_object(None if failure is None else f"rank {rank}: {failure}")
+    raise StageError(next(each for each in found if each is not None)) from getattr(failure, "error", None)
