@@ -41,7 +41,7 @@ _AXES = ("tensor", "sequence", "context", "expert", "pipeline")
 """The fields of a plan that split the model or the samples, and with them the micro-batches of a rank."""
 
 _FIELDS = (
-    *("zero", "hybrid", "recompute", "offload", "offloaded", "precision", "rounding", "swap", "schedule"),
+    *("zero", "data_shard", "recompute", "offload", "offloaded", "precision", "rounding", "swap", "schedule"),
     *_AXES,
 )
 """The fields of a plan that the command chooses."""
@@ -146,7 +146,7 @@ def plan(setup: PlanSetup) -> Planned:
     machine = _machine(setup, ranks)
     axes: dict[str, Sequence[Any]] = {
         "zero": range(4),
-        "hybrid": [False, True] if setup.nodes > 1 else [False],
+        "data_shard": ["all", "host"] if setup.nodes > 1 else ["all"],
         "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
         "precision": [_precision(config, machine)],
         "lora": [config.plan.lora()],
