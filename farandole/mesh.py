@@ -73,8 +73,8 @@ class Mesh:
 
     Args:
         cells: cells with distinct coordinates, on ranks numbered from 0.
-        factors: the sub-axes of an axis, the outer one first: `{"data": {"hosts": 2, "local": 4}}` defines "data.hosts"
-            and "data.local".
+        factors: the sub-axes of an axis, the outer one first: `{"data": {"replicate": 2, "shard": 4}}` defines
+            "data.replicate" and "data.shard".
 
     Raises:
         MeshError: if cells have equal coordinates, a rank has no cell, or the product of factors is not the size of

@@ -8,11 +8,12 @@ rounding.  `precision`, `rounding`, `compression`, `deferred_batch_norm` and `lo
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from farandole._troubleshooting import Documented
 
@@ -21,6 +22,7 @@ Recompute = Literal["none", "block", "selective", "attention", "auto"]
 Offloaded = Literal["optimizer", "gradients", "parameters"]
 Rounding = Literal["nearest", "stochastic"]
 Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
+DataShard = int | Literal["all", "host"]
 
 
 MODEL_AXES = ("context", "expert", "tensor")
@@ -144,6 +146,24 @@ def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Patter
     return several
 
 
+def _refuse_hybrid(plan: type[Plan]) -> type[Plan]:
+    """Make the constructor name the field that has replaced `hybrid`."""
+    create = plan.__init__
+
+    @functools.wraps(create)
+    def checked(self: Plan, **fields: Any) -> None:
+        if "hybrid" in fields:
+            raise PlanError(
+                f"hybrid={fields['hybrid']} was replaced by data_shard; nearest plan: "
+                f"data_shard={'host' if fields['hybrid'] else 'all'!r}"
+            )
+        create(self, **fields)
+
+    plan.__init__ = checked  # type: ignore[method-assign]
+    return plan
+
+
+@_refuse_hybrid
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A parallelization plan: how training states are sharded, and how memory is saved.
@@ -166,8 +186,9 @@ class Plan:
         expert: the number of ranks over which the experts of a mixture of experts are distributed; these ranks have
             different samples (`parallel.expert`).
         zero: the ZeRO stage (Rajbhandari et al., 2020): 1 shards optimizer states, 2 also gradients, 3 also weights.
-        hybrid: shard only among the ranks on each host, so that every host has a complete copy and hosts exchange
-            only gradients.
+        data_shard: with `zero` >= 1, the number of ranks on the data axis among which states are sharded; the states are
+            replicated on the other ranks.  "all" shards over the whole axis, and "host" among the ranks on each host, so that
+            hosts exchange only gradients.
         precision: the type in which the model computes.  The optimizer updates master weights in the type in which
             the model was created, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear
             layers multiply 8-bit floats.
@@ -199,7 +220,7 @@ class Plan:
     ring: int | None = None
     expert: int = 1
     zero: int = 0
-    hybrid: bool = False
+    data_shard: DataShard = "all"
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     activation_bytes: int | None = None
@@ -245,8 +266,18 @@ class Plan:
                 f"zero=3 with pipeline={self.pipeline}: weights would be gathered twice for each micro-batch; nearest plan: "
                 "zero=2"
             )
-        if self.hybrid and not self.zero:
-            raise PlanError("hybrid=True with zero=0: there are no states to shard; nearest plan: zero=1")
+        if self.data_shard not in ("all", "host") and not (
+            isinstance(self.data_shard, int) and self.data_shard >= 1
+        ):
+            raise PlanError(
+                f"data_shard={self.data_shard!r}: expected 'all', 'host', or a number of at least 1 rank"
+            )
+        if self.data_shard != "all" and not self.zero:
+            raise PlanError(
+                f"data_shard={self.data_shard!r} with zero=0: there are no states to shard; nearest plan: zero=1"
+            )
+        if self.data is not None:
+            self._check_data_shard(self.data)
         _one_of("precision", self.precision, get_args(Precision))
         _one_of("rounding", self.rounding, get_args(Rounding))
         _one_of("recompute", self.recompute, get_args(Recompute))
@@ -333,7 +364,7 @@ class Plan:
         """Return the size of each axis on `ranks` ranks.
 
         Raises:
-            PlanError: if the product of the sizes is not the number of ranks.
+            PlanError: if the product of the sizes is not the number of ranks, or `data_shard` does not divide the data axis.
         """
         inner = {axis: getattr(self, axis) for axis in ("pipeline", *MODEL_AXES)}
         each = math.prod(inner.values())
@@ -346,7 +377,16 @@ class Plan:
             raise PlanError(
                 f"{product}: expected {multiple}{math.prod(named.values())} ranks, got {ranks}; nearest plan: {near}"
             )
+        self._check_data_shard(data)
         return {"data": data} | inner
+
+    def _check_data_shard(self, data: int) -> None:
+        """Raise `PlanError` if the ranks on a data axis of size `data` do not form groups of `data_shard` ranks."""
+        if isinstance(self.data_shard, int) and data % self.data_shard:
+            near = max(n for n in range(1, min(data, self.data_shard) + 1) if data % n == 0)
+            raise PlanError(
+                f"data_shard={self.data_shard} does not divide data={data}; nearest plan: data_shard={near}"
+            )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

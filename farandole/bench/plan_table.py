@@ -50,7 +50,7 @@ def choices(estimates: Sequence[Estimate]) -> list[str]:
     """Return the plan fields to show: the ZeRO stage, recomputation, and fields with values other than the default."""
     plans, default = [one.plan for one in estimates], Plan()
     axes = ("tensor", "sequence", "context", "expert", "pipeline", "schedule")
-    seldom = (*axes, "hybrid", "precision", "rounding", "offload", "offloaded", "swap")
+    seldom = (*axes, "data_shard", "precision", "rounding", "offload", "offloaded", "swap")
     wanted = [name for name in seldom if {getattr(one, name) for one in plans} != {getattr(default, name)}]
     if len({one.precision for one in plans}) == 1 and "precision" in wanted:
         wanted.remove("precision")

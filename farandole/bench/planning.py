@@ -44,7 +44,7 @@ _AXES = ("tensor", "sequence", "context", "expert", "pipeline")
 _FIELDS = (
     *(
         "zero",
-        "hybrid",
+        "data_shard",
         "recompute",
         "offload",
         "offloaded",
@@ -165,7 +165,7 @@ def plan(setup: PlanSetup) -> Planned:
     machine = _measured(setup, ranks, nodes) if accelerator is None else _published(setup, accelerator, nodes)
     axes: dict[str, Sequence[Any]] = {
         "zero": range(4),
-        "hybrid": [False, True] if nodes > 1 else [False],
+        "data_shard": ["all", "host"] if nodes > 1 else ["all"],
         "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
         "precision": [_precision(config, machine)],
         "lora": [config.plan.lora()],

@@ -157,12 +157,12 @@ def plan(
             show_default="nearest; if nothing fits, both",
         ),
     ] = None,
-    hybrid: Annotated[
-        bool | None,
+    data_shard: Annotated[
+        list[str] | None,
         typer.Option(
-            "--hybrid/--no-hybrid",
-            help="Hybrid sharding: ZeRO shards states only within each host.",
-            show_default="both, with several --nodes",
+            "--data-shard",
+            help="Hybrid sharding to consider: the number of ranks among which ZeRO shards states, all or host.  Repeatable.",
+            show_default="all; with several --nodes, also host",
         ),
     ] = None,
     flops: Annotated[
@@ -314,7 +314,7 @@ def plan(
                 "pipeline": pipeline or [],
                 "schedule": schedule or [],
                 "zero": zero or [],
-                "hybrid": [] if hybrid is None else [hybrid],
+                "data_shard": [int(one) if one.isdecimal() else one for one in data_shard or []],
                 "recompute": recompute or [],
                 "offload": offload or [],
                 "offloaded": offloaded or [],

@@ -114,6 +114,33 @@ class CompletedWork(FarandoleWork):
         return future
 
 
+class FutureWork(FarandoleWork):
+    """Work of torch, followed by a callback: `future` completes after the callback."""
+
+    def __init__(
+        self, first: dist.Work, future: torch.futures.Future[Any], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__(tensors)
+        self._first, self._future = first, future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the callback has returned or `timeout` expires; raise the error of the work or of the callback."""
+        if timeout is None:
+            self._first.wait()
+        else:
+            self._first.wait(timeout)
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the callback has returned or failed."""
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future for the tensors."""
+        return self._future
+
+
 class OutcomeFuture:
     """A torch future for the outcome of a work object.
 

@@ -45,7 +45,6 @@ from farandole.layout import Layout
 from farandole.memory.swap import Swap
 from farandole.mesh import Mesh
 from farandole.models.moe import RouterLoad, take_loads
-from farandole.parallel.axes import hosts_of
 from farandole.parallel.buffers import ReplicatedBuffers, with_buffers
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import safetensors_files
@@ -105,7 +104,6 @@ class Engine:
         bucket_bytes: the approximate size of a gradient bucket in bytes.
         compression: the compression for gradients between hosts; requires `zero=0`.
         zero: the ZeRO stage: 1 shards optimizer states and master weights, 2 also gradients, 3 also weights.
-        hybrid: shard only among the ranks of each host, so that every host has a complete copy.
         dtype: the type in which the model computes (bf16, fp16).  Master weights and their gradients keep the original type
             of the parameters.
         offload: "host" or "disk:FOLDER": where master weights and optimizer states are stored between steps.
@@ -125,7 +123,6 @@ class Engine:
 
     Raises:
         TypeError, ValueError: if an option is invalid, options conflict, or the model's gradients cannot be compressed.
-        PlanError: with `hybrid`, if hosts have different numbers of ranks.
     """
 
     def __init__(
@@ -136,7 +133,6 @@ class Engine:
         compression: Compression | None = None,
         *,
         zero: int = 0,
-        hybrid: bool = False,
         dtype: torch.dtype | None = None,
         offload: str = "none",
         offloaded: Offloaded = "optimizer",
@@ -170,7 +166,7 @@ class Engine:
             in_memory = {name for name, p in model.named_parameters() if not p.is_meta}
             types = stand_in([complete, model], torch.get_default_device())
         if mesh is None:
-            mesh = box_mesh(comm.size, hosts_of(comm) if hybrid else (), hybrid=hybrid)
+            mesh = box_mesh(comm.size)
         self.mesh, self.layouts = mesh, with_buffers(model, layouts or replicated_layouts(model))
         groups = connect(mesh, comm, self.layouts.values(), zero)
         if pipeline is not None:

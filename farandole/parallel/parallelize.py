@@ -117,7 +117,6 @@ def parallelize(
             stages = pipeline.apply(model, position, plan, layouts, division)
     options: dict[str, Any] = {
         "zero": plan.zero,
-        "hybrid": plan.hybrid,
         "dtype": _compute_type(plan),
         "offload": plan.offload,
         "offloaded": plan.offloaded,
@@ -179,9 +178,9 @@ def _split(
     """Apply the plan's axes within layers to `model`.  This is a collective call."""
     axes = ("pipeline", *MODEL_AXES)
     inner = any(sizes[axis] > 1 for axis in axes)
-    hosts = hosts_of(comm) if inner or plan.hybrid else ()
+    hosts = hosts_of(comm) if inner or plan.data_shard != "all" else ()
     mirrored = plan.pipeline > 1 and pipeline.schedule_of(plan).mirrored
-    mesh = box_mesh(comm.size, hosts, hybrid=plan.hybrid, **sizes, mirror=2 if mirrored else 1)
+    mesh = box_mesh(comm.size, hosts, data_shard=plan.data_shard, **sizes, mirror=2 if mirrored else 1)
     layouts = Layouts(model)
     sets: list[tuple[str, ...]] = [(axis,) for axis in axes]
     if plan.pipeline > 1:

@@ -156,7 +156,7 @@ def shares_memory(bucket: BucketPlan, ranks: int, machine: Machine) -> bool:
 def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> ShardingPlan:
     model = workload.model
     hosts = [machine.host_of(rank, ranks) for rank in range(ranks)]
-    mesh = workload.mesh or box_mesh(ranks, hosts or (), hybrid=plan.hybrid)
+    mesh = workload.mesh or box_mesh(ranks, hosts or (), data_shard=plan.data_shard)
     layouts = workload.layouts or replicated_layouts(model)
     dtype = weight_type(plan)
     dividing = {

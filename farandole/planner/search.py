@@ -59,7 +59,7 @@ def estimates_of(
             found = True
             yield estimated
             continue
-        axes = (plan.data, plan.hybrid, *_model_axes(plan))
+        axes = (plan.data, plan.data_shard, *_model_axes(plan))
         if axes not in parts:
             parts[axes] = workload.split(plan, ranks, machine.hosts)
         part = parts[axes]
@@ -110,7 +110,7 @@ class _StageEstimates:
         check(workload.model, plan)
         schedule = schedule_of(plan, workload.micro_batches)
         divided = (plan.pipeline, *_model_axes(plan))
-        axes = (plan.data, plan.hybrid, schedule.mirrored, *divided)
+        axes = (plan.data, plan.data_shard, schedule.mirrored, *divided)
         if axes not in self._parts:
             self._parts[axes] = workload.split(plan, ranks, machine.hosts)
         placed = (axes, schedule.placement)

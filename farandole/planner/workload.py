@@ -149,7 +149,7 @@ class Workload:
             return replace(self, model=model, applied=True)
         names = [str(rank * hosts // ranks) for rank in range(ranks)]
         mirrored = plan.pipeline > 1 and pipeline.schedule_of(plan).mirrored
-        mesh = box_mesh(ranks, names, hybrid=plan.hybrid, **sizes, mirror=2 if mirrored else 1)
+        mesh = box_mesh(ranks, names, data_shard=plan.data_shard, **sizes, mirror=2 if mirrored else 1)
         if plan.pipeline > 1:
             pipeline.check(model, plan)
         layouts, sent = Layouts(model), Sent()

@@ -66,13 +66,16 @@ SYNONYMS = {
     **dict.fromkeys(("dataset", "data_path"), "data.path"),
     **dict.fromkeys(("precision", "dtype", "fp16", "bf16", "mixed_precision"), "plan.precision"),
     **dict.fromkeys(("stage", "zero_stage"), "plan.zero"),
+    **dict.fromkeys(
+        ("data_parallel_shard_degree", "dp_shard", "mics_shard_size", "hybrid"), "plan.data_shard"
+    ),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "plan.recompute"),
     **dict.fromkeys(("cpu_offload", "offload_optimizer"), "plan.offload"),
     **dict.fromkeys(("save_steps", "save_interval"), "checkpoint.every"),
     **dict.fromkeys(("eval_steps", "eval_interval"), "evaluate.every"),
     **dict.fromkeys(("logging_steps", "log_interval"), "log.every"),
 }
-"""Equivalent names in Hugging Face, Megatron-LM, DeepSpeed, Lightning and nanoGPT."""
+"""Equivalent names in Hugging Face, Megatron-LM, DeepSpeed, torchtitan, Lightning, nanoGPT and earlier versions."""
 
 
 class ConfigError(Documented, ValueError):
@@ -178,7 +181,7 @@ class PlanSection(_Section):
     ring: CountOrZero = 0
     expert: Count = 1
     zero: int = 0
-    hybrid: bool = False
+    data_shard: int | str = "all"
     precision: Literal["auto", Precision] = "auto"
     rounding: Rounding = "nearest"
     recompute: Recompute = "none"
@@ -441,7 +444,10 @@ def _translated(values: dict[str, Any]) -> dict[str, Any]:
     moved = values.pop("parallel", {})
     if "precision" in values:
         moved = {**moved, "precision": values.pop("precision")}
-    return values | {"plan": {**moved, **values.get("plan", {})}}
+    plan = {**moved, **values.get("plan", {})}
+    if plan.pop("hybrid", False):
+        plan["data_shard"] = "host"
+    return values | {"plan": plan}
 
 
 def known_keys() -> list[str]:
@@ -516,7 +522,7 @@ def unknown_key(key: str) -> str:
     known = known_keys()
     section, _, name = key.rpartition(".")
     same = [other for other in known if other.endswith(f".{name}")]
-    if section == "parallel" or key == "precision":  # used in earlier versions
+    if f"plan.{name}" in known and (section == "parallel" or key == "precision"):  # used in earlier versions
         same = [f"plan.{name}"]
     if current := same[0] if len(same) == 1 else SYNONYMS.get(name):
         return f"unknown key {key}; did you mean {current}?"

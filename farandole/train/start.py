@@ -69,7 +69,7 @@ CHANGEABLE = (
     "plan.ring",
     "plan.expert",
     "plan.zero",
-    "plan.hybrid",
+    "plan.data_shard",
     "plan.recompute",
     "plan.activation_bytes",
     "plan.swap",

@@ -183,13 +183,13 @@ def test_every_choice_is_a_plan(tmp_path: Path) -> None:
     found = [one["plan"] for one in json.loads(file.read_text())["plans"]]
     assert len(found) == 8
     for name, values in {
-        "hybrid": [False, True],
+        "data_shard": ["all", "host"],
         "rounding": ["nearest", "stochastic"],
         "swap": ["host", "none"],
     }.items():
         assert sorted({one[name] for one in found}) == values
     head = next(line.split() for line in result.output.splitlines() if line.startswith("zero"))
-    assert head[:5] == ["zero", "recompute", "hybrid", "rounding", "swap"]
+    assert head[:5] == ["zero", "recompute", "data_shard", "rounding", "swap"]
     assert "the largest peak, with up to 256.0 MiB of activations" in result.output
 
 

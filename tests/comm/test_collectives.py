@@ -7,8 +7,10 @@ rank n-1 (16-bit floats in fp32, rounded once), so results must be equal to the 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import pytest
 import torch
@@ -126,6 +128,28 @@ def check_reduce_scatter(
         same_bits(output, expected[rank * count : (rank + 1) * count])
 
 
+def check_reduce_scatter_over_gloo(rank: int, size: int) -> None:
+    comm = Communicator(dist.group.WORLD)
+    for dtype, op, count in itertools.product(
+        [*FLOATS, torch.int8, torch.int32, torch.int64], ["sum", "avg", "min"], [0, 1, 1000]
+    ):
+        parts = [values(0, r, count * size, dtype) for r in range(size)]
+        expected = reduced(parts, op)[rank * count : (rank + 1) * count]
+        output = torch.empty(count, dtype=dtype)
+        comm.reduce_scatter(output, parts[rank].clone(), op)
+        same_bits(output, expected)
+        work = comm.reduce_scatter(output.zero_(), parts[rank].clone(), op, async_op=True)
+        assert work is not None
+        assert work.get_future().wait()[0] is output
+        assert work.is_completed()
+        work.wait(timedelta(seconds=60))
+        same_bits(output, expected)
+    with torch.inference_mode():
+        output = torch.empty(2)
+        comm.reduce_scatter(output, torch.ones(2 * size))
+        assert output.tolist() == [size, size]
+
+
 def _torch_op(op: str) -> dist.ReduceOp.RedOpType:
     return {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN}[op]
 
@@ -226,6 +250,11 @@ def test_reduce_scatter(ranks: Borrow, size: int, data: st.DataObject, seed: int
     counts = data.draw(st.lists(COUNTS, min_size=size, max_size=size))
     op = data.draw(st.sampled_from(["sum", "avg", "min"]))
     ranks(size).run(check_reduce_scatter, seed, counts, dtype, op)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_reduce_scatter_over_gloo(ranks: Borrow, size: int) -> None:
+    ranks(size, "gloo").run(check_reduce_scatter_over_gloo)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -95,6 +95,7 @@ AXES: list[tuple[str, list[Plan]]] = [
     ("llama", [Plan(tensor=4, context=2, zero=1)]),
     ("mixtral", [Plan(tensor=4, expert=2, sequence=True, zero=3)]),
     ("deepseek", [Plan(tensor=2, context=2, expert=2, sequence=True, zero=2)]),
+    ("llama", [Plan(data=4, tensor=2, zero=zero, data_shard=2) for zero in (1, 2, 3)]),
     *((name, plans_of({"pipeline": 2, "tensor": 2})) for name in ("gpt, 3 layers", "llama, 3 layers")),
     (
         "llama, 3 layers",
@@ -157,7 +158,7 @@ def describe(plan: Plan) -> str:
         "tensor",
         "sequence",
         "zero",
-        "hybrid",
+        "data_shard",
         "recompute",
         "offload",
         "lora",
@@ -251,10 +252,10 @@ def _make_engine(
         for parameter in model.parameters():
             parameter.data += 1
     comm = None
-    if plan.hybrid:
+    if plan.data_shard == "host":
         hosts = [2 * each // size for each in range(size)]
         comm = Communicator(hierarchical_group(hosts, rank))
-    with on_hosts(hosts, rank) if plan.hybrid else nullcontext():
+    with on_hosts(hosts, rank) if comm else nullcontext():
         engine = farandole.parallelize(model, plan, comm)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return engine, engine.optimizer(torch.optim.SGD(trained, RATE, momentum=MOMENTUM))
@@ -337,7 +338,9 @@ def check(expected: Alone, found: Sequence[tuple[float, float]], folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "plans"), AXES, ids=[f"{name} {describe(replace(plans[0], zero=0))}" for name, plans in AXES]
+    ("name", "plans"),
+    AXES,
+    ids=[f"{name} {describe(replace(plans[0], zero=0, data_shard='all'))}" for name, plans in AXES],
 )
 def test_axes_train_as_one_process(ranks: Any, tmp_path: Path, name: str, plans: list[Plan]) -> None:
     expected, folders = alone(name), [tmp_path / str(number) for number in range(len(plans))]
@@ -364,7 +367,13 @@ OPTIONS: list[tuple[str, Plan, str | None]] = [
     ("mixtral", Plan(zero=3, lora=ADAPTERS, **WITH_EXPERTS), None),
     ("llama", Plan(zero=2, offload="disk:FOLDER", **THREE), None),
     ("mixtral", Plan(zero=3, offload="disk:FOLDER", offloaded="parameters", **WITH_EXPERTS), None),
-    ("mixtral", Plan(data=2, tensor=2, expert=2, zero=2, hybrid=True), None),
+    ("mixtral", Plan(data=2, tensor=2, expert=2, zero=2, data_shard="host"), None),
+    ("llama", Plan(data=2, tensor=2, zero=3, data_shard=1), "gloo"),
+    (
+        "mixtral",
+        Plan(data=2, expert=2, zero=3, data_shard=1),
+        "gloo",
+    ),  # gathers weights outside of the experts
     ("llama", Plan(zero=3, **THREE), "gloo"),  # gathers weights, because ranks do not share memory
     ("mixtral", Plan(zero=3, **WITH_EXPERTS), "gloo"),
 ]

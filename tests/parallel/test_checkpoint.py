@@ -32,8 +32,8 @@ from tests.comm.hosts import hierarchical_group, on_hosts
 
 STEPS = 3
 Way = tuple[int, str, int, str, str]
-"""Number of ranks, backend or the host of each rank for hybrid sharding, stage of ZeRO, precision, offload: the place, and what is
-offloaded besides states of the optimizer."""
+"""Number of ranks, the backend and `data_shard`, or the host of each rank with `data_shard="host"`, stage of ZeRO, precision,
+offload: the place, and what is offloaded besides states of the optimizer."""
 
 
 class Net(nn.Module):
@@ -57,31 +57,36 @@ class Net(nn.Module):
 
 def _make(way: Way, seed: int) -> tuple[Engine, torch.optim.Optimizer]:
     _, backend, zero, precision, offload = way
+    _, _, data_shard = backend.partition(" data_shard=")
     torch.manual_seed(seed)
     model = Net()
     place, _, offloaded = offload.partition(" ")
-    hosts = [int(host) for host in backend.split()] if _is_hybrid(way) else []
+    hosts = [int(host) for host in backend.split()] if _on_hosts(way) else []
     plan = Plan(
-        zero=zero, hybrid=bool(hosts), precision=precision, offload=place, offloaded=offloaded or "optimizer"
-    )  # type: ignore[arg-type]
+        zero=zero,
+        data_shard=int(data_shard) if data_shard else "host" if hosts else "all",
+        precision=precision,  # type: ignore[arg-type]
+        offload=place,
+        offloaded=offloaded or "optimizer",  # type: ignore[arg-type]
+    )
     if hosts:
         rank = dist.get_rank()
         comm = Communicator(hierarchical_group(hosts, rank))
         with on_hosts(hosts, rank):
             engine = farandole.parallelize(model, plan, comm)
-        assert engine.mesh.sub_axes
     else:
         engine = farandole.parallelize(model, plan)
+    assert bool(engine.mesh.sub_axes) == bool(hosts or data_shard)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return engine, engine.optimizer(torch.optim.AdamW(trained, 0.01 * seed, fused=offload == "none"))
 
 
-def _is_hybrid(way: Way) -> bool:
+def _on_hosts(way: Way) -> bool:
     return way[1][:1].isdigit()
 
 
 def _backend(way: Way) -> str:
-    return "farandole" if _is_hybrid(way) else way[1]
+    return "farandole" if _on_hosts(way) else way[1].partition(" ")[0]
 
 
 def _train(engine: Engine, optimizer: torch.optim.Optimizer, first: int, steps: int) -> list[float]:
@@ -178,6 +183,8 @@ WAYS: list[Way] = [
     (4, "0 0 1 1", 1, "fp32", "none"),
     (4, "0 1 1 0", 3, "fp32", "none"),
     (4, "0 0 1 1", 2, "bf16", "none"),
+    (4, "farandole data_shard=2", 2, "fp32", "none"),
+    (4, "gloo data_shard=2", 3, "fp32", "none"),
     (2, "farandole", 2, "fp32", "host gradients"),
     (1, "farandole", 3, "fp32", "host parameters"),
     (2, "gloo", 3, "bf16", "host parameters"),

@@ -1,4 +1,4 @@
-"""States divided inside hosts, of which each has a copy: nothing that is learned changes."""
+"""Hybrid sharding: groups of ranks that shard all states train as one process, on one host and on several hosts."""
 
 from __future__ import annotations
 
@@ -8,24 +8,36 @@ import pytest
 import torch
 from torch import Tensor
 
+import farandole
 from farandole.comm.communicator import Communicator
 from farandole.parallel.engine import Engine
 from farandole.parallel.zero.sharding import box_mesh
-from farandole.plan import Plan, PlanError
+from farandole.plan import DataShard, Plan, PlanError
 from tests.comm.hosts import hierarchical_group, on_hosts
 from tests.parallel.odd import SHARE, loss_of, make_odd, world
 from tests.parallel.test_zero import CLIP, _batches, _grouped, _train_alone
 
 
 def _train(
-    rank: int, size: int, hosts: list[int], zero: int, accumulate: int, dtype: torch.dtype | None
+    rank: int,
+    size: int,
+    data_shard: DataShard,
+    hosts: list[int],
+    zero: int,
+    accumulate: int,
+    dtype: torch.dtype | None,
 ) -> tuple[dict[str, Tensor], int]:
     """The parameters at the end, and the elements that this rank updates."""
-    comm = Communicator(hierarchical_group(hosts, rank))
+    comm = Communicator(hierarchical_group(hosts, rank)) if hosts else world()
     model = make_odd(seed=rank)
     model.offset = model.offset.to(dtype)
-    with on_hosts(hosts, rank):
-        engine = Engine(model, comm, 400, zero=zero, hybrid=True, dtype=dtype)
+    mesh = box_mesh(size, hosts, data_shard=data_shard)
+    with on_hosts(hosts or [0] * size, rank):
+        engine = Engine(model, comm, 400, zero=zero, dtype=dtype, mesh=mesh)
+    for weights in engine.weights if data_shard == 2 else ():
+        assert weights.comm is not None
+        assert weights.comm.size == 2
+        assert weights.shared == comm.shares_memory()  # one copy of the weights in each group
     optimizer = engine.optimizer(_grouped(model))
     for batch in _batches(size):
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
@@ -44,19 +56,33 @@ def _train(
     return result, updated
 
 
-@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 1, 0], [0, 1]])
-def test_training_matches_one_process(ranks: Any, hosts: list[int]) -> None:
-    size = len(hosts)
+@pytest.mark.parametrize(
+    ("data_shard", "hosts", "backend"),
+    [
+        ("host", [0, 0, 1, 1], "farandole"),
+        ("host", [0, 1, 1, 0], "farandole"),
+        ("host", [0, 1], "farandole"),
+        (2, [], "farandole"),
+        (2, [], "gloo"),
+        (1, [], "farandole"),
+    ],
+    ids=str,
+)
+def test_training_matches_one_process(
+    ranks: Any, data_shard: DataShard, hosts: list[int], backend: str
+) -> None:
+    size = len(hosts) or (4 if data_shard == 2 else 2)
+    groups = len(set(hosts)) or size // int(data_shard)
     for dtype in (None, torch.bfloat16):
         for accumulate in (1, 2):
             expected = _train_alone(_batches(size), size, accumulate, lambda rank: rank == 0, dtype)
             for zero in (1, 2, 3):
-                results = ranks(size).run(_train, hosts, zero, accumulate, dtype)
+                results = ranks(size, backend).run(_train, data_shard, hosts, zero, accumulate, dtype)
                 for result, _ in results:
                     for name, value in result.items():
                         torch.testing.assert_close(value, expected[name], msg=lambda m, n=name: f"{n}: {m}")
                         assert torch.equal(value, results[0][0][name]), f"{name} differs between ranks"
-                whole = sum(updated for _, updated in results) // len(set(hosts))
+                whole = sum(updated for _, updated in results) // groups
                 assert whole == sum(p.numel() for p in make_odd(0).parameters() if p.requires_grad)
 
 
@@ -65,11 +91,31 @@ def _uneven(rank: int, size: int) -> None:
         on_hosts([0, 0, 1], rank),
         pytest.raises(PlanError, match="same number of ranks on each host, got (2, 1|1, 2)"),
     ):
-        Engine(make_odd(0), world(), zero=1, hybrid=True)
-    assert not box_mesh(3, ["one host"] * 3, hybrid=True).sub_axes
+        farandole.parallelize(make_odd(0), Plan(zero=1, data_shard="host"))
+    with pytest.raises(PlanError, match="data_shard=2 does not divide data=3; nearest plan: data_shard=1"):
+        farandole.parallelize(make_odd(0), Plan(zero=1, data_shard=2))
 
 
-def test_uneven_hosts_are_refused(ranks: Any) -> None:
+def test_groups_of_different_sizes_are_refused(ranks: Any) -> None:
     ranks(3).run(_uneven)
-    with pytest.raises(PlanError, match="there are no states to shard"):
-        Plan(hybrid=True)
+    with pytest.raises(PlanError, match="requires a data axis that 2 hosts divide, got data=1"):
+        box_mesh(2, [0, 1], data_shard="host", tensor=2)
+    with pytest.raises(PlanError, match="data_shard=4 does not divide data=6; nearest plan: data_shard=3"):
+        Plan(data=6, zero=1, data_shard=4)
+
+
+@pytest.mark.parametrize("data_shard", [0, -2, "hosts", 1.5])
+def test_unknown_groups_are_refused(data_shard: Any) -> None:
+    with pytest.raises(PlanError, match="expected 'all', 'host', or a number of at least 1 rank"):
+        Plan(zero=1, data_shard=data_shard)
+
+
+def test_groups_require_sharded_states() -> None:
+    with pytest.raises(PlanError, match="data_shard=2 with zero=0: there are no states to shard"):
+        Plan(data_shard=2)
+
+
+@pytest.mark.parametrize(("given", "replaced"), [(True, "'host'"), (False, "'all'")])
+def test_the_earlier_name_is_refused(given: bool, replaced: str) -> None:
+    with pytest.raises(PlanError, match=f"was replaced by data_shard; nearest plan: data_shard={replaced}"):
+        Plan(zero=1, hybrid=given)  # type: ignore[call-arg]

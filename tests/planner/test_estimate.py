@@ -292,7 +292,7 @@ def test_a_billion_parameters_are_divided_in_seconds(ranks: int) -> None:
     machine = replace(MACHINE, shared=False, hosts=max(1, ranks // 8))
     plans = [Plan(zero=zero) for zero in range(4)]  # type: ignore[arg-type]
     if ranks > 2:
-        plans.append(Plan(zero=1, hybrid=True))
+        plans.append(Plan(zero=1, data_shard="host"))
     started = time.process_time()
     for plan in plans:
         state_bytes(workload, plan, ranks, machine)
@@ -412,13 +412,29 @@ def test_activations_stay_within_their_budget() -> None:
 
 def test_hybrid_divides_within_a_host() -> None:
     machine = replace(MACHINE, hosts=2)
-    hybrid = estimate_workload(_workload(), Plan(zero=1, hybrid=True), 4, machine)
+    hybrid = estimate_workload(_workload(), Plan(zero=1, data_shard="host"), 4, machine)
     alone = estimate_workload(_workload(), Plan(zero=1), 2, MACHINE)
     assert hybrid.parts["optimizer"] == alone.parts["optimizer"]
     assert hybrid.parts["weights"] == alone.parts["weights"]
     assert hybrid.times["communication"] > alone.times["communication"]
+    assert hybrid == replace(
+        estimate_workload(_workload(), Plan(zero=1, data_shard=2), 4, machine), plan=hybrid.plan
+    )
     with pytest.raises(PlanError, match="3 ranks cannot be split equally over 2 hosts"):
         estimate_workload(_workload(), Plan(), 3, machine)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_hybrid_divides_on_one_host(zero: Any) -> None:
+    """The states of a rank are those of a job with the ranks of a group alone; only gradients pass between groups."""
+    for machine in (MACHINE, replace(MACHINE, shared=False)):
+        alone = estimate_workload(_workload(), Plan(zero=zero), 2, machine)
+        hybrid = estimate_workload(_workload(), Plan(zero=zero, data_shard=2), 4, machine)
+        for part in ("weights", "gradients", "optimizer", "buffers"):
+            assert hybrid.parts[part] == alone.parts[part]
+        shards = alone.parts["gradients"] // (1 if zero >= 2 else 2)
+        more = hybrid.times["communication"] - alone.times["communication"]
+        assert more == pytest.approx(shards / machine.bandwidth, rel=0.01)
 
 
 def test_communication_that_overlaps_the_backward_pass_takes_no_time() -> None:

@@ -70,6 +70,7 @@ def _compare(run: Path, alone: Path) -> None:
     ("model", "ranks", "plan", "then"),
     [
         ("gpt", 2, "plan.context=2", "plan.context=1"),
+        ("gpt", 4, "plan.zero=3 plan.data_shard=2", "plan.zero=2 plan.data_shard=host"),
         (
             *("gpt", 4, "plan.tensor=2 plan.sequence=true plan.zero=2"),
             "plan.tensor=1 plan.sequence=false plan.context=2 plan.zero=1",
@@ -111,6 +112,14 @@ def test_plans_that_the_model_does_not_support_are_refused_before_training(folde
     command = Command(folder, "train", *GPT, *COMMON, "plan.expert=2", "out=refused", "--ranks", "2")
     assert command.end() == 2, command.output
     assert "plan.expert=2: Transformer has no mixture of experts; nearest plan: expert=1" in command.output
+    assert not (folder / "refused").exists()
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused_before_training(folder: Path) -> None:
+    plan = ("plan.zero=1", "plan.data_shard=3")
+    command = Command(folder, "train", *GPT, *COMMON, *plan, "out=refused", "--ranks", "2")
+    assert command.end() == 2, command.output
+    assert "plan.data_shard=3 does not divide data=2; nearest plan: data_shard=2" in command.output
     assert not (folder / "refused").exists()
 
 

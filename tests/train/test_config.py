@@ -60,9 +60,15 @@ def test_files_override_presets_and_arguments_override_both(tmp_path: Path) -> N
         ("plan.swap=tape", "plan.swap='tape': expected 'none', 'host' or 'disk:FOLDER'"),
         ("plan.zero=5", "plan.zero=5: expected stage 0, 1, 2 or 3"),
         (
-            "plan.hybrid=true",
-            "plan.hybrid=True with zero=0: there are no states to shard; nearest plan: zero=1",
+            "plan.data_shard=2",
+            "plan.data_shard=2 with zero=0: there are no states to shard; nearest plan: zero=1",
         ),
+        (
+            "plan.data_shard=hosts",
+            "plan.data_shard='hosts': expected 'all', 'host', or a number of at least 1",
+        ),
+        ("plan.hybrid=true", "unknown key plan.hybrid; did you mean plan.data_shard?"),
+        ("parallel.hybrid=true", "unknown key parallel.hybrid; did you mean plan.data_shard?"),
         (
             "plan.rounding=stochastic",
             "plan.rounding='stochastic' with precision='fp32': stochastic rounding needs bf16",

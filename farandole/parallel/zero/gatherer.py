@@ -1,7 +1,8 @@
 """Gather sharded weights for each block while it computes (`zero=3`).
 
 A block's weights are gathered while the preceding block computes, both for the forward and for the backward pass, and
-released soon afterwards.  All ranks gather in the same order (`call_order`), even if they compute different blocks.
+released soon afterwards.  Weights of several blocks, such as a tied embedding, stay gathered until the last of these
+blocks has computed its forward pass.  All ranks gather in the same order (`call_order`), even if they compute different blocks.
 
 Autograd saves weights for the backward pass, which would keep the gathered memory.  Therefore hooks
 (`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight by its position in the group.  When the backward
@@ -14,6 +15,7 @@ with the computation of earlier groups.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +91,12 @@ class Gatherer:
         self._groups = [list(group) for group in groups]
         self._recent: list[int] = []  # gathered groups and groups being gathered, the latest last
         self._users = [0] * len(groups)  # the running modules that need each group
+        self._needed = Counter(
+            group for _, numbers in needs for group in numbers
+        )  # modules that need each group
+        self._later: Counter[int] = (
+            Counter()
+        )  # modules that need each group and have not ended in this forward pass
         self._depth = 0  # of running modules
         self._handled: BaseException | None = None
         self._whole_contexts = 0
@@ -102,7 +110,7 @@ class Gatherer:
         self._ahead: set[int] = set()
         self._unused: set[int] = set()
         self._buckets = list(buckets)
-        self._reduced: set[int] = set()  # buckets that were reduced in this backward pass
+        self._reduced: list[int] = []  # buckets whose reductions were started in this backward pass, in order
         self._order = CallOrder(comm, self._launch, len(groups))
         self.before_reduction: Callable[[int], None] = lambda _: None
         """Called with the number of a bucket before it is reduced."""
@@ -250,6 +258,7 @@ class Gatherer:
             return
         self._order.begin(kind)
         self._ahead.clear()
+        self._later = self._needed.copy() if kind == "forward" else Counter()
         self._read_ahead()
         if kind == "backward":
             self._reduced.clear()
@@ -264,13 +273,16 @@ class Gatherer:
     def _launch(self, item: int) -> None:
         if item >= len(self._groups):
             number = item - len(self._groups)
-            self._reduced.add(number)
             self.before_reduction(number)
             bucket = self._buckets[number]
             for earlier in (bucket, *bucket.in_the_way()):
                 if earlier.in_flight:
                     earlier.wait()
             bucket.reduce_async()
+            if bucket.has_two_stages:
+                for other in self._reduced:
+                    self._buckets[other].advance()
+            self._reduced.append(number)
             return
         if not all(weights.is_gathered for weights in self._groups[item]):
             self._ahead.add(item)
@@ -294,7 +306,7 @@ class Gatherer:
         self._recent.append(group)
 
     def _release_old(self, *kept: int) -> None:
-        waiting = self._ahead | self._unused
+        waiting = self._ahead | self._unused | {group for group in self._recent if self._later[group] > 0}
         idle = [g for g in self._recent[:-1] if not self._users[g] and g not in kept and g not in waiting]
         self._release(idle[: max(0, len(self._recent) - CAPACITY)])
 
@@ -335,6 +347,7 @@ class Gatherer:
                 self._outer.pop()
             for group in needs:
                 self._users[group] -= 1
+                self._later[group] -= 1
                 if group in self._recent:  # was in use
                     self._touch(group)
             self._depth -= 1

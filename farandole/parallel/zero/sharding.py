@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from farandole.layout import Layout, LayoutError, Reduction, contains
 from farandole.memory.blocks import group_by_block
 from farandole.mesh import Mesh, by_host
-from farandole.plan import PlanError
+from farandole.plan import DataShard, PlanError
 
 BUCKET_BYTES = 4 << 20
 _NO_LIMIT = 1 << 62
 
-HYBRID = "data.hosts"
+REPLICATE = "data.replicate"
 """The sub-axis along which hybrid sharding replicates states."""
 
 Filling = Literal["copied", "copied at once", "zero-copy"]
@@ -120,34 +120,44 @@ class ShardingPlan:
         return 1 + max((bucket.group for bucket in (*self.trained, *self.frozen)), default=-1)
 
 
-def box_mesh(ranks: int, hosts: Sequence[object] = (), *, hybrid: bool = False, **sizes: int) -> Mesh:
+def box_mesh(
+    ranks: int, hosts: Sequence[object] = (), *, data_shard: DataShard = "all", **sizes: int
+) -> Mesh:
     """Return a mesh whose inner axes stay within a host if possible.
 
     Args:
-        hosts: the host of each rank.
-        hybrid: whether to factor the data axis into "data.hosts" and "data.local", if there are several hosts.
+        hosts: the host of every rank.
+        data_shard: unless "all", factor the data axis into "data.replicate" and "data.shard"; see `Plan`.
         sizes: the size of each axis, by default only `data`.
 
     Raises:
-        PlanError: with `hybrid`, if hosts have different numbers of ranks or an inner axis spans hosts.
+        PlanError: with `data_shard="host"`, if hosts have different numbers of ranks or an inner axis spans hosts.
+        MeshError: if `data_shard` does not divide the data axis.
     """
     sizes = sizes or {"data": ranks}
     counts = Counter(hosts)
     order = by_host(list(map(str, hosts))) if len(counts) > 1 else list(range(ranks))
-    if not hybrid or len(counts) < 2:
+    if data_shard == "all":
         return Mesh.box(order, factors=None, **sizes)
-    if len(set(counts.values())) > 1:
+    data = sizes.get("data", 1)
+    shard = _per_host(list(counts.values()), data) if data_shard == "host" else data_shard
+    return Mesh.box(order, factors={"data": {"replicate": data // shard, "shard": shard}}, **sizes)
+
+
+def _per_host(counts: Sequence[int], data: int) -> int:
+    """Return the size of the part of the data axis on each host, for hosts with these numbers of ranks."""
+    if len(set(counts)) > 1:
         raise PlanError(
-            "hybrid=True requires the same number of ranks on each host, got "
-            f"{', '.join(map(str, counts.values()))}; nearest plan: hybrid=False"
+            "data_shard='host' requires the same number of ranks on each host, got "
+            f"{', '.join(map(str, counts))}; nearest plan: data_shard='all'"
         )
-    local, rest = divmod(sizes["data"], len(counts))
-    if rest:
+    hosts = max(1, len(counts))
+    if data % hosts:
         raise PlanError(
-            f"hybrid=True requires a data axis whose size is a multiple of {len(counts)}, the number of hosts, got "
-            f"data={sizes['data']}; nearest plan: hybrid=False"
+            f"data_shard='host' requires a data axis whose size is a multiple of {hosts}, the number of hosts, got "
+            f"data={data}; nearest plan: data_shard='all'"
         )
-    return Mesh.box(order, factors={"data": {"hosts": len(counts), "local": local}}, **sizes)
+    return data // hosts
 
 
 def replicated_layouts(model: nn.Module) -> dict[str, Layout]:
@@ -299,10 +309,10 @@ def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, 
     parts: dict[tuple[object, ...], list[int]] = {}
     for each in column:
         cells = mesh.of_rank(each)
-        # hosts have copies with hybrid sharding, and stages have copies of gathered weights because they compute different blocks
-        host = mesh.coordinate(cells[0], HYBRID) if HYBRID in mesh.sub_axes else 0
+        replica = mesh.coordinate(cells[0], REPLICATE) if REPLICATE in mesh.sub_axes else 0
+        # stages have copies of gathered weights because they compute different blocks
         stages = _stages_on(mesh, each) if zero == 3 else ()
-        parts.setdefault((host, stages), []).append(each)
+        parts.setdefault((replica, stages), []).append(each)
     return [tuple(members) for members in parts.values()]
 
 
