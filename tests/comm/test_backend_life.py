@@ -72,7 +72,9 @@ def check_destroyed_group(rank: int, size: int) -> None:
     dist.destroy_process_group(group)
     assert pending.is_completed() and pending.wait()
     assert forgotten.is_completed()
-    with pytest.raises(RuntimeError, match="was destroyed before the message arrived" if rank == 0 else "left"):
+    with pytest.raises(
+        RuntimeError, match="was destroyed before the message arrived" if rank == 0 else "left"
+    ):
         forgotten.wait()
     with pytest.raises(RuntimeError, match="was destroyed; create a new group"):
         group.allreduce([torch.ones(1)])
