@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -13,6 +14,10 @@ from tests import torchvision_models  # noqa: F401 - before transformers is impo
 
 if TYPE_CHECKING:
     from tests.pool import Pool, Ranks
+
+# All processes compute in one thread, so that results are bitwise equal, and no idle thread of OpenMP spins on a core
+# that other processes need.  OpenMP reads the variable when torch is loaded, and applies it to all threads.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 gc.disable()  # importing torch and the tests produces no garbage
 
@@ -32,17 +37,6 @@ def default_sigint() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Compute in one thread, like the ranks in the pool, so that results are bitwise equal.
-
-    Otherwise, idle OpenMP threads would spin on the cores that the ranks and other xdist sessions need.
-    """
-    import torch
-
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

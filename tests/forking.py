@@ -22,6 +22,8 @@ CONTEXT.set_forkserver_preload(
         "farandole.train.run",
         "farandole.serve.http.start",
         "matplotlib.pyplot",
+        "hypothesis",
+        "pytest",
         "tests.forked_python",
         "tests.comm.jobs",
         "tests.pool",

@@ -23,6 +23,12 @@ from farandole.comm import errors
 from farandole.comm.errors import CommunicationError, RankLeft
 
 PATIENCE_S = 1.2
+CLOSED_S = 0.3
+"""Seconds to wait for the cause of a closed connection.
+
+A rank that leaves or reports a failure publishes the reason before its connections are closed.  Only the ranks on the
+host of a rank that died publish the cause later: they detect its death within 0.05 s.
+"""
 _POLL_S = 0.05
 _KEY = "failure"
 _LEAVING = "leaving"
@@ -51,8 +57,10 @@ class FailureConsensus:
             gone: The rank whose connection was closed, or None.
         """
 
+        wait_s = PATIENCE_S - _POLL_S if gone is None else CLOSED_S
+
         def poll() -> bytes | CommunicationError | None:
-            deadline = time.monotonic() + PATIENCE_S - _POLL_S
+            deadline = time.monotonic() + wait_s
             while time.monotonic() < deadline:
                 if self._store.check([_KEY]):
                     return self._store.get(_KEY)

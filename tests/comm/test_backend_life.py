@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm import endpoint
+from farandole.comm.errors import RankLeft
 from tests.comm.jobs import Job
 
 
@@ -65,10 +66,15 @@ def check_destroyed_group(rank: int, size: int) -> None:
     message = dist.isend(torch.ones(2), 1, group) if rank == 0 else dist.irecv(torch.ones(2), 0, group)
     forgotten = dist.irecv(torch.ones(2), 1 - rank, group, tag=99)
     message.wait()
+    if rank == 1:  # rank 0 leaves first
+        with pytest.raises(RankLeft, match=r"left the group \(it destroyed the group"):
+            forgotten.wait()
     dist.destroy_process_group(group)
     assert pending.is_completed() and pending.wait()
     assert forgotten.is_completed()
-    with pytest.raises(RuntimeError, match="was destroyed before the message arrived"):
+    with pytest.raises(
+        RuntimeError, match="was destroyed before the message arrived" if rank == 0 else "left"
+    ):
         forgotten.wait()
     with pytest.raises(RuntimeError, match="was destroyed; create a new group"):
         group.allreduce([torch.ones(1)])

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from farandole.cli.main import app
 from farandole.train.config import load_config
 from farandole.train.start import default_ranks
 from tests.models.hf.folders import WORDS, model_with_tokenizer
@@ -31,16 +33,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for words, out in ((GPT, "gpt"), (EXPERTS, "experts")):
         command = Command(folder, "train", *words, *COMMON, f"out={out}", "--ranks", "1")
         assert command.end() == 0, command.output
-        (folder / f"{out}.txt").write_text(_generate(folder, only_run(folder / out)))
+        (folder / f"{out}.txt").write_text(_generate(only_run(folder / out)))
     return folder
 
 
-def _generate(folder: Path, run: Path) -> str:
-    command = Command(folder, "generate", str(run), "--prompt", "s", "--tokens", "12", "--temperature", "0")
-    assert command.end() == 0, command.output
-    source, text = command.output.split("\n", 1)
-    assert source.startswith("from ")
-    return text
+def _generate(run: Path) -> str:
+    result = CliRunner().invoke(
+        app, ["generate", str(run), "--prompt", "s", "--tokens", "12", "--temperature", "0"]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("from ")
+    return result.stdout
 
 
 def _validation(run: Path) -> list[float]:
@@ -99,7 +102,7 @@ def test_a_mesh_trains_evaluates_samples_and_resumes_as_one_process(
     run = only_run(out)
     _compare(run, alone)
 
-    assert _generate(folder, run) == (folder / f"{model}.txt").read_text()
+    assert _generate(run) == (folder / f"{model}.txt").read_text()
 
     command = Command(
         folder, "train", "--resume", str(run / "checkpoints" / "step-000002"), *then.split(), "--ranks", "2"
