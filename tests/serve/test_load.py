@@ -5,6 +5,7 @@ FARANDOLE_LOAD_SECONDS sets the duration, for a longer run by hand.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -13,9 +14,14 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from farandole.serve.engine import QueueFullError
+from farandole.serve.http.service import Service
+from farandole.serve.request import Sampling
+from tests.serve.models import engine_of
 from tests.serve.server import NAME, eventually, serving, write_folder
 
 SECONDS = float(os.environ.get("FARANDOLE_LOAD_SECONDS", "5"))
@@ -91,3 +97,42 @@ def test_each_request_has_an_answer(tmp_path: Path, store: str) -> None:
     assert set(counts) <= {"left", "refused", "complete"}, counts
     assert min(counts["left"], counts["refused"], counts["complete"]) > 0, counts
     assert growth < 32 << 20
+
+
+def test_a_request_that_arrives_while_another_joins_the_queue_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise, the engine has more waiting sequences than it accepts."""
+    engine = engine_of("llama", max_running=1, max_waiting=1)
+    service = Service(engine)
+    add, late = engine.add, []
+
+    def submit() -> None:
+        with pytest.raises(QueueFullError):
+            service.submit([([3], Sampling(max_tokens=2))])
+        late.append(True)
+
+    def slow_add(*arguments: Any) -> int:
+        thread = threading.Thread(target=submit)
+        threads.append(thread)
+        thread.start()
+        thread.join(0.2)
+        return add(*arguments)
+
+    threads: list[threading.Thread] = []
+
+    async def run() -> None:
+        long = service.submit([([1], Sampling(max_tokens=60, ignore_eos=True))])
+        service.start()
+        await asyncio.wait_for(long[0].outputs.get(), 60)
+        monkeypatch.setattr(engine, "add", slow_add)
+        waiting = service.submit([([2], Sampling(max_tokens=2))])
+        output = await asyncio.wait_for(waiting[0].outputs.get(), 60)
+        assert output.finish_reason is None
+        assert service.is_alive
+        service.close()
+
+    asyncio.run(run())
+    for thread in threads:
+        thread.join()
+    assert late == [True]

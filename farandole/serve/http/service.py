@@ -171,12 +171,12 @@ class Service:
     # ---- in the thread ----
 
     def _add(self, tickets: Sequence[Ticket], count: int, tokens: int) -> None:
-        with self._condition:
+        with self._condition:  # `submit` counts each sequence once: in `_queued` or in the engine
             self._queued -= count
             self._queued_tokens -= tokens
-        for ticket in tickets:
-            ticket.number = self.engine.add(ticket.prompt, ticket.sampling)
-            self._tickets[ticket.number] = ticket
+            for ticket in tickets:
+                ticket.number = self.engine.add(ticket.prompt, ticket.sampling)
+                self._tickets[ticket.number] = ticket
 
     def _cancel(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
