@@ -117,6 +117,13 @@ def test_modules_for_checkpoints_are_loaded_by_the_first_checkpoint():
     assert not loaded & {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy", "matplotlib"}
 
 
+def test_data_parallelism_loads_neither_other_axes_nor_models():
+    loaded = loaded_by("import farandole; farandole.parallelize")
+    assert "farandole.parallel.engine" in loaded
+    axes = {f"farandole.parallel.{axis}" for axis in ("context", "expert", "tensor")}
+    assert not loaded & {*axes, "farandole.models.bert", "farandole.models.llama", "farandole.models.t5"}
+
+
 def test_the_error_for_an_unknown_name_lists_known_names():
     import farandole
 

@@ -32,10 +32,11 @@ class _CrossEntropy(torch.autograd.Function):
         rows, vocabulary = logits.shape
         chunk_rows = max(1, chunk_bytes // (4 * vocabulary))
         gradient = torch.empty_like(logits)
+        wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
         for chunk in chunks(rows, chunk_rows, logits):
             target = targets[chunk, None]
-            log_p = torch.log_softmax(logits[chunk], -1, dtype=torch.float32)
+            log_p = torch.log_softmax(logits[chunk], -1, dtype=wide)
             total -= log_p.gather(1, target).sum()
             # d(sum of -log p[target]) / d(logits) = p - one_hot(target)
             p = log_p.exp_()
@@ -295,11 +296,14 @@ def head_loss(
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
     count, chunk_bytes = len(targets), chunk_bytes or LOGITS_BYTES
+    chunk_rows = _head_rows(hidden, weight, chunk_bytes, shard)
+    if shard is None and count <= min(chunk_rows, weight.shape[1]):
+        # the logits are smaller than the gradient of the weight, which therefore is not stored until the backward pass
+        return token_loss(F.linear(hidden, weight, bias), targets)
     if torch.is_grad_enabled():
         total: Tensor = _HeadLoss.apply(hidden, weight, bias, targets, chunk_bytes, shard)
         return total, count
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    chunk_rows = _head_rows(hidden, weight, chunk_bytes, shard)
     for chunk in chunks(count, chunk_rows, hidden):
         logits = F.linear(hidden[chunk], weight, bias)
         if shard is None:

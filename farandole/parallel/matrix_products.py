@@ -24,8 +24,11 @@ from farandole.parallel.processor import Processor, read_processor
 _SMALL = 1 << 22
 """The multiplications of a product below which the libraries are equally fast."""
 
-_BLOCK_BYTES = 4 << 20
-"""The bytes of a product that are added to the result of `addmm_` at a time, while they are in the cache."""
+_LARGE_BYTES = 4 << 20
+"""The bytes of a matrix above which a product is computed in blocks of rows, to limit temporary memory."""
+
+_BLOCK_BYTES = 1 << 20
+"""The bytes of a block, which stays in the cache until it is in the result."""
 
 
 def multiplies_faster_with_onednn(processor: Processor) -> bool:
@@ -50,9 +53,15 @@ def replace_kernels() -> Library:
     mm, addmm, addmm_ = (get_kernel(f"aten::{name}", "CPU") for name in ("mm", "addmm", "addmm_"))
 
     def product(keys: Any, a: Tensor, b: Tensor) -> Tensor:
-        if _is_fast(a, b):
+        if not _is_fast(a, b):
+            return mm.call_boxed(keys, a, b)
+        if a.stride(1) == 1 or a.nbytes <= _LARGE_BYTES:
             return onednn(a, b.t(), None, "none", [], "")
-        return mm.call_boxed(keys, a, b)
+        result = a.new_empty(a.shape[0], b.shape[1])  # oneDNN copies a transposed matrix
+        rows = _rows_of_block(a, b)
+        for part, own in zip(result.split(rows), a.split(rows), strict=True):
+            part.copy_(onednn(own, b.t(), None, "none", [], ""))
+        return result
 
     def product_and_bias(
         keys: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
@@ -66,7 +75,8 @@ def replace_kernels() -> Library:
     ) -> Tensor:
         if beta != 1 or alpha != 1 or total.dtype != a.dtype or not _is_fast(a, b):
             return addmm_.call_boxed(keys, total, a, b, beta=beta, alpha=alpha)
-        rows = max(1, _BLOCK_BYTES // (b.shape[1] * b.itemsize))
+        small = max(a.nbytes, total.nbytes) <= _LARGE_BYTES
+        rows = a.shape[0] if small else _rows_of_block(a, b)
         for part, own in zip(total.split(rows), a.split(rows), strict=True):
             part.add_(onednn(own, b.t(), None, "none", [], ""))
         return total
@@ -88,6 +98,11 @@ def _is_fast(a: Tensor, b: Tensor) -> bool:
         and _is_dense(b)
         and bool(torch.backends.mkldnn.enabled)
     )
+
+
+def _rows_of_block(a: Tensor, b: Tensor) -> int:
+    """Return the number of rows of `a` and of the product in a block."""
+    return max(1, _BLOCK_BYTES // (max(a.shape[1], b.shape[1]) * a.itemsize))
 
 
 def _is_dense(matrix: Tensor) -> bool:

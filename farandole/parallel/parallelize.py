@@ -28,7 +28,6 @@ from farandole.comm.compression import compression_named
 from farandole.data.wording import counted, size
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
-from farandole.parallel import context, expert, tensor
 from farandole.parallel.agreed_errors import agreed_errors
 from farandole.parallel.axes import Layouts, Position, hosts_of
 from farandole.parallel.engine import Engine
@@ -45,9 +44,6 @@ from farandole.parallel.zero.sharding import box_mesh, moves_parameters
 from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
 
 _log = logging.getLogger(__name__)
-
-APPLIED = (expert.apply, tensor.apply, context.apply)
-"""The axes that transform a model, in the order in which they are applied."""
 
 
 def parallelize(
@@ -192,10 +188,18 @@ def _split(
     if inner:
         broadcast_from_first(model, comm)
         with agreed_errors(comm):
-            for axis in APPLIED:
-                axis(model, position, plan, layouts)
+            apply_axes(model, position, plan, layouts)
         position.connect()
     return position, layouts
+
+
+def apply_axes(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> None:
+    """Apply the axes that transform the layers of a model, in order."""
+    # imported here, because these modules import most models, and data parallelism needs none of them
+    from farandole.parallel import context, expert, tensor
+
+    for axis in (expert, tensor, context):
+        axis.apply(model, position, plan, layouts)
 
 
 def _share_generators(position: Position) -> None:

@@ -18,7 +18,7 @@ from farandole.mesh import Mesh
 from farandole.models.meta import meta_device
 from farandole.parallel.axes import Layouts, Position, Sent
 from farandole.parallel.lora import add_lora
-from farandole.parallel.parallelize import APPLIED
+from farandole.parallel.parallelize import apply_axes
 from farandole.parallel.pipeline import apply as pipeline
 from farandole.parallel.precision import TYPES
 from farandole.parallel.zero.sharding import box_mesh
@@ -154,8 +154,7 @@ class Workload:
             pipeline.check(model, plan)
         layouts, sent = Layouts(model), Sent()
         position = Position(mesh, mesh.of_rank(0)[0], sent=sent)
-        for apply in APPLIED:
-            apply(model, position, plan, layouts)
+        apply_axes(model, position, plan, layouts)
         return replace(self, model=model, applied=True, mesh=mesh, layouts=layouts, sent=sent)
 
     def trace(self, plan: Plan) -> Trace:

@@ -25,8 +25,8 @@ from farandole.data.tokenizer import END_OF_TEXT, MASK, load_tokenizer
 from farandole.models.bert import BERTConfig, build_bert
 from farandole.models.generate import generate
 from farandole.models.gpt import build_gpt
-from farandole.models.hf.architecture import decoders
 from farandole.models.hf.pretrained import read_config, tensors_of
+from farandole.models.hf.registry import decoder_names
 from farandole.models.sequence import SequenceInfo
 from farandole.train.config import ConfigError, TrainConfig, saved_config
 from farandole.train.folders import (
@@ -52,7 +52,7 @@ def open_text(
     vocabulary, tokenizer, end = config.model.vocabulary, tokenizer_file(config), END_OF_TEXT
     if config.model.folder:
         folder = folder_of(config)
-        origin = describe_folder(config, decoders())
+        origin = describe_folder(config, decoder_names())
         check_context(config, origin)
         vocabulary = origin.config.vocabulary
         tokenizer = folder / TOKENIZER
@@ -228,7 +228,7 @@ class ChatTask(Task):
         if not config.model.folder:
             raise ConfigError("task='sft' fine-tunes an existing model; set its folder with model=FOLDER")
         self._config = config
-        origin = describe_folder(config, decoders())
+        origin = describe_folder(config, decoder_names())
         check_context(config, origin)
         self._limit = position_limit(origin)
         open_folder_model(config)  # rejects a damaged folder

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farandole.models.bert import BERTConfig, build_bert
-from farandole.models.hf.architecture import decoders
 from farandole.models.hf.pretrained import Pretrained
+from farandole.models.hf.registry import decoder_names
 from farandole.models.meta import meta_device
 from farandole.models.resnet import build_resnet, resnet_config
 from farandole.planner import Workload
@@ -98,7 +98,9 @@ def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], 
         )
     if config.model.folder:
         # plans start from random weights, and may be for a T5, which no task trains
-        origin = describe_folder(config, decoders() if config.model.pretrained else (*decoders(), "t5"))
+        origin = describe_folder(
+            config, decoder_names() if config.model.pretrained else (*decoder_names(), "t5")
+        )
         check_context(config, origin)
         if origin.architecture.name == "t5":
             return lambda: open_folder_model(config, **_FULL), ((tokens(), tokens()), None, tokens()), _mean

@@ -99,11 +99,12 @@ def test_head_sees_only_positions_with_a_target() -> None:
         head_loss(torch.randn(4, 9, 5), targets, weight)
 
 
+@pytest.mark.parametrize("rows", [40, 9])  # in several chunks, and less than the width
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_head_loss_in_other_types(dtype: torch.dtype) -> None:
+def test_head_loss_in_other_types(dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(40, 16), 0.2 * torch.randn(33, 16)
-    targets = torch.randint(0, 33, (40,))
+    hidden, weight = torch.randn(rows, 16), 0.2 * torch.randn(33, 16)
+    targets = torch.randint(0, 33, (rows,))
     own = [each.to(dtype).requires_grad_() for each in (hidden, weight)]
     reference = [each.detach().double().requires_grad_() for each in own]
     total, count = head_loss(own[0], targets, own[1], chunk_bytes=33 * 2 * 9)
@@ -119,24 +120,36 @@ def test_head_loss_in_other_types(dtype: torch.dtype) -> None:
         assert error < tolerance
 
 
+class _Largest(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation creates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.nbytes = max(self.nbytes, result.nbytes)
+        return result
+
+
 def test_memory_of_the_head_loss_does_not_grow_with_the_number_of_positions() -> None:
-    weight = torch.randn(5000, 8, requires_grad=True)
-    largest = 0
+    hidden, weight = torch.randn(2000, 8), torch.randn(5000, 8, requires_grad=True)
+    with _Largest() as largest:
+        head_loss(hidden, torch.zeros(2000, dtype=torch.int64), weight, chunk_bytes=1 << 20)[0].backward()
+    assert largest.nbytes <= 1 << 20  # all logits are 40 MB
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                largest = max(largest, result.nbytes)
-            return result
 
-    with Watch():
-        total, _ = head_loss(
-            torch.randn(2000, 8), torch.zeros(2000, dtype=torch.int64), weight, chunk_bytes=1 << 20
-        )
-        total.backward()
-    assert largest <= 1 << 20  # all logits are 40 MB
+def test_gradient_of_the_weight_is_computed_in_the_backward_pass_if_there_are_few_targets() -> None:
+    hidden, weight = torch.randn(100, 64), torch.randn(1000, 64, requires_grad=True)
+    targets = torch.full((100,), -100)
+    targets[:15] = 1
+    with _Largest() as largest:
+        total, _ = head_loss(hidden, targets, weight)
+    assert largest.nbytes == 15 * 1000 * 4  # the logits; the gradient of the weight has 256,000 bytes
+    total.backward()
+    assert weight.grad is not None
 
 
 def test_factor_is_not_rounded_to_bf16() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farandole.bench.resident import peak_bytes, start_peak
 from farandole.parallel.matrix_products import multiplies_faster_with_onednn, replace_kernels
 from farandole.parallel.processor import Processor
 from tests.forking import CONTEXT
@@ -61,7 +63,9 @@ def _check(rows: int, inner: int, columns: int) -> None:
             torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=2e-6 * inner)
 
 
-@pytest.mark.parametrize("sizes", [(256, 64, 256), (3000, 7, 201), (3, 5, 7), (0, 4, 8), (4, 0, 8)])
+@pytest.mark.parametrize(
+    "sizes", [(256, 64, 256), (3000, 7, 201), (4500, 256, 9), (3, 5, 7), (0, 4, 8), (4, 0, 8)]
+)
 def test_products_are_exact_up_to_rounding_for_all_strides(
     replaced: Run, sizes: tuple[int, int, int]
 ) -> None:
@@ -95,6 +99,20 @@ def _gradients() -> list[list[float]]:
             F.mse_loss(model(x), target).backward()
         found.append([float(p.grad.norm()) for p in model.parameters() if p.grad is not None])
     return found
+
+
+def _temporary_bytes() -> int:
+    gradient, inputs = torch.randn(64, 64 << 10), torch.randn(64, 32)  # 16 MiB, and 8 MiB of the result
+    gradient.t() @ inputs  # creates the kernel
+    start_peak()
+    before = peak_bytes()
+    result = gradient.t() @ inputs
+    return peak_bytes() - before - result.nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory from /proc")
+def test_the_gradient_of_a_large_weight_needs_little_temporary_memory(replaced: Run) -> None:
+    assert replaced(_temporary_bytes) < 6 << 20  # a copy of the gradient of the output has 16 MiB
 
 
 def test_gradients_equal_those_of_torch(replaced: Run) -> None:

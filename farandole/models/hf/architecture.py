@@ -49,20 +49,6 @@ class Architecture:
         return self.classes[0].endswith(("ForCausalLM", "LMHeadModel"))
 
 
-REGISTRY: dict[str, Architecture] = {}
-"""All families, keyed by name."""
-
-
-def register(architecture: Architecture) -> None:
-    """Add a family, or replace the family with the same name."""
-    REGISTRY[architecture.name] = architecture
-
-
-def decoders() -> tuple[str, ...]:
-    """Return the names of the families that predict the next token."""
-    return tuple(name for name, architecture in REGISTRY.items() if architecture.is_decoder)
-
-
 # ---- rotary positions ----
 
 

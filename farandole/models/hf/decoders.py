@@ -12,7 +12,6 @@ from farandole.models.gptj import GPTJConfig, gptj
 from farandole.models.hf.architecture import (
     Architecture,
     read_rotary,
-    register,
     write_rotary,
     yarn_magnitude,
 )
@@ -22,6 +21,9 @@ from farandole.models.layers import ACTIVATIONS
 from farandole.models.llama import LlamaConfig, llama
 from farandole.models.mixtral import MixtralConfig, mixtral
 from farandole.models.moe import Balance
+
+FAMILIES: list[Architecture] = []
+"""The families of decoders."""
 
 _GELU = tuple(ACTIVATIONS)
 
@@ -101,7 +103,7 @@ def _gpt2_table(config: GPTConfig) -> Table:
     return table
 
 
-register(
+FAMILIES.append(
     Architecture(
         "gpt2",
         ("GPT2LMHeadModel", "GPT2Model"),
@@ -177,7 +179,7 @@ def _gptj_table(config: GPTJConfig) -> Table:
     return table
 
 
-register(
+FAMILIES.append(
     Architecture(
         "gptj",
         ("GPTJForCausalLM", "GPTJModel"),
@@ -396,10 +398,11 @@ for _name, _class, _read, _write, _matches in (
     ("qwen2", "Qwen2", _read_qwen2, _write_qwen, _is_qwen2),
     ("qwen3", "Qwen3", _read_qwen3, _write_qwen, _is_qwen3),
 ):
-    register(
+    _classes = (f"{_class}ForCausalLM", f"{_class}Model")
+    FAMILIES.append(
         Architecture(
             _name,
-            (f"{_class}ForCausalLM", f"{_class}Model"),
+            _classes,
             LlamaConfig,
             _read,
             _write,
@@ -454,7 +457,7 @@ def _mixtral_table(config: MixtralConfig) -> Table:
     return table
 
 
-register(
+FAMILIES.append(
     Architecture(
         "mixtral",
         ("MixtralForCausalLM", "MixtralModel"),
@@ -616,7 +619,7 @@ def _deepseek_layer(table: Table, config: DeepSeekConfig, layer: int, ours: str,
         gated_rows(table, inner * config.shared, f"{ours}.shared", f"{theirs}.shared_experts")
 
 
-register(
+FAMILIES.append(
     Architecture(
         "deepseek_v3",
         ("DeepseekV3ForCausalLM", "DeepseekV3Model"),

@@ -7,13 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from farandole.models.bert import BERTConfig, bert
-from farandole.models.hf.architecture import Architecture, register
+from farandole.models.hf.architecture import Architecture
 from farandole.models.hf.decoders import one_dropout
 from farandole.models.hf.fields import Fields, FolderError
 from farandole.models.hf.mapping import Table
 from farandole.models.layers import ACTIVATIONS
 from farandole.models.t5 import T5Config, t5
 from farandole.models.vit import ViTConfig, vit
+
+FAMILIES: list[Architecture] = []
+"""The families of encoders."""
 
 
 def classes_of(fields: Fields) -> int:
@@ -118,7 +121,7 @@ def _bert_table(config: BERTConfig) -> Table:
     return table
 
 
-register(
+FAMILIES.append(
     Architecture(
         "bert",
         ("BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification", "BertModel"),
@@ -215,7 +218,7 @@ def _vit_table(config: ViTConfig) -> Table:
     return table
 
 
-register(
+FAMILIES.append(
     Architecture(
         "vit", ("ViTForImageClassification", "ViTModel"), ViTConfig, _read_vit, _write_vit, vit, _vit_table
     )
@@ -328,7 +331,7 @@ def _t5_head(config: T5Config, names: Collection[str]) -> T5Config:
     return replace(config, tied="lm_head.weight" not in names)
 
 
-register(
+FAMILIES.append(
     Architecture(
         "t5",
         ("T5ForConditionalGeneration", "T5Model"),

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole._troubleshooting import see
-from farandole.models.hf import decoders as _decoders  # noqa: F401 - registers families
-from farandole.models.hf import encoders as _encoders  # noqa: F401
-from farandole.models.hf.architecture import REGISTRY, Architecture
+from farandole.models.hf.architecture import Architecture
 from farandole.models.hf.fields import Fields, FolderError
 from farandole.models.hf.files import (
     CODES,
@@ -32,6 +30,7 @@ from farandole.models.hf.files import (
     write_file,
 )
 from farandole.models.hf.mapping import Box, Part, Table, overlap, volume
+from farandole.models.hf.registry import families
 from farandole.models.meta import meta_device
 from farandole.models.sequence import Transformer
 
@@ -151,14 +150,14 @@ def read_config(folder: str | Path, *, with_weights: bool = True) -> Pretrained:
         raise FolderError(
             f"{file} is damaged: expected a JSON object, found {type(values).__name__}; download the file again"
         )
-    name = str(values.get("model_type"))
-    if name not in REGISTRY:
-        near = difflib.get_close_matches(name, REGISTRY, 1)
+    name, known = str(values.get("model_type")), families()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
         hint = f"; nearest: {near[0]}" if near else ""
         raise FolderError(
-            f"{file} has model_type={values.get('model_type')!r}, which is not supported{hint} (supported: {', '.join(REGISTRY)})"
+            f"{file} has model_type={values.get('model_type')!r}, which is not supported{hint} (supported: {', '.join(known)})"
         )
-    architecture = REGISTRY[name]
+    architecture = known[name]
     named = values.get("architectures") or [architecture.classes[0]]
     unknown = [each for each in named if each not in architecture.classes]
     if unknown:
@@ -232,12 +231,12 @@ def describe(model: nn.Module) -> Pretrained:
     if isinstance(origin, Pretrained):
         return origin
     config = getattr(model, "config", None)
-    for architecture in REGISTRY.values():
+    for architecture in families().values():
         if config is not None and type(config) is architecture.config and architecture.matches(config):
             values = {"model_type": architecture.name, "architectures": [architecture.classes[0]]}
             return Pretrained(architecture, config, {**values, **architecture.write(config)})
     what = type(model).__name__ if config is None else f"a model with {config}"
-    raise ValueError(f"{what} has no Hugging Face format: expected one of {', '.join(REGISTRY)}")
+    raise ValueError(f"{what} has no Hugging Face format: expected one of {', '.join(families())}")
 
 
 # ---- reading weights ----
