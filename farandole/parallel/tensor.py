@@ -585,8 +585,9 @@ class Words(Vocabulary):
 
     def place(self, word: int | None) -> int | None:
         """Return the index of a word among this rank's words, or None if another rank has the word."""
-        own = word is not None and self.words.start <= word < self.words.stop
-        return word - self.words.start if word is not None and own else None
+        if word is None or not self.words.start <= word < self.words.stop:
+            return None
+        return word - self.words.start
 
     def _all_statistics(self, own: Tensor) -> Tensor:
         if self.comm is None:
