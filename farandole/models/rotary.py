@@ -12,6 +12,8 @@ Scalings extend a model to sequences that are longer than its training sequences
     llama3    like yarn, with Llama 3.1's ramp
     longrope  each frequency is divided by its own factor, with different factors for sequences longer than the
               training sequences (Ding et al., 2024, "LongRoPE")
+
+The length for `dynamic` and `longrope` is that of the longest sequence or packed document in the batch, as in transformers.
 """
 
 from __future__ import annotations

@@ -42,12 +42,13 @@ def label_fields(classes: int) -> dict[str, Any]:
 def _read_bert(fields: Fields) -> BERTConfig:
     fields.one_of("position_embedding_type", "absolute")
     fields.skip("directionality", *(name for name in fields.values if name.startswith("pooler_")))
-    if not fields.take("tie_word_embeddings", True, kind=bool):
+    names = fields.values.get("architectures") or ["BertForMaskedLM"]
+    classifies = "BertForSequenceClassification" in names
+    tied = fields.take("tie_word_embeddings", True, kind=bool)
+    if not (tied or classifies):
         raise FolderError(
             f"{fields.where} has tie_word_embeddings=False: only a BERT whose head is tied to its embedding is supported"
         )
-    names = fields.values.get("architectures") or ["BertForMaskedLM"]
-    classifies = "BertForSequenceClassification" in names
     dropouts = ["hidden_dropout_prob", "attention_probs_dropout_prob"]
     if classifies and fields.values.get("classifier_dropout") is not None:
         dropouts.append("classifier_dropout")

@@ -153,6 +153,7 @@ def _split_words(
         words = Words(comm, layouts.of(parameter).shape[0], position, tokens)
         if isinstance(child, nn.Embedding):
             child.num_embeddings = len(child.weight)
+            child.padding_idx = words.place(child.padding_idx)
             wrap_calls(child, EmbedWords(words))
     if words is not None and hasattr(module, "vocabulary"):
         module.__dict__["vocabulary"] = words

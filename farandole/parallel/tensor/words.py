@@ -39,6 +39,12 @@ class Words(Vocabulary):
         self.words = slice(*chunk(count, ranks, position.coordinate(AXIS)))
         self._shard = VocabularyShard(self.words.start, count, -(-count // ranks), self._all_statistics)
 
+    def place(self, word: int | None) -> int | None:
+        """Return the index of a word among this rank's words, or None if another rank has the word."""
+        if word is None or not self.words.start <= word < self.words.stop:
+            return None
+        return word - self.words.start
+
     def _all_statistics(self, own: Tensor) -> Tensor:
         if self.comm is None:
             return own[None]

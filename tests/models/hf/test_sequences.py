@@ -78,6 +78,20 @@ def test_packed_documents_equal_separate_sequences(family: str, kind: str, tmp_p
     compare_documents(ours, theirs, documents_of([LENGTHS, (9, 1, 1, 1, 7)]), 1, tmp_path / "b")
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_packed_documents_around_the_original_context(family: str, kind: str, tmp_path: Path) -> None:
+    """Transformers packs documents by their positions, and scales all by the longest, here 70 of at most 64 positions."""
+    theirs = reference(family, 1, **with_rope(family, kind))
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    info = SequenceInfo(documents=documents_of([(5, 70, 20)]))
+    tokens, targets = (tokens_for(theirs, 1, 95, seed=seed) for seed in range(2))
+    positions = info.positions_of(95, tokens.device)
+    logits = theirs(tokens, position_ids=positions, use_cache=False).logits
+    close(ours(tokens, info), logits)
+    compare_loss(ours, theirs, (tokens, info, targets), logits, tmp_path / "b")
+
+
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "mixtral"])
 def test_packed_documents_with_windows(family: str, tmp_path: Path) -> None:
     windows = {
