@@ -90,7 +90,11 @@ def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
 
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest(ranks: Any) -> None:
     for name, size, expected in [
-        ("llama", 3, "2 key-value heads, which 3 ranks cannot divide; nearest plans: tensor=2, tensor=4"),
+        (
+            "llama",
+            3,
+            "2 key-value heads of width 4, which 3 ranks cannot divide; nearest plans: tensor=2, tensor=4",
+        ),
         ("linear", 2, "Linear has no module with a rule"),
     ]:
         for message in ranks(size).run(_refused, name, Plan(tensor=size)):
