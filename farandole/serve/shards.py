@@ -18,6 +18,7 @@ from farandole.models.hf.pretrained import Request, allocate, tensors_of
 from farandole.models.sequence import Transformer
 from farandole.parallel import tensor
 from farandole.parallel.axes import Layouts, Position
+from farandole.parallel.tensor.regions import AXIS
 from farandole.plan import Plan, PlanError
 from farandole.serve.folder import ModelFolder, read_model
 from farandole.serve.request import RequestError
@@ -86,7 +87,7 @@ def shard_model(model: Transformer, comm: Communicator) -> None:
         FolderError: if a file ends early or cannot be read.
     """
     mesh = Mesh.box(comm.size, tensor=comm.size)
-    position = Position(mesh, mesh.of_rank(comm.rank)[0], mesh.connect(comm, [(tensor.AXIS,)]))
+    position = Position(mesh, mesh.of_rank(comm.rank)[0], mesh.connect(comm, [(AXIS,)]))
     layouts = _apply(model, position)
     position.connect()
     source: Any = getattr(model, "weight_source", None)

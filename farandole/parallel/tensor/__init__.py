@@ -23,9 +23,8 @@ words.  Without targets, the model returns the logits of all words, which are ga
 logits of this rank's words.
 """
 
-from farandole.parallel.tensor.apply import apply
-from farandole.parallel.tensor.regions import AXIS
-from farandole.parallel.tensor.rules import RULES, Indivisible, Parts, Rule, register
-from farandole.parallel.tensor.words import Words, sharded_logits
+from farandole.parallel.tensor.apply import apply as apply
+from farandole.parallel.tensor.rules import Indivisible, Parts, Rule, register
+from farandole.parallel.tensor.words import sharded_logits
 
-__all__ = ["AXIS", "RULES", "Indivisible", "Parts", "Rule", "Words", "apply", "register", "sharded_logits"]
+__all__ = ["Indivisible", "Parts", "Rule", "register", "sharded_logits"]
