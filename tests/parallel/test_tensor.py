@@ -70,8 +70,7 @@ def test_gradients_are_summed_while_other_gradients_are_computed(ranks: Any, nam
     alone = ranks(1).run(train, name, Plan())[0]
     for plan in (Plan(tensor=2), Plan(tensor=2, zero=3, recompute="block")):
         compare(ranks(2, "gloo").run(train, name, plan), alone, name, plan, 2)
-    overlapped = ranks(2, "gloo").run(_overlapped, name)[0]
-    assert bool(overlapped) == (name != "t5")
+    assert ranks(2, "gloo").run(_overlapped, name)[0]
     assert not ranks(2).run(_overlapped, name)[0]
 
 
