@@ -96,9 +96,9 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
         wrap_calls(model, _ShareSequences(Grid.of(position, ring)))
         for block in model.children():
             wrap_calls(block, _OwnPositions())
-        for module in model.modules():
-            if isinstance(module, nn.Dropout) and wrapper_of(module, TokenDropout) is None:
-                wrap_calls(module, _PositionDropout())
+        for inner in model.modules():
+            if isinstance(inner, nn.Dropout) and wrapper_of(inner, TokenDropout) is None:
+                wrap_calls(inner, _PositionDropout())
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:

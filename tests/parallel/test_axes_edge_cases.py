@@ -43,10 +43,9 @@ def _gpt(heads: int, width: int) -> Case:
     return Case(partial(build_gpt, GPTConfig(WORDS, 16, 2, heads, width, positions="learned")))
 
 
-def _llama(heads: int, kv_heads: int, **changes: Any) -> Case:
-    return Case(
-        partial(build_llama, LlamaConfig(WORDS, 2, heads, 4 * heads, 31, kv_heads=kv_heads)), **changes
-    )
+def _llama(heads: int, kv_heads: int, width: int = 4, **changes: Any) -> Case:
+    config = LlamaConfig(WORDS, 2, heads, 4 * heads, 31, kv_heads=kv_heads, head_width=width)
+    return Case(partial(build_llama, config), **changes)
 
 
 def _freeze(model: nn.Module) -> None:
@@ -75,7 +74,8 @@ def _padded(number: int) -> Tensor:
 
 CASES = {
     "5 heads": _gpt(5, 20),
-    "2 key-value heads": _llama(12, 2),
+    "2 key-value heads": _llama(12, 2, width=6),
+    "narrow key-value heads": _llama(12, 2),
     "3 key-value heads": _llama(6, 3),
     "1 sequence": _llama(4, 2, shape=(1, 9)),
     "1 token": _llama(4, 2, shape=(1, 1)),
@@ -150,7 +150,7 @@ def _train(rank: int, size: int, name: str, plan: Plan) -> Found:
     return Found(losses, norms, evaluated, weights)
 
 
-TENSOR = [Plan(tensor=size, sequence=sequence) for size in (2, 3, 4) for sequence in (False, True)]
+SEQUENCE = Plan(tensor=2, sequence=True)
 EXPERT = [Plan(expert=2), Plan(expert=4, zero=3), Plan(tensor=2, expert=2, sequence=True, zero=2)]
 CONTEXT = [Plan(context=2, ring=2), Plan(context=4, ring=2), Plan(context=4, ring=4, zero=1)]
 
@@ -158,23 +158,23 @@ CONTEXT = [Plan(context=2, ring=2), Plan(context=4, ring=2), Plan(context=4, rin
 @pytest.mark.parametrize(
     ("name", "plans"),
     [
-        ("5 heads", [*(Plan(tensor=size) for size in (2, 3, 4, 5)), Plan(tensor=3, sequence=True)]),
-        ("2 key-value heads", [Plan(tensor=size) for size in (2, 4, 6)]),
-        ("3 key-value heads", [Plan(tensor=size) for size in (2, 3, 6)]),
-        ("1 sequence", [TENSOR[1], *CONTEXT, Plan(tensor=2, context=2, sequence=True)]),
+        ("5 heads", [Plan(tensor=2), Plan(tensor=5), Plan(tensor=3, sequence=True)]),
+        ("2 key-value heads", [Plan(tensor=4), Plan(tensor=6)]),
+        ("3 key-value heads", [Plan(tensor=2), Plan(tensor=6)]),
+        ("1 sequence", [CONTEXT[2], Plan(tensor=2, context=2, sequence=True)]),
         (
             "1 token",
             [Plan(tensor=4), Plan(tensor=4, sequence=True), Plan(tensor=2, data=2, sequence=True, zero=3)],
         ),
-        ("4 tokens", [*CONTEXT, Plan(tensor=4, sequence=True)]),
-        ("11 tokens", [Plan(context=3, ring=3), Plan(context=4), *CONTEXT[1:]]),
-        ("documents", [*CONTEXT, Plan(context=4), Plan(tensor=4, sequence=True)]),
-        ("no targets", [TENSOR[1], CONTEXT[1], Plan(data=4), Plan(data=2, tensor=2, zero=3)]),
-        ("frozen", [TENSOR[4], TENSOR[5], CONTEXT[1], Plan(data=2, tensor=2, zero=3)]),
-        ("frozen experts", [*EXPERT, Plan(context=2)]),
-        ("2 predictions", [*EXPERT, *TENSOR[:2]]),
-        ("2 predictions, no capacity", [*CONTEXT, *EXPERT]),
-        ("unused experts", [*EXPERT, Plan(context=2), TENSOR[1]]),
+        ("4 tokens", CONTEXT[1:]),
+        ("11 tokens", [Plan(context=3, ring=3), CONTEXT[1]]),
+        ("documents", [*CONTEXT[1:], SEQUENCE]),
+        ("no targets", [CONTEXT[1], Plan(data=4), Plan(data=2, tensor=2, zero=3)]),
+        ("frozen", [SEQUENCE, CONTEXT[0], Plan(data=2, tensor=2, zero=3)]),
+        ("frozen experts", EXPERT),
+        ("2 predictions", [*EXPERT, SEQUENCE]),
+        ("2 predictions, no capacity", [CONTEXT[1], EXPERT[2]]),
+        ("unused experts", [*EXPERT, Plan(context=2)]),
         ("unused experts and 1 token", EXPERT),
     ],
 )
@@ -206,7 +206,8 @@ def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
     ("name", "plan", "nearest"),
     [
         ("2 key-value heads", Plan(tensor=5), "nearest plans: tensor=4, tensor=6"),
-        ("3 key-value heads", Plan(tensor=4), "nearest plans: tensor=3, tensor=6"),
+        ("3 key-value heads", Plan(tensor=4), "nearest plans: tensor=2, tensor=3"),
+        ("narrow key-value heads", Plan(tensor=6), "nearest plans: tensor=2, tensor=4"),
         ("5 heads", Plan(tensor=6), "nearest plans: tensor=4, tensor=5"),
         ("2 predictions", Plan(context=2), "nearest plan: context=1, or a model without a capacity"),
         ("unused experts", Plan(expert=5), "nearest plan: expert=4"),

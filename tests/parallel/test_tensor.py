@@ -70,8 +70,7 @@ def test_gradients_are_summed_while_other_gradients_are_computed(ranks: Any, nam
     alone = ranks(1).run(train, name, Plan())[0]
     for plan in (Plan(tensor=2), Plan(tensor=2, zero=3, recompute="block")):
         compare(ranks(2, "gloo").run(train, name, plan), alone, name, plan, 2)
-    overlapped = ranks(2, "gloo").run(_overlapped, name)[0]
-    assert bool(overlapped) == (name != "t5")
+    assert ranks(2, "gloo").run(_overlapped, name)[0]
     assert not ranks(2).run(_overlapped, name)[0]
 
 
@@ -90,7 +89,11 @@ def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
 
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest(ranks: Any) -> None:
     for name, size, expected in [
-        ("llama", 3, "2 key-value heads, which 3 ranks cannot divide; nearest plans: tensor=2, tensor=4"),
+        (
+            "llama",
+            3,
+            "2 key-value heads of width 4, which 3 ranks cannot divide; nearest plans: tensor=2, tensor=4",
+        ),
         ("linear", 2, "Linear has no module with a rule"),
     ]:
         for message in ranks(size).run(_refused, name, Plan(tensor=size)):

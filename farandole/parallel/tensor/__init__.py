@@ -24,9 +24,8 @@ logits of the whole vocabulary.  Without targets, the model gathers and returns 
 within `sharded_logits`, returns the logits of this rank's part.
 """
 
-from farandole.parallel.tensor.apply import apply
-from farandole.parallel.tensor.regions import AXIS
-from farandole.parallel.tensor.rules import RULES, Indivisible, Parts, Rule, register
-from farandole.parallel.tensor.words import Words, sharded_logits
+from farandole.parallel.tensor.apply import apply as apply
+from farandole.parallel.tensor.rules import Indivisible, Parts, Rule, register
+from farandole.parallel.tensor.words import sharded_logits
 
-__all__ = ["AXIS", "RULES", "Indivisible", "Parts", "Rule", "Words", "apply", "register", "sharded_logits"]
+__all__ = ["Indivisible", "Parts", "Rule", "register", "sharded_logits"]

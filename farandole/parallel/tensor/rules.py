@@ -74,9 +74,13 @@ def _query_units(module: SelfAttention, ranks: int) -> Part:
     width = module.head_width
     if ranks <= kv_heads:  # whole groups of query heads, and uneven numbers of them if necessary
         return Part(heads * width, module.group * width)
-    if ranks % kv_heads or heads % ranks or kv_heads * width % ranks:
-        most = [n for n in range(1, heads + 1) if n <= kv_heads or (n % kv_heads == 0 and heads % n == 0)]
-        raise Indivisible(f"{heads} query heads and {kv_heads} key-value heads", most)
+    # several ranks share a key-value head, and each projects an equal part of its width
+    sharing = [
+        n for n in range(kv_heads, heads + 1, kv_heads) if heads % n == 0 and kv_heads * width % n == 0
+    ]
+    if ranks not in sharing:
+        what = f"{heads} query heads and {kv_heads} key-value heads of width {width}"
+        raise Indivisible(what, [*range(1, kv_heads + 1), *sharing])
     return Part(heads * width, width)
 
 

@@ -24,7 +24,8 @@ from farandole.comm.communicator import Communicator
 from farandole.comm.errors import CommunicationError
 from farandole.layout import chunk
 from farandole.models.sequence import SequenceInfo, Transformer
-from farandole.parallel.tensor import Words, sharded_logits
+from farandole.parallel.tensor import sharded_logits
+from farandole.parallel.tensor.words import Words
 from farandole.serve.lora import Adapter
 from farandole.serve.runner import Runner, Span
 from farandole.serve.store import LayerShape, Memory

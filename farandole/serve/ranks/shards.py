@@ -20,6 +20,7 @@ from farandole.models.hf.pretrained import Request, allocate, tensors_of
 from farandole.models.sequence import Transformer
 from farandole.parallel import tensor
 from farandole.parallel.axes import Layouts, Position, own_part
+from farandole.parallel.tensor.regions import AXIS
 from farandole.plan import Plan, PlanError
 from farandole.serve.folder import ModelFolder, read_model
 from farandole.serve.lora import Adapter
@@ -98,7 +99,7 @@ def shard_model(
         FolderError: if a file ends early or cannot be read.
     """
     mesh = Mesh.box(comm.size, tensor=comm.size)
-    position = Position(mesh, mesh.of_rank(comm.rank)[0], mesh.connect(comm, [(tensor.AXIS,)]))
+    position = Position(mesh, mesh.of_rank(comm.rank)[0], mesh.connect(comm, [(AXIS,)]))
     layouts = _apply(model, position)
     position.connect()
     source: Any = getattr(model, "weight_source", None)
