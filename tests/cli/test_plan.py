@@ -43,7 +43,7 @@ ONE = ("--memory", "1GiB", "--precision", "fp32", "--recompute", "none", "--zero
 def test_only_the_requested_plans_must_divide_the_batch(tmp_path: Path) -> None:
     """Two stages process seven samples together, which two ranks on the data axis cannot share."""
     file = tmp_path / "plans.json"
-    words = ("tiny", "batch=7", "-n", "2", "--pipeline", "2", *ONE, "--json", str(file))
+    words = ("tiny", "batch=7", "-n", "2", "plan.pipeline=2", *ONE, "--json", str(file))
     assert _plan(*words).exit_code == 0
     (free,) = json.loads(file.read_text())["plans"]
     assert (free["plan"]["pipeline"], free["micro_batches"]) == (2, 7)

@@ -187,7 +187,7 @@ def test_swapped_bytes_of_stages_match_real_ranks(ranks: Any, tmp_path: Path, sc
         assert 4 * trace.swapped == pytest.approx(written, rel=0.01)
     in_flight = {"1f1b": [2, 1], "gems": [1, 1]}[schedule]
     assert [trace.swappable / trace.swapped for trace in step.traces] == pytest.approx(in_flight, rel=0.1)
-    machine = replace(MACHINE, disk=Bandwidth(1e9, 1e9))
+    machine = replace(MACHINE, disk=Bandwidth(1e9, 1e9, "buffered"))
     assert estimate_workload(workload, plan, 2, machine).times["swap"] > 0
 
 

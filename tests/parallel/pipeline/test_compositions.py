@@ -445,9 +445,8 @@ def test_reductions_start_while_the_pipeline_drains(ranks: Any, schedule: str) -
 def _gradient_bytes(rank: int, size: int, plan: Plan) -> tuple[int, int, int]:
     """Return the most bytes of gradients at the start of a reduction, those of all unsharded gradients, and of a bucket."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(512, 2048, bias=False) for _ in range(2 * size)))
-    for number in range(1, 2 * size, 2):
-        model[number] = nn.Linear(2048, 512, bias=False)
+    pairs = ((nn.Linear(512, 2048, bias=False), nn.Linear(2048, 512, bias=False)) for _ in range(2 * size))
+    model = nn.Sequential(*(layer for pair in pairs for layer in pair))
     engine = farandole.parallelize(model, plan)
     seen, plain = [0], Bucket.reduce_async
 
@@ -493,4 +492,4 @@ def test_replicas_may_have_different_numbers_of_micro_batches(ranks: Any, counts
     for schedule, zero in (("1f1b", 1), ("v-min", 2)):
         plan = Plan(data=2, pipeline=2, schedule=schedule, zero=zero)
         for found in ranks(4).run(_uneven, plan, counts):
-            assert found == pytest.approx((float(mean), float(norm)), rel=1e-4)
+            assert found == pytest.approx((mean.item(), norm.item()), rel=1e-4)
