@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farandole import native
+from farandole.models.layers import Head
+from farandole.models.moe import MixtureOfExperts
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo, Transformer
 from farandole.serve.lora import Adapter
 from farandole.serve.request import RequestError
 from farandole.serve.rows import IndependentRows, ragged_attention, write_positions
 from farandole.serve.store import LayerShape, Memory
+
+WEIGHTS = ("int8",)
+"""The types that weights can be converted to."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +123,12 @@ class Runner:
         model: a decoder on the CPU, whose weights no longer change.
         use_core: whether to use the C core, by default if available.
         adapters: LoRA adapters by name.
+        weights: "int8" replaces the matrices of `model` by int8 values with a scale per output, and frees their memory.
+            "" keeps the weights.
 
     Raises:
-        RequestError: if the model's results would depend on the other sequences in a batch.
+        RequestError: if the model's results would depend on the other sequences in a batch, or its weights cannot be
+            quantized.
     """
 
     heartbeat_s: float | None = None
@@ -130,6 +139,7 @@ class Runner:
         model: Transformer,
         use_core: bool | None = None,
         adapters: Mapping[str, Adapter] | None = None,
+        weights: str = "",
     ) -> None:
         for module in model.modules():
             for value in vars(module).values():
@@ -144,12 +154,30 @@ class Runner:
         self.vocabulary = _vocabulary(model)
         self._use_core = use_core
         self._rows = IndependentRows(use_core)
+        if weights:
+            self._quantize(weights)
         with torch.inference_mode(), self._rows:
             probe = _Probe()
             self.model(torch.zeros(1, 1, dtype=torch.int64), SequenceInfo(cache=probe))
         self.shapes = list(probe.shapes.values())
         self.bytes_per_position = sum(shape.nbytes for shape in self.shapes)
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
+
+    def _quantize(self, weights: str) -> None:
+        """Replace the matrices by int8 values."""
+        if weights not in WEIGHTS:
+            raise RequestError("weights", f"expected one of {', '.join(WEIGHTS)}, got {weights!r}")
+        if self.adapters:
+            raise RequestError("weights", f"{weights} is not supported with LoRA adapters")
+        if any(isinstance(module, MixtureOfExperts) for module in self.model.modules()):
+            raise RequestError("weights", f"{weights} is not supported for mixtures of experts")
+        if not native.available() or self._use_core is False:
+            raise RequestError("weights", f"{weights} requires the C core: {native.why_unavailable()}")
+        embeddings = [m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)]
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear | Head):
+                is_tied = any(module.weight is weight for weight in embeddings)
+                self._rows.quantize(module.weight, release=not is_tied)
 
     def memory(self) -> Memory:
         """Return new memory for the model's keys and values."""

@@ -57,13 +57,14 @@ class Ranks:
         """Read a model, or this rank's shards; the arguments are those of `read_model`."""
         return read_model(folder, **options)
 
-    def runner(self, model: Transformer, lora: Mapping[str, str | Path]) -> Runner | None:
+    def runner(self, model: Transformer, lora: Mapping[str, str | Path], weights: str = "") -> Runner | None:
         """Return the runner of rank 0; None on other ranks.
 
         Args:
             lora: LoRA adapters by name, for one rank.
+            weights: see `Runner`, for one rank.
         """
-        return Runner(model, adapters=read_adapters(model, lora))
+        return Runner(model, adapters=read_adapters(model, lora), weights=weights)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -104,7 +105,7 @@ class StartedRanks(Ranks):
             self.close()
             raise
 
-    def runner(self, model: Transformer, lora: Mapping[str, str | Path]) -> Runner:
+    def runner(self, model: Transformer, lora: Mapping[str, str | Path], weights: str = "") -> Runner:
         """Return the runner of rank 0."""
         self._driver = LocalDriver(model, self._comm)
         return self._driver
@@ -152,7 +153,7 @@ class JobRanks(Ranks):
                 check_width(read_model(folder, **options, lazy=True).model, self._comm.size)
         return read_sharded(folder, options, self._comm)
 
-    def runner(self, model: Transformer, lora: Mapping[str, str | Path]) -> Runner | None:
+    def runner(self, model: Transformer, lora: Mapping[str, str | Path], weights: str = "") -> Runner | None:
         """Return the runner of rank 0; None on other ranks."""
         if self.rank:
             self._worker = Worker(model, self._comm)
