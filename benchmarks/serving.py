@@ -266,7 +266,7 @@ def engine_of(
 ) -> GenerationEngine:
     """Return an engine for the model."""
     model = from_pretrained(folder, dtype=PRECISIONS[precision])
-    return GenerationEngine(Runner(model, weights=weights), context=CONTEXT, store=store)
+    return GenerationEngine(Runner(model, weights=weights, owned=True), context=CONTEXT, store=store)
 
 
 if __name__ == "__main__":

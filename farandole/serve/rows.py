@@ -9,8 +9,8 @@ would depend on the other requests in its batch.  Within `IndependentRows`, for 
 
 Normalization, softmax and additions are independent already.  `ragged_attention` computes each query alone.
 
-The C core computes products, attention, normalization, gated activations and rotations.  Where it was not compiled, torch computes products of 16 rows, and one
-query at a time, which is slow.
+The C core computes products, attention, normalization, gated activations and rotations.  Where it was not compiled,
+torch computes products of 16 rows, and one query at a time, which is slow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ VECTOR = 64
 """A multiple of the elements that an iteration of a vectorized function computes."""
 PIECE = 1 << 14
 """The number of elements below which torch computes a function in one thread."""
-
 MAX_BF16_ROWS = 32
 """The largest number of rows for which the core computes bf16 products faster than torch."""
 
@@ -137,30 +136,27 @@ class IndependentRows(TorchFunctionMode):
         if rows.dtype == torch.bfloat16 and not is_quantized and len(rows) > MAX_BF16_ROWS:
             return F.linear(rows, weight, bias)
         if packed is None or packed.version != weight._version:
-            packed = self._pack(weight)
+            kind = WeightType.BF16 if weight.dtype == torch.bfloat16 else WeightType.F32
+            self.convert(weight, kind, release=False)
+            packed = self._packed[weight_key(weight)]
         return _core_linear(rows, packed, bias, len(weight))
 
-    def _pack(self, weight: Tensor) -> _Packed:
-        """Pack a weight in its own type."""
-        kind = WeightType.BF16 if weight.dtype == torch.bfloat16 else WeightType.F32
-        packed = _Packed(weight._version, kind, _pack(weight.detach().contiguous(), kind))
-        self._packed[weight_key(weight)] = packed
-        return packed
-
-    def quantize(self, weight: Tensor, *, release: bool) -> None:
-        """Replace a weight (outputs, inputs) in products by int8 values with a scale per output.
+    def convert(self, weight: Tensor, kind: WeightType, *, release: bool) -> None:
+        """Pack a weight (outputs, inputs) that no longer changes; int8 values have a scale per output.
 
         Args:
-            weight: a parameter that no longer changes.
-            release: whether to free the parameter's memory.  Its values are then NaN, for products only.
+            kind: INT8, or the type of the weight.
+            release: whether to free the weight's memory.  Its values are then NaN, except in products.
         """
-        values = weight.detach().float()
-        scales = values.abs().amax(1) / 127
-        rounded = (values / scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
+        values, scales = weight.detach().contiguous(), None
+        if kind is WeightType.INT8:
+            values = values.float()
+            scales = values.abs().amax(1) / 127
+            values = (values / scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
+        packed = _pack(values, kind)
         if release:
             weight.data = torch.full((1, 1), torch.nan, dtype=weight.dtype).expand(weight.shape)
-        packed = _Packed(weight._version, WeightType.INT8, _pack(rounded, WeightType.INT8), scales)
-        self._packed[weight_key(weight)] = packed
+        self._packed[weight_key(weight)] = _Packed(weight._version, kind, packed, scales)
 
 
 def _pack(weight: Tensor, kind: WeightType) -> Tensor:

@@ -95,7 +95,9 @@ def start(
     own: list[Runner] | Worker
     if comm is None:
         found = read_model(folder, **options)
-        own = runners = [Runner(found.model, adapters=read_adapters(found.model, adapters), weights=weights)]
+        own = runners = [
+            Runner(found.model, adapters=read_adapters(found.model, adapters), weights=weights, owned=True)
+        ]
         free = _free_memory()
     else:
         assert runtime is not None

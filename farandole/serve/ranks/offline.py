@@ -64,7 +64,7 @@ class Ranks:
             lora: LoRA adapters by name, for one rank.
             weights: see `Runner`, for one rank.
         """
-        return Runner(model, adapters=read_adapters(model, lora), weights=weights)
+        return Runner(model, adapters=read_adapters(model, lora), weights=weights, owned=True)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Weights of int8: the logits' error, the memory, and what is refused."""
+"""Converted weights: the error of int8, the memory, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from farandole.cli.main import app
+from farandole.native import WeightType
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.llm import LLM
 from farandole.serve.request import RequestError, Sampling
 from farandole.serve.rows import IndependentRows
 from farandole.serve.runner import Runner
-from tests.serve.models import CONTEXT, models, run, vocabulary
+from tests.serve.models import CONTEXT, LAYERS, models, run, vocabulary
 from tests.serve.server import command, write_folder
 
 DENSE = ("gpt2", "gptj", "llama", "mistral", "qwen3")
@@ -25,7 +26,7 @@ DENSE = ("gpt2", "gptj", "llama", "mistral", "qwen3")
 
 def quantized(family: str, dtype: torch.dtype = torch.float32) -> GenerationEngine:
     model = copy.deepcopy(models(family)[1]).to(dtype)
-    return GenerationEngine(Runner(model, weights="int8"), context=CONTEXT, max_running=4)
+    return GenerationEngine(Runner(model, weights="int8", owned=True), context=CONTEXT, max_running=4)
 
 
 def prompt_logprobs(engine: GenerationEngine, prompt: list[int]) -> torch.Tensor:
@@ -42,7 +43,7 @@ def test_a_product_with_int8_weights(rows: int, dtype: torch.dtype) -> None:
     weight, x, bias = torch.randn(50, 70), torch.randn(rows, 70).to(dtype), torch.randn(50).to(dtype)
     parameter = torch.nn.Parameter(weight.clone().to(dtype), requires_grad=False)
     context = IndependentRows()
-    context.quantize(parameter, release=True)
+    context.convert(parameter, WeightType.INT8, release=True)
     with torch.inference_mode(), context:
         result = F.linear(x, parameter, bias)
     exact = F.linear(x.double(), weight.double(), bias.double())
@@ -81,13 +82,24 @@ def test_the_logits_of_a_request_do_not_depend_on_the_batch() -> None:
 
 def test_the_memory_of_the_weights_is_freed() -> None:
     model = copy.deepcopy(models("llama")[1])
-    runner = Runner(model, weights="int8")
+    runner = Runner(model, weights="int8", owned=True)
     kept = sum(each.untyped_storage().nbytes() for each in model.parameters())
     embedding = model[0].tokens.weight.nbytes
     norms = sum(each.nbytes for each in model.parameters() if each.dim() == 1)
     assert kept <= embedding + norms + 4 * len(list(model.parameters()))
     packed = sum(each.values.nbytes for each in runner._rows._packed.values())
     assert packed < 1.6 * sum(each.numel() for each in model.parameters() if each.dim() == 2)  # padded to 32
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_weights_in_fp32_are_stored_once(family: str) -> None:
+    """The results are those of a runner that keeps the weights."""
+    prompt = [(7 * i + 3) % vocabulary(family) for i in range(40)]
+    model = copy.deepcopy(models(family)[1])
+    size = sum(each.numel() for each in model.parameters())
+    found = prompt_logprobs(GenerationEngine(Runner(model, owned=True), context=CONTEXT), prompt)
+    assert torch.equal(found, prompt_logprobs(GenerationEngine(models(family)[1], context=CONTEXT), prompt))
+    assert sum(each.untyped_storage().nbytes() for each in model.parameters()) < 4 * size
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
