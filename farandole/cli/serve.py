@@ -42,6 +42,14 @@ def serve(
         str, typer.Option("--name", help="The model's name in requests.", show_default="the folder's name")
     ] = "",
     precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "fp32",
+    weights: Annotated[
+        str,
+        typer.Option(
+            "--weights",
+            help="int8: compute products with int8 weights, which need a quarter of the memory.",
+            show_default="the weights of the precision",
+        ),
+    ] = "",
     context: Annotated[
         int | None,
         typer.Option(
@@ -157,6 +165,7 @@ def serve(
     \b
       farandole serve runs --port 8000
       farandole serve FOLDER --precision bf16 --max-running 64
+      farandole serve FOLDER --weights int8
       farandole serve FOLDER --tensor 2        2 ranks divide the model
       farandole serve FOLDER --replicas 2      2 ranks each have the model
       mpirun -n 2 farandole serve FOLDER       the same, under another launcher
@@ -213,7 +222,15 @@ def serve(
         elif (ranks := replicas * (tensor or 1)) > 1:
             from farandole.launch.local import launch
 
-            check_start(folder, host=host, port=port, api_keys=api_keys, tensor=tensor or 1, lora=lora or ())
+            check_start(
+                folder,
+                host=host,
+                port=port,
+                api_keys=api_keys,
+                tensor=tensor or 1,
+                lora=lora or (),
+                weights=weights,
+            )
             end = drain_timeout + END_TIMEOUT_S
             raise typer.Exit(launch("farandole", sys.argv[1:], ranks=ranks, module=True, stop_timeout_s=end))
         runtime = None
@@ -227,6 +244,7 @@ def serve(
             port=port,
             name=name,
             precision=precision,
+            weights=weights,
             context=context,
             max_running=max_running,
             max_waiting=max_waiting,

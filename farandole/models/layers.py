@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from farandole.models.attention import attention
 from farandole.models.dropout import ShardedDropout
+from farandole.models.replaceable import replaceable
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import SequenceInfo
 from farandole.models.vocabulary import WHOLE, Vocabulary
@@ -73,6 +74,16 @@ class _RMSNorm(torch.autograd.Function):
         return inner.sub_(normal.mul_(mean)).mul_(scale), weight_gradient, None
 
 
+@replaceable
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + epsilon) * weight, of shape (..., width)."""
+    weight = weight.to(x.dtype)
+    if x.device.type != "cpu" or x.dtype == torch.float64:
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    normal: Tensor = _RMSNorm.apply(x, weight, epsilon)
+    return normal
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square normalization (Zhang and Sennrich, 2019, "Root Mean Square Layer Normalization")."""
 
@@ -83,10 +94,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., width) to the same shape."""
-        if x.device.type != "cpu" or x.dtype == torch.float64:
-            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.epsilon)
-        normal: Tensor = _RMSNorm.apply(x, self.weight.to(x.dtype), self.epsilon)
-        return normal
+        return rms_norm(x, self.weight, self.epsilon)
 
 
 # ---- attention ----
@@ -218,6 +226,7 @@ class _SwiGLU(torch.autograd.Function):
         return gradient
 
 
+@replaceable
 def gated(both: Tensor, activation: str) -> Tensor:
     """Return activation(gate) * up, for gate and up concatenated to shape (..., 2 width)."""
     if ACTIVATIONS[activation] is F.silu:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from farandole.models.replaceable import replaceable
 from farandole.models.sequence import SequenceInfo
 
 SCALINGS = ("linear", "dynamic", "yarn", "llama3", "longrope")
@@ -94,8 +95,8 @@ class Rotary:
         key = (self, start, length, x.dtype, x.device)
         cosine, sine = info.shared(key, lambda: self.table(info.positions_of(length, x.device), x.dtype))
         if x.shape[-1] == self.width:
-            return _apply(x, cosine, sine, self.interleaved)
-        rotated = _apply(x[..., : self.width], cosine, sine, self.interleaved)
+            return rotate(x, cosine, sine, self.interleaved)
+        rotated = rotate(x[..., : self.width], cosine, sine, self.interleaved)
         return torch.cat((rotated, x[..., self.width :]), -1)
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -157,7 +158,9 @@ class _Rotate(torch.autograd.Function):
         return _rotate_pairs(grad_outputs[0], cosine, -sine, ctx.interleaved), None, None, None
 
 
-def _apply(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+@replaceable
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    """Return `x`, of shape (batch, heads, positions, width), with each pair of values rotated."""
     rotated: Tensor = _Rotate.apply(x, cosine, sine, interleaved)
     return rotated
 

@@ -28,7 +28,7 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 11
+ABI = 12
 MAX_RANKS = 256
 NOTE_BYTES = 160
 KEY_BYTES = 32
@@ -88,6 +88,14 @@ class VectorLevel(IntEnum):
     PLAIN = 0
     AVX2 = 1
     AVX512 = 2
+
+
+class WeightType(IntEnum):
+    """The types of packed weights."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
 
 
 class Call(ctypes.Structure):
@@ -192,9 +200,12 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_decode": (c_int, [c_int, c_void_p, c_void_p, c_float, c_size_t, c_size_t]),
     "frd_orthonormalise": (None, [c_void_p, c_size_t, c_size_t]),
     "frd_outer": (None, [c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t]),
-    "frd_packed_floats": (c_size_t, [c_size_t, c_size_t]),
-    "frd_pack": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
-    "frd_linear": (c_int, [c_void_p] * 4 + [c_size_t] * 3 + [c_int]),
+    "frd_packed_size": (c_size_t, [c_size_t, c_size_t, c_int]),
+    "frd_pack": (None, [c_void_p, c_void_p, c_size_t, c_size_t, c_int]),
+    "frd_linear": (c_int, [c_void_p] * 5 + [c_size_t] * 3 + [c_int, c_int]),
+    "frd_rms_norm": (None, [c_void_p] * 3 + [c_size_t] * 2 + [c_float, c_int]),
+    "frd_swiglu": (None, [c_void_p] * 2 + [c_size_t] * 2 + [c_int]),
+    "frd_rotate": (None, [c_void_p] * 4 + [c_size_t] * 3 + [c_int64] * 2 + [c_int]),
     "frd_attend": (c_int, [c_void_p] * 6 + [c_size_t] * 7 + [c_int64] * 3 + [c_float, c_int, c_int]),
     "frd_store": (None, [c_void_p] * 6 + [c_size_t] * 6 + [POINTER(c_int64), c_int]),
 }

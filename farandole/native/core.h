@@ -19,7 +19,7 @@
 
 #pragma GCC visibility push(default) /* the library exports only the declarations of this file */
 
-#define FRD_ABI 11
+#define FRD_ABI 12
 #define FRD_MAX_RANKS 256 /* on one host */
 #define FRD_NOTE_BYTES 160
 #define FRD_KEY_BYTES 32
@@ -211,12 +211,21 @@ int frd_decode(int type, const void *message, float *x, float factor, size_t cou
 void frd_orthonormalise(float *p, size_t rows, size_t rank);
 void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t columns, size_t rank);
 
-/* Generation: out = x weight^T + bias with a packed weight, and attention of single queries over stored blocks of keys
- * and values (inference.h).  Each row of a result depends on its own inputs only, and is summed in a fixed order. */
-size_t frd_packed_floats(size_t outputs, size_t inputs);
-void frd_pack(float *packed, const float *weight, size_t outputs, size_t inputs);
-int frd_linear(float *out, const float *x, const float *packed, const float *bias, size_t rows, size_t inputs,
-               size_t outputs, int threads);
+/* Generation: out = x weight^T + bias with a packed weight of a type, normalization, activation and rotation of fp32 or bf16
+ * values, and attention of single queries over stored blocks of keys and values (inference.h).  Each row of a result
+ * depends on its own inputs only, and is summed in a fixed order. */
+enum { FRD_WEIGHTS_F32, FRD_WEIGHTS_BF16, FRD_WEIGHTS_INT8 };
+size_t frd_packed_size(size_t outputs, size_t inputs, int type);
+void frd_pack(void *packed, const void *weight, size_t outputs, size_t inputs, int type);
+int frd_linear(float *out, const float *x, const void *packed, const float *scales, const float *bias, size_t rows,
+               size_t inputs, size_t outputs, int type, int threads);
+/* x / sqrt(mean(x^2) + epsilon) * weight */
+void frd_rms_norm(void *out, const void *x, const void *weight, size_t rows, size_t width, float epsilon, int is_bf16);
+/* silu(gate) * up, for rows of gate and up (2 width) */
+void frd_swiglu(void *out, const void *x, size_t rows, size_t width, int is_bf16);
+/* Rotary positions, which pair value i with value i + width / 2. */
+void frd_rotate(void *out, const void *x, const void *cosine, const void *sine, size_t rows, size_t heads, size_t width,
+                int64_t row_stride, int64_t head_stride, int is_bf16);
 int frd_attend(float *out, const float *query, const void *keys, const void *values, const int32_t *table,
                const int64_t *positions, size_t queries, size_t heads, size_t kv_heads, size_t width, size_t value_width,
                size_t block_length, size_t table_width, int64_t query_stride, int64_t head_stride, int64_t window,

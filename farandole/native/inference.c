@@ -124,20 +124,36 @@ static int run(struct work *work, int threads)
 
 /* ---- products ---- */
 
-size_t frd_packed_floats(size_t outputs, size_t inputs)
+static size_t padded(size_t outputs)
 {
-    return (outputs + FRD_PANEL - 1) / FRD_PANEL * FRD_PANEL * inputs;
+    return (outputs + FRD_PANEL - 1) / FRD_PANEL * FRD_PANEL;
 }
 
-void frd_pack(float *packed, const float *weight, size_t outputs, size_t inputs)
+static const size_t weight_size[] = {[FRD_WEIGHTS_F32] = 4, [FRD_WEIGHTS_BF16] = 2, [FRD_WEIGHTS_INT8] = 1};
+
+size_t frd_packed_size(size_t outputs, size_t inputs, int type)
 {
-    const size_t panels = (outputs + FRD_PANEL - 1) / FRD_PANEL;
-    for (size_t panel = 0; panel < panels; panel++)
-        for (size_t k = 0; k < inputs; k++)
-            for (size_t i = 0; i < FRD_PANEL; i++) {
-                const size_t output = panel * FRD_PANEL + i;
-                *packed++ = output < outputs ? weight[output * inputs + k] : 0.0f;
-            }
+    return padded(outputs) * inputs * weight_size[type];
+}
+
+#define PACK(TYPE)                                                                                                     \
+    static void pack_##TYPE(TYPE *packed, const TYPE *weight, size_t outputs, size_t inputs)                           \
+    {                                                                                                                  \
+        for (size_t first = 0; first < outputs; first += FRD_PANEL)                                                    \
+            for (size_t k = 0; k < inputs; k++)                                                                        \
+                for (size_t output = first; output < first + FRD_PANEL; output++)                                      \
+                    *packed++ = output < outputs ? weight[output * inputs + k] : (TYPE)0;                              \
+    }
+
+PACK(uint32_t)
+PACK(uint16_t)
+PACK(int8_t)
+
+void frd_pack(void *packed, const void *weight, size_t outputs, size_t inputs, int type)
+{
+    if (type == FRD_WEIGHTS_F32) pack_uint32_t(packed, weight, outputs, inputs);
+    else if (type == FRD_WEIGHTS_BF16) pack_uint16_t(packed, weight, outputs, inputs);
+    else pack_int8_t(packed, weight, outputs, inputs);
 }
 
 static void linear_part(const void *task, size_t number, void *scratch)
@@ -146,12 +162,31 @@ static void linear_part(const void *task, size_t number, void *scratch)
     kernels()->linear(task, number);
 }
 
-int frd_linear(float *out, const float *x, const float *packed, const float *bias, size_t rows, size_t inputs,
-               size_t outputs, int threads)
+int frd_linear(float *out, const float *x, const void *packed, const float *scales, const float *bias, size_t rows,
+               size_t inputs, size_t outputs, int type, int threads)
 {
-    const struct frd_linear_task task = {out, x, packed, bias, rows, inputs, outputs};
-    struct work work = {.run = linear_part, .task = &task, .count = (outputs + FRD_PANEL - 1) / FRD_PANEL};
+    const struct frd_linear_task task = {out, x, packed, scales, bias, rows, inputs, outputs, type};
+    struct work work = {.run = linear_part, .task = &task, .count = padded(outputs) / FRD_PANEL};
     return rows ? run(&work, threads) : FRD_OK;
+}
+
+/* ---- elements ---- */
+
+void frd_rms_norm(void *out, const void *x, const void *weight, size_t rows, size_t width, float epsilon, int is_bf16)
+{
+    kernels()->norm[is_bf16](&(struct frd_norm_task){out, x, weight, rows, width, epsilon});
+}
+
+void frd_swiglu(void *out, const void *x, size_t rows, size_t width, int is_bf16)
+{
+    kernels()->swiglu[is_bf16](out, x, rows, width);
+}
+
+void frd_rotate(void *out, const void *x, const void *cosine, const void *sine, size_t rows, size_t heads, size_t width,
+                int64_t row_stride, int64_t head_stride, int is_bf16)
+{
+    const struct frd_rotate_task task = {out, x, cosine, sine, rows, heads, width, row_stride, head_stride};
+    kernels()->rotate[is_bf16](&task);
 }
 
 /* ---- attention ---- */

@@ -9,11 +9,29 @@
 #define FRD_TILE 16  /* positions per tile of keys */
 
 struct frd_linear_task {
-    float *out;           /* (rows, outputs) */
-    const float *x;       /* (rows, inputs) */
-    const float *packed;  /* (panels, inputs, FRD_PANEL) */
-    const float *bias;    /* (outputs) or NULL */
+    float *out;          /* (rows, outputs) */
+    const float *x;      /* (rows, inputs) */
+    const void *packed;  /* (panels, inputs, FRD_PANEL) */
+    const float *scales; /* (outputs), factors of int8 weights */
+    const float *bias;   /* (outputs) or NULL */
     size_t rows, inputs, outputs;
+    int type; /* of the weights: FRD_WEIGHTS_... */
+};
+
+struct frd_norm_task {
+    void *out;          /* (rows, width) */
+    const void *x;      /* (rows, width) */
+    const void *weight; /* (width) */
+    size_t rows, width;
+    float epsilon;
+};
+
+struct frd_rotate_task {
+    void *out;                  /* (rows, heads, width) */
+    const void *x;              /* (rows, heads, width), with a stride per row and per head */
+    const void *cosine, *sine;  /* (rows, width / 2) */
+    size_t rows, heads, width;
+    int64_t row_stride, head_stride;
 };
 
 struct frd_attend_task {
@@ -34,6 +52,9 @@ struct frd_attend_task {
  * positions, rounded up to 4 tiles. */
 struct frd_inference {
     void (*linear)(const struct frd_linear_task *task, size_t panel);
+    void (*norm[2])(const struct frd_norm_task *task); /* for fp32 and bf16 */
+    void (*swiglu[2])(void *out, const void *x, size_t rows, size_t width);
+    void (*rotate[2])(const struct frd_rotate_task *task);
     void (*attend)(const struct frd_attend_task *task, size_t number, float *scores);
 };
 

@@ -47,6 +47,7 @@ static inline bool pair_f16(const uint16_t *a, const uint16_t *b, float factor, 
 #define CODECS frd_codecs_avx512
 #define INFERENCE frd_inference_avx512
 #define FMA(a, b, c) ((v16)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define LOAD_INT8(FROM) ((v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(FROM)))))
 #include "kernels.inc"
 #include "codecs.inc"
 #include "inference.inc"

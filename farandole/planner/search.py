@@ -113,7 +113,7 @@ class _StageEstimates:
         axes = (plan.data, plan.data_shard, schedule.mirrored, *divided)
         if axes not in self._parts:
             self._parts[axes] = workload.split(plan, ranks, machine.hosts)
-        placed = (axes, schedule.placement)
+        placed: tuple[object, ...] = (axes, schedule.placement)
         if plan.stage_bytes is not None:  # the activations in flight and their type determine the division
             placed = (*placed, plan.stage_bytes, plan.schedule, plan.precision)
         if placed not in self._staged:

@@ -20,7 +20,6 @@ from farandole.models.sequence import Transformer
 from farandole.serve.lora import Adapter, read_adapters
 from farandole.serve.request import RequestError
 from farandole.train.run_folder import METADATA, TOKENIZER, newest_checkpoint
-from farandole.train.text import load_model
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -92,6 +91,8 @@ def read_model(
     if is_hugging_face(path):
         model, tokenizer, limit, choice = _hugging_face(path, precision, lazy)
     else:
+        from farandole.train.text import load_model  # which imports the trainer
+
         loaded, tokenizer, config = load_model(path)
         model = cast(Transformer, loaded.to(PRECISIONS[precision]))
         limit, choice = config.model.context, getattr(config.data, "template", "")

@@ -80,6 +80,7 @@ class LLM:
         folder: a Hugging Face folder, a checkpoint, a run, or a folder of runs.
         tensor: the number of ranks that divide the model.
         precision: "fp32" or "bf16".
+        weights: "int8" computes products with int8 weights; see `Runner`.
         context: the maximum number of tokens of a sequence, by default the model's context.
         chat_template: a file with another chat template, or "chatml".
         draft: the folder of a draft model, for speculate="draft".
@@ -101,18 +102,21 @@ class LLM:
         *,
         tensor: int = 1,
         precision: str = "fp32",
+        weights: str = "",
         context: int | None = None,
         chat_template: str = "",
         draft: str | Path | None = None,
         lora: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
+        if weights and tensor > 1:
+            raise RequestError("weights", f"{weights} is not supported with tensor={tensor}")
         self._ranks = ranks_for(tensor)
         found = self._ranks.read(
             find_model(folder), precision=precision, context=context, template=chat_template, lora=lora
         )
         self.tokenizer, self._found = found.tokenizer, found
-        runner = self._ranks.runner(found)
+        runner = self._ranks.runner(found, weights)
         if runner is not None:
             self.engine = GenerationEngine(
                 runner,

@@ -9,14 +9,15 @@ logits of a request would depend on the other requests in its batch.  Within `In
 
 Normalization, softmax and additions are already independent.  `ragged_attention` computes each query separately.
 
-The C core computes products and attention.  If the C core is missing, torch computes products of 16 rows, and attention
-for one query at a time, which is slow.
+The C core computes products, attention, normalization, gated activations and rotations.  If the C core is missing,
+torch computes products of 16 rows, and attention for one query at a time, which is slow.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from farandole import native
+from farandole.models.layers import gated, rms_norm
+from farandole.models.rotary import rotate
+from farandole.native import WeightType
+from farandole.serve import elements
 from farandole.serve.store import TILE
 
 BLOCK = 16
@@ -33,12 +38,20 @@ VECTOR = 64
 """A multiple of the elements that an iteration of a vectorized function computes."""
 PIECE = 1 << 14
 """The number of elements below which torch computes a function in one thread."""
+MAX_BF16_ROWS = 32
+"""The largest number of rows for which the core computes bf16 products faster than torch."""
 
 WeightKey = tuple[int, torch.Size]
 """The address and the shape of a weight."""
 Updates = Mapping[WeightKey, tuple[Tensor, Tensor]]
 """Low-rank updates of weights: A (rank, inputs) and B (outputs, rank)."""
 
+_FUSED: dict[Any, Callable[..., Tensor | None]] = {
+    rms_norm: elements.rms_norm,
+    gated: elements.gated,
+    rotate: elements.rotate,
+}
+"""The model's functions that the core computes in one call."""
 _ELEMENTWISE = (F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid, Tensor.cos, Tensor.sin)
 
 
@@ -47,10 +60,26 @@ def weight_key(weight: Tensor) -> WeightKey:
     return weight.data_ptr(), weight.shape
 
 
+@dataclass(frozen=True)
+class _Packed:
+    """A weight in the core's format.
+
+    Args:
+        version: the version of the weight.
+        scales: fp32 of shape (outputs), the factors of int8 values.
+    """
+
+    version: int
+    type: WeightType
+    values: Tensor
+    scales: Tensor | None = None
+
+
 class IndependentRows(TorchFunctionMode):
     """A context in which each row of a model's fp32 results on the CPU does not depend on the other rows.
 
-    The context keeps a packed copy of each weight.
+    The context keeps a packed copy of each weight.  In bf16, the core computes products of few rows, which torch
+    computes more slowly.
 
     Args:
         use_core: whether to use the C core, by default if available.
@@ -59,7 +88,7 @@ class IndependentRows(TorchFunctionMode):
     def __init__(self, use_core: bool | None = None) -> None:
         super().__init__()
         self._use_core = native.available() if use_core is None else use_core
-        self._packed: dict[WeightKey, tuple[int, Tensor]] = {}
+        self._packed: dict[WeightKey, _Packed] = {}
         self.groups: Sequence[tuple[Updates, Tensor]] = ()
         """The updates, each with the numbers of the rows that it applies to."""
 
@@ -69,6 +98,13 @@ class IndependentRows(TorchFunctionMode):
         """Replace functions whose results depend on the number of rows."""
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
+        if func in _FUSED:
+            whole: Any = func
+            result = _FUSED[func](*args) if self._use_core else None
+            if result is not None:
+                return result
+            with self:
+                return whole.__wrapped__(*args)
         if func in _ELEMENTWISE and args[0].dtype == torch.float32:
             return _elementwise(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -85,35 +121,64 @@ class IndependentRows(TorchFunctionMode):
 
     def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return rows weight^T + bias, of shape (rows, outputs), for `rows` of shape (rows, inputs)."""
-        if rows.dtype != torch.float32:
+        if not self._use_core:
+            return (_block_linear if rows.dtype == torch.float32 else F.linear)(rows, weight, bias)
+        if rows.dtype not in (torch.float32, torch.bfloat16):
             return F.linear(rows, weight, bias)
-        if self._use_core:
-            return _core_linear(rows, self._pack(weight), bias, len(weight))
-        return _block_linear(rows, weight, bias)
+        packed = self._packed.get(weight_key(weight))
+        is_quantized = packed is not None and packed.type is WeightType.INT8
+        if rows.dtype == torch.bfloat16 and not is_quantized and len(rows) > MAX_BF16_ROWS:
+            return F.linear(rows, weight, bias)
+        if packed is None or packed.version != weight._version:
+            kind = WeightType.BF16 if weight.dtype == torch.bfloat16 else WeightType.F32
+            self.convert(weight, kind, release=False)
+            packed = self._packed[weight_key(weight)]
+        return _core_linear(rows, packed, bias, len(weight))
 
-    def _pack(self, weight: Tensor) -> Tensor:
-        """Return the weight in the core's format, computed again if the weight has changed."""
-        key, version = weight_key(weight), weight._version
-        found = self._packed.get(key)
-        if found is None or found[0] != version:
-            core, own = native.library(), weight.detach().contiguous()
-            packed = torch.empty(core.frd_packed_floats(*own.shape))
-            core.frd_pack(packed.data_ptr(), own.data_ptr(), *own.shape)
-            found = self._packed[key] = (version, packed)
-        return found[1]
+    def convert(self, weight: Tensor, kind: WeightType, *, release: bool) -> None:
+        """Pack a weight (outputs, inputs) that no longer changes; int8 values have a scale per output.
+
+        Args:
+            kind: INT8, or the type of the weight.
+            release: whether to free the weight's memory.  Its values are then NaN, except in products.
+        """
+        values, scales = weight.detach().contiguous(), None
+        if kind is WeightType.INT8:
+            values = values.float()
+            scales = values.abs().amax(1) / 127
+            values = (values / scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
+        packed = _pack(values, kind)
+        if release:
+            weight.data = torch.full((1, 1), torch.nan, dtype=weight.dtype).expand(weight.shape)
+        self._packed[weight_key(weight)] = _Packed(weight._version, kind, packed, scales)
 
 
-def _core_linear(rows: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    rows = rows.contiguous()
-    result = rows.new_empty(len(rows), outputs)
-    offset = None if bias is None else bias.contiguous().data_ptr()
-    sizes = (len(rows), rows.shape[1], outputs)
+def _pack(weight: Tensor, kind: WeightType) -> Tensor:
+    """Return a contiguous weight in the core's format, as bytes."""
+    core = native.library()
+    packed = torch.empty(core.frd_packed_size(*weight.shape, kind), dtype=torch.uint8)
+    core.frd_pack(packed.data_ptr(), weight.data_ptr(), *weight.shape, kind)
+    return packed
+
+
+def _core_linear(rows: Tensor, packed: _Packed, bias: Tensor | None, outputs: int) -> Tensor:
+    own = rows.float().contiguous()
+    result = own.new_empty(len(own), outputs)
+    offsets = None if bias is None else bias.float().contiguous()
     _check(
         native.library().frd_linear(
-            result.data_ptr(), rows.data_ptr(), packed.data_ptr(), offset, *sizes, torch.get_num_threads()
+            result.data_ptr(),
+            own.data_ptr(),
+            packed.values.data_ptr(),
+            None if packed.scales is None else packed.scales.data_ptr(),
+            None if offsets is None else offsets.data_ptr(),
+            *own.shape,
+            outputs,
+            packed.type,
+            torch.get_num_threads(),
         )
     )
-    return result
+    return result.to(rows.dtype)
 
 
 def _block_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farandole import native
+from farandole.models.layers import Head
+from farandole.models.moe import MixtureOfExperts
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo, Transformer
+from farandole.native import WeightType
 from farandole.serve.lora import Adapter
 from farandole.serve.request import RequestError
 from farandole.serve.rows import IndependentRows, Updates, ragged_attention, weight_key, write_positions
 from farandole.serve.store import LayerShape, Memory
+
+WEIGHTS = ("int8",)
+"""The types that weights can be converted to."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +124,12 @@ class Runner:
         model: a decoder on the CPU, whose weights no longer change.
         use_core: whether to use the C core, by default if available.
         adapters: LoRA adapters by name.
+        weights: "int8" computes products with int8 weights and a scale per output.  "" uses the weights of `model`.
+        owned: whether the runner may free the weights of `model` that it keeps in another format.
 
     Raises:
-        RequestError: if the model's results would depend on the other sequences in a batch.
+        RequestError: if the model's results would depend on the other sequences in a batch, or its weights cannot be
+            quantized.
     """
 
     heartbeat_s: float | None = None
@@ -130,6 +140,8 @@ class Runner:
         model: Transformer,
         use_core: bool | None = None,
         adapters: Mapping[str, Adapter] | None = None,
+        weights: str = "",
+        owned: bool = False,
     ) -> None:
         for module in model.modules():
             for value in vars(module).values():
@@ -144,12 +156,39 @@ class Runner:
         self.vocabulary = _vocabulary(model)
         self._use_core = use_core
         self._rows = IndependentRows(use_core)
+        uses_core = native.available() if use_core is None else use_core
+        is_fp32 = next(model.parameters()).dtype == torch.float32  # products of many rows use bf16 weights
+        if weights:
+            self._check_weights(weights)
+            self._convert(WeightType.INT8, release=owned)
+        elif owned and is_fp32 and uses_core and not self.adapters:
+            self._convert(WeightType.F32, release=True)
         with torch.inference_mode(), self._rows:
             probe = _Probe()
             self.model(torch.zeros(1, 1, dtype=torch.int64), SequenceInfo(cache=probe))
         self.shapes = list(probe.shapes.values())
         self.bytes_per_position = sum(shape.nbytes for shape in self.shapes)
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
+
+    def _check_weights(self, weights: str) -> None:
+        """Raise RequestError if the weights cannot be converted to this type."""
+        if weights not in WEIGHTS:
+            raise RequestError("weights", f"expected one of {', '.join(WEIGHTS)}, got {weights!r}")
+        if self.adapters:
+            raise RequestError("weights", f"{weights} is not supported with LoRA adapters")
+        if any(isinstance(module, MixtureOfExperts) for module in self.model.modules()):
+            raise RequestError("weights", f"{weights} is not supported for mixtures of experts")
+        if not native.available() or self._use_core is False:
+            raise RequestError("weights", f"{weights} requires the C core: {native.why_unavailable()}")
+
+    def _convert(self, kind: WeightType, *, release: bool) -> None:
+        """Pack the matrices."""
+        modules = list(self.model.modules())
+        embeddings = {id(each.weight) for each in modules if isinstance(each, nn.Embedding)}
+        for module in modules:
+            if isinstance(module, nn.Linear | Head):
+                is_tied = id(module.weight) in embeddings
+                self._rows.convert(module.weight, kind, release=release and not is_tied)
 
     def memory(self) -> Memory:
         """Return new memory for the model's keys and values."""

@@ -149,3 +149,12 @@ def test_a_second_of_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [MEMORY, THREADS], ids=["address and undefined", "thread"])
 def test_load(flags: Sequence[str], hosts: int, tmp_path: Path) -> None:
     stress(tmp_path, flags, hosts, seconds=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+@pytest.mark.parametrize("flags", [MEMORY, THREADS], ids=["address and undefined", "thread"])
+def test_the_kernels_for_generation(flags: Sequence[str], compiler: str, tmp_path: Path) -> None:
+    """Random shapes at all vector levels; the results are those of plain loops."""
+    program = build(tmp_path, "stress_inference", ["stress_inference.c"], *flags, "-O1", compiler=compiler)
+    assert "complete" in run([program, "1000", "1"], tmp_path).stdout

@@ -49,6 +49,7 @@ def start(
     port: int,
     name: str,
     precision: str,
+    weights: str,
     context: int | None,
     max_running: int,
     max_waiting: int,
@@ -81,6 +82,8 @@ def start(
     with contextlib.nullcontext() if comm is None else raised_together(comm):
         folder = find_model(folder)
         adapters = parse_adapters(lora)
+        if weights and comm is not None:
+            raise RequestError("weights", f"{weights} is not supported with --tensor or --replicas")
         if comm is None or comm.rank == 0:
             keys = read_keys(api_keys) if api_keys is not None else []
             listener = _listen(host, port)
@@ -93,7 +96,7 @@ def start(
     own: list[Runner] | Worker
     if comm is None:
         found = read_model(folder, **options)
-        own = runners = [Runner(found.model, adapters=found.adapters)]
+        own = runners = [Runner(found.model, adapters=found.adapters, weights=weights, owned=True)]
         free = _free_memory()
     else:
         assert runtime is not None
@@ -160,10 +163,11 @@ def start(
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     ranks = "" if comm is None else f"{counted(replicas, 'replica')} on {comm.size} ranks, "
+    kinds = f"{precision}, {weights} weights" if weights else precision
     memory = positions * per_position / GIB
     each = "" if replicas == 1 else " in each replica"
     notify(
-        f"serving {model_name} on http://{shown}:{address[1]} ({precision}, {ranks}context {found.context}, up to {max_running} "
+        f"serving {model_name} on http://{shown}:{address[1]} ({kinds}, {ranks}context {found.context}, up to {max_running} "
         f"sequences{each}, {memory:.2g} GiB for {positions} positions{each})"
     )
     if not keys and not address[0].startswith("127.") and address[0] != "::1":
@@ -175,7 +179,14 @@ def start(
 
 
 def check_start(
-    folder: Path, *, host: str, port: int, api_keys: Path | None, tensor: int, lora: Sequence[str]
+    folder: Path,
+    *,
+    host: str,
+    port: int,
+    api_keys: Path | None,
+    tensor: int,
+    lora: Sequence[str],
+    weights: str,
 ) -> None:
     """Check arguments of `start` before the ranks are launched, so that an error is reported once.
 
@@ -184,6 +195,8 @@ def check_start(
     """
     if api_keys is not None:
         read_keys(api_keys)
+    if weights:
+        raise RequestError("weights", f"{weights} is not supported with --tensor or --replicas")
     _listen(host, port).close()
     check_width(read_model(folder, lora=parse_adapters(lora), lazy=True).model, tensor)
 

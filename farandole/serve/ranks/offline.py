@@ -55,9 +55,13 @@ class Ranks:
         """Read a model, or this rank's shards; the arguments are those of `read_model`."""
         return read_model(folder, **options)
 
-    def runner(self, found: ModelFolder) -> Runner | None:
-        """Return the runner of rank 0; None on other ranks."""
-        return Runner(found.model, adapters=found.adapters)
+    def runner(self, found: ModelFolder, weights: str = "") -> Runner | None:
+        """Return the runner of rank 0; None on other ranks.
+
+        Args:
+            weights: see `Runner`; supported on a single rank only.
+        """
+        return Runner(found.model, adapters=found.adapters, weights=weights, owned=True)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -98,7 +102,7 @@ class StartedRanks(Ranks):
             self.close()
             raise
 
-    def runner(self, found: ModelFolder) -> Runner:
+    def runner(self, found: ModelFolder, weights: str = "") -> Runner:
         """Return the runner of rank 0."""
         self._driver = LocalDriver(found.model, self._comm, adapters=found.adapters)
         return self._driver
@@ -146,7 +150,7 @@ class JobRanks(Ranks):
                 check_width(read_model(folder, **options, lazy=True).model, self._comm.size)
         return read_sharded(folder, options, self._comm)
 
-    def runner(self, found: ModelFolder) -> Runner | None:
+    def runner(self, found: ModelFolder, weights: str = "") -> Runner | None:
         """Return the runner of rank 0; None on other ranks."""
         if self.rank:
             self._worker = Worker(found.model, self._comm, adapters=found.adapters)
