@@ -107,8 +107,8 @@ def check_persistent(rank: int, size: int, seed: int) -> None:
                 barrier()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_persistent_operations(ranks, size, seed):
     ranks(size).run(check_persistent, seed)
 
@@ -410,8 +410,8 @@ def test_on_several_ranks(ranks, size, check):
     ranks(size).run(check)
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_splits_with_different_histories(ranks, size, backend):
     ranks(size, backend).run(check_splits_with_different_histories)
 

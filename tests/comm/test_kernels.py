@@ -33,8 +33,8 @@ def test_the_core_uses_the_extensions_of_this_processor() -> None:
     assert native.vector_level() == vector_level()
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("level", list(VectorLevel))
+@pytest.mark.parametrize("size", [2, 3])
 def test_every_vector_level_equals_plain_code(
     ranks: Callable[[int], Ranks], size: int, level: VectorLevel
 ) -> None:

@@ -63,8 +63,8 @@ def orders(rank, size, seed):
         return len(_engine()._negotiator.cache)
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("capacity", ["1024", "7", "0"])
+@pytest.mark.parametrize("size", [2, 4])
 def test_any_order_gives_the_same_results(ranks, size, capacity, monkeypatch):
     cached = ranks(size).run(with_variables, {"HOROVOD_CACHE_CAPACITY": capacity}, orders, int(capacity) % 13)
     assert len(set(cached)) == 1 and cached[0] <= int(capacity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -112,12 +113,19 @@ def train(rank: int, size: int, name: str, plan: Plan, replicas: int = 0, dropou
     return Result(losses, norms, logits, weights, [])
 
 
-def compare(results: list[Result], alone: Result, name: str, plan: Plan, size: int) -> None:
+@functools.cache
+def alone(ranks: Any, name: str, plan: Plan | None = None, replicas: int = 0, dropout: float = 0.0) -> Result:
+    """Return the result of one process."""
+    (result,) = ranks(1).run(train, name, plan or Plan(), replicas, dropout)
+    return result  # type: ignore[no-any-return]
+
+
+def compare(results: list[Result], expected: Result, name: str, plan: Plan, size: int) -> None:
     for found in results:
-        assert found.losses == pytest.approx(alone.losses, rel=1e-5)
-        assert found.norms == pytest.approx(alone.norms, rel=1e-4)
-        torch.testing.assert_close(found.logits, alone.logits, rtol=1e-4, atol=1e-5)
-        for key, value in alone.weights.items():
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-4)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+        for key, value in expected.weights.items():
             torch.testing.assert_close(
                 found.weights[key],
                 value,

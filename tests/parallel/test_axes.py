@@ -47,11 +47,18 @@ RATE, MOMENTUM, CLIP = 0.3, 0.9, 0.3
 # ---- the list of plans ----
 
 
-def plans_of(sizes: dict[str, int]) -> list[Plan]:
-    """Return all ZeRO stages, with and without sequence parallelism, and with a ring of 1 rank or of 2 ranks."""
+def plans_of(sizes: dict[str, int], half: int | None = None) -> list[Plan]:
+    """Return all ZeRO stages, with and without sequence parallelism, and with a ring of 1 rank or of 2 ranks.
+
+    If `half` is 0 or 1, sequence parallelism is used either in the even or in the odd stages only.
+    """
     sequence = [False, True] if "tensor" in sizes else [False]
     stages = range(2 if "pipeline" in sizes else 4)
-    plans = [Plan(zero=zero, sequence=each, **sizes) for zero, each in itertools.product(stages, sequence)]
+    plans = [
+        Plan(zero=zero, sequence=each, **sizes)
+        for zero, each in itertools.product(stages, sequence)
+        if half is None or "tensor" not in sizes or each == (zero % 2 == half)
+    ]
     if sizes == {"data": 2, "context": 2}:
         plans += [Plan(zero=zero, ring=2, **sizes) for zero in (0, 3)]
     return plans
@@ -89,14 +96,16 @@ PAIRS_AND_TRIPLES: list[tuple[str, dict[str, int]]] = [
 ]
 """A model and the sizes of its axes; "grouped" has fewer key-value heads than tensor-parallel ranks."""
 
+PIPELINES = ("gpt, 3 layers", "llama, 3 layers")
+
 AXES: list[tuple[str, list[Plan]]] = [
-    *((name, plans_of(sizes)) for name, sizes in PAIRS_AND_TRIPLES),
+    *((name, plans_of(sizes, number % 2)) for number, (name, sizes) in enumerate(PAIRS_AND_TRIPLES)),
     ("llama", [Plan(data=2, tensor=4, sequence=True, zero=2)]),  # 2 key-value heads
     ("llama", [Plan(tensor=4, context=2, zero=1)]),
     ("mixtral", [Plan(tensor=4, expert=2, sequence=True, zero=3)]),
     ("deepseek", [Plan(tensor=2, context=2, expert=2, sequence=True, zero=2)]),
     ("llama", [Plan(data=4, tensor=2, zero=zero, data_shard=2) for zero in (1, 2, 3)]),
-    *((name, plans_of({"pipeline": 2, "tensor": 2})) for name in ("gpt, 3 layers", "llama, 3 layers")),
+    *((name, plans_of({"pipeline": 2, "tensor": 2}, half)) for half, name in enumerate(PIPELINES)),
     (
         "llama, 3 layers",
         [
@@ -131,6 +140,12 @@ AXES: list[tuple[str, list[Plan]]] = [
     ),
     ("deepseek, 4 layers", [Plan(pipeline=2, data=2, expert=2, zero=1, schedule="interleaved")]),
 ]
+
+PRODUCTS: list[tuple[str, list[Plan]]] = [
+    *((name, plans_of(sizes)) for name, sizes in PAIRS_AND_TRIPLES if "tensor" in sizes),
+    *((name, plans_of({"pipeline": 2, "tensor": 2})) for name in PIPELINES),
+]
+"""All ZeRO stages with and without sequence parallelism, for a slow test."""
 
 TARGETS = [
     Plan(data=1),
@@ -339,8 +354,16 @@ def check(expected: Alone, found: Sequence[tuple[float, float]], folder: Path) -
 
 @pytest.mark.parametrize(
     ("name", "plans"),
-    AXES,
-    ids=[f"{name} {describe(replace(plans[0], zero=0, data_shard='all'))}" for name, plans in AXES],
+    [
+        *(
+            pytest.param(name, plans, id=f"{name} {describe(replace(plans[0], zero=0, data_shard='all'))}")
+            for name, plans in AXES
+        ),
+        *(
+            pytest.param(name, plans, id=f"{name} {describe(plans[0])} all", marks=pytest.mark.slow)
+            for name, plans in PRODUCTS
+        ),
+    ],
 )
 def test_axes_train_as_one_process(ranks: Any, tmp_path: Path, name: str, plans: list[Plan]) -> None:
     expected, folders = alone(name), [tmp_path / str(number) for number in range(len(plans))]

@@ -11,14 +11,14 @@ import torch
 
 import farandole
 from farandole.plan import LoRA, Plan
-from tests.parallel.plans import build, compare, inputs_of, train
+from tests.parallel.plans import alone, build, compare, inputs_of, train
 
 
 def test_adapters_outside_of_regions_drop_the_same_inputs(ranks: Any) -> None:
     lora = LoRA(4, 8.0, dropout=0.3)
-    alone = ranks(1).run(train, "deepseek", Plan(lora=lora))[0]
+    expected = alone(ranks, "deepseek", Plan(lora=lora))
     for plan in (Plan(tensor=2, lora=lora), Plan(tensor=2, lora=lora, sequence=True)):
-        compare(ranks(2).run(train, "deepseek", plan), alone, "deepseek", plan, 2)
+        compare(ranks(2).run(train, "deepseek", plan), expected, "deepseek", plan, 2)
 
 
 @pytest.mark.parametrize(

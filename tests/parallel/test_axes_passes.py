@@ -13,7 +13,7 @@ from farandole.models import loss
 from farandole.models.layers import TransformerBlock
 from farandole.models.sequence import SequenceInfo
 from farandole.plan import Plan
-from tests.parallel.plans import WORDS, build, compare, inputs_of, train
+from tests.parallel.plans import WORDS, alone, build, compare, inputs_of, train
 
 
 class _NamedCalls(TransformerBlock):
@@ -132,5 +132,5 @@ def test_ranks_with_different_numbers_of_words_have_equal_chunks(ranks: Any) -> 
 )
 def test_a_dry_run_chooses_recomputation(ranks: Any, name: str, plan: Plan) -> None:
     size = plan.tensor * plan.context * plan.expert
-    alone = ranks(1).run(train, name, Plan(), plan.expert)[0]
-    compare(ranks(size).run(train, name, plan), alone, name, plan, size)
+    expected = alone(ranks, name, replicas=plan.expert)
+    compare(ranks(size).run(train, name, plan), expected, name, plan, size)

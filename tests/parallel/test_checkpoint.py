@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import shutil
 import zlib
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -201,15 +202,19 @@ def checkpoints(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Wa
     return saved
 
 
+@pytest.mark.parametrize(
+    "shifts", [(0, 1, 4), pytest.param(range(len(WAYS)), marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("after", WAYS, ids=str)
 def test_a_checkpoint_of_any_plan_loads_under_any_other_plan(
-    ranks: Any, checkpoints: dict[Way, tuple[Path, Loaded]], after: Way
+    ranks: Any, checkpoints: dict[Way, tuple[Path, Loaded]], after: Way, shifts: Sequence[int]
 ) -> None:
-    folders = [folder for folder, _ in checkpoints.values()]
+    """Each plan loads the checkpoints of three plans, and in the slow test those of all plans."""
+    sources = [WAYS[(WAYS.index(after) + shift) % len(WAYS)] for shift in shifts]
+    folders = [checkpoints[before][0] for before in sources]
     for results in ranks(after[0], _backend(after)).run(_load, after, *folders):
-        for (before, (_, (expected, losses))), (contents, found) in zip(
-            checkpoints.items(), results, strict=True
-        ):
+        for before, (contents, found) in zip(sources, results, strict=True):
+            _, (expected, losses) = checkpoints[before]
             assert contents.keys() == expected.keys()
             for name, value in expected.items():
                 assert torch.equal(contents[name], value.to(contents[name].dtype)), f"{before}: {name}"

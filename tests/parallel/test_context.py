@@ -14,7 +14,7 @@ from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import SequenceInfo
 from farandole.plan import Plan, PlanError
-from tests.parallel.plans import build, compare, inputs_of, train
+from tests.parallel.plans import alone, build, compare, inputs_of, train
 
 PLANS = [
     Plan(context=2, ring=1),
@@ -29,11 +29,11 @@ PLANS = [
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "uneven", "mixtral", "deepseek"])
 def test_ranks_that_share_sequences_train_as_one_process(ranks: Any, name: str) -> None:
-    alone = ranks(1).run(train, name, Plan())[0]
+    expected = alone(ranks, name)
     for plan in PLANS:
         if (name == "uneven" and plan.ring == 1) or (name != "gpt" and plan.zero):
             continue  # 3 key-value heads
-        compare(ranks(plan.context).run(train, name, plan), alone, name, plan, plan.context)
+        compare(ranks(plan.context).run(train, name, plan), expected, name, plan, plan.context)
 
 
 @pytest.mark.parametrize("name", ["uneven", "deepseek"])
@@ -41,8 +41,8 @@ def test_tensor_parallel_ranks_with_different_numbers_of_heads_have_the_same_pos
     ranks: Any, name: str
 ) -> None:
     plan = Plan(tensor=2 if name == "uneven" else 3, context=2)  # 2 and 1 heads, or 2, 1 and 1
-    alone = ranks(1).run(train, name, Plan())[0]
-    compare(ranks(plan.ranks_per_sample).run(train, name, plan), alone, name, plan, plan.ranks_per_sample)
+    expected = alone(ranks, name)
+    compare(ranks(plan.ranks_per_sample).run(train, name, plan), expected, name, plan, plan.ranks_per_sample)
 
 
 def _documents(step: int) -> Tensor:

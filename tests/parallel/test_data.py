@@ -60,10 +60,10 @@ def _train_parallel(
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("user", [None, 0])
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_training_matches_one_process(
     ranks: Any, size: int, accumulate: int, user: int | None, bucket_bytes: int
 ) -> None:

@@ -9,11 +9,17 @@ import pytest
 import farandole
 from farandole.models.moe import take_loads
 from farandole.plan import Plan, PlanError
-from tests.parallel.plans import build, compare, inputs_of, train
+from tests.parallel.plans import alone, build, compare, inputs_of, train
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek", "capacity"])
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "farandole") for name in ("mixtral", "deepseek", "capacity")),
+        ("mixtral", "gloo"),
+        *(pytest.param(name, "gloo", marks=pytest.mark.slow) for name in ("deepseek", "capacity")),
+    ],
+)
 def test_ranks_that_share_experts_train_as_one_process(ranks: Any, name: str, backend: str) -> None:
     for plan, size in [
         (Plan(expert=2), 2),
@@ -23,8 +29,8 @@ def test_ranks_that_share_experts_train_as_one_process(ranks: Any, name: str, ba
         (Plan(expert=2, zero=3), 4),
         (Plan(expert=2, recompute="block"), 2),
     ]:
-        alone = ranks(1).run(train, name, Plan(), plan.sizes(size)["data"] * plan.expert)[0]
-        compare(ranks(size, backend).run(train, name, plan), alone, name, plan, size)
+        expected = alone(ranks, name, replicas=plan.sizes(size)["data"] * plan.expert)
+        compare(ranks(size, backend).run(train, name, plan), expected, name, plan, size)
 
 
 def _loads(rank: int, size: int, plan: Plan, replicas: int) -> dict[str, tuple[list[float], float]]:

@@ -75,7 +75,7 @@ def test_training_matches_one_process(
     groups = len(set(hosts)) or size // int(data_shard)
     for dtype in (None, torch.bfloat16):
         for accumulate in (1, 2):
-            expected = _train_alone(_batches(size), size, accumulate, lambda rank: rank == 0, dtype)
+            expected = _train_alone(size, accumulate, 0, dtype)
             for zero in (1, 2, 3):
                 results = ranks(size, backend).run(_train, data_shard, hosts, zero, accumulate, dtype)
                 for result, _ in results:

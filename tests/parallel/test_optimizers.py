@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import farandole
 from farandole import Plan
 from farandole.parallel.engine import Engine
 from farandole.parallel.optimizers.probe import why_not_by_parameter, why_not_elementwise
+from tests.parallel.backends import STAGES_AND_BACKENDS
 
 SHARE, STEPS = 3, 4
 
@@ -141,24 +143,19 @@ def _compare(result: dict[str, Tensor] | str, expected: dict[str, Tensor], **tol
         torch.testing.assert_close(result[name], value, msg=lambda m, name=name: f"{name}: {m}", **tolerance)
 
 
-def _train_alone(rank: int, size: int, name: str) -> dict[str, Tensor]:
+@functools.cache
+def _alone(name: str) -> dict[str, Tensor]:
+    """Return the parameters after training in plain PyTorch."""
     model = _model(name)
     optimizer = MADE[name](list(model.parameters()))
     _steps(model, optimizer, model, _batches(name), slice(SHARE) if name == "Muon" else slice(None))
     return _whole_state(model)
 
 
-def _alone(ranks: Any, name: str) -> dict[str, Tensor]:
-    """What plain PyTorch makes of it, with as many threads as a rank has: sums are rounded alike."""
-    (state,) = ranks(1).run(_train_alone, name)
-    return cast("dict[str, Tensor]", state)
-
-
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(("zero", "backend"), STAGES_AND_BACKENDS)
 def test_an_elementwise_optimizer_may_have_a_state(ranks: Any, name: str, zero: int, backend: str) -> None:
-    expected = _alone(ranks, name)
+    expected = _alone(name)
     # Rprop looks at signs, and the sums of two ranks are rounded in another way than those of one process
     tolerance = {"rtol": 1e-3, "atol": 1e-5}
     for resumed in (False, True):
@@ -166,13 +163,12 @@ def test_an_elementwise_optimizer_may_have_a_state(ranks: Any, name: str, zero: 
             _compare(result, expected, **tolerance)
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(("zero", "backend"), STAGES_AND_BACKENDS)
 def test_an_optimizer_of_matrices_updates_whole_matrices(
     ranks: Any, name: str, zero: int, backend: str
 ) -> None:
-    expected = _alone(ranks, name)
+    expected = _alone(name)
     for resumed in (False, name != "Muon"):  # whose first steps alone would see other samples
         for result in ranks(2, backend).run(_parallel, name, zero, "fp32", resumed):
             _compare(result, expected, rtol=1e-3, atol=2e-5)
@@ -181,7 +177,7 @@ def test_an_optimizer_of_matrices_updates_whole_matrices(
 @pytest.mark.parametrize("name", TOGETHER)
 def test_an_optimizer_of_all_parameters_is_exact_or_refused(ranks: Any, name: str) -> None:
     for result in ranks(2).run(_parallel, name, 0, "fp32", False):
-        _compare(result, _alone(ranks, name), rtol=1e-3, atol=2e-5)
+        _compare(result, _alone(name), rtol=1e-3, atol=2e-5)
     for zero in (1, 2, 3):
         for result in ranks(2).run(_parallel, name, zero, "fp32", False):
             assert isinstance(result, str)
@@ -259,8 +255,8 @@ def _mixed_optimizers(
     return states
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_checkpoints_of_whole_parameters(ranks: Any, tmp_path: Path, size: int, backend: str) -> None:
     (expected,) = ranks(1).run(_mixed_optimizers, [(0, "fp64")] * 5, tmp_path / "alone")
     ways = [(1, "fp64"), (3, "fp64"), (0, "fp64"), (2, "fp64"), (2, "fp64")]
@@ -411,8 +407,7 @@ def _alternate(rank: int, size: int, zero: int | None) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("zero", "backend"), STAGES_AND_BACKENDS)
 def test_alternating_optimizers(ranks: Any, zero: int, backend: str) -> None:
     (expected,) = ranks(1).run(_alternate, None)
     for result in ranks(2, backend).run(_alternate, zero):

@@ -87,8 +87,8 @@ def _reductions(rank: int, size: int, zero: int) -> tuple[int, int, int]:
     return count, before, started - before
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_reductions_start_during_the_backward_pass(ranks: Any, zero: int, backend: str) -> None:
     for count, before, after in ranks(2, backend).run(_reductions, zero):
         assert before + after == count > LAYERS / 2

@@ -312,8 +312,8 @@ def test_logits_equal_transformers(ranks: Any, tmp_path: Path, family: str) -> N
             assert [word for each in covered for word in each] == list(range(97))
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("family", ["mixtral", "llama"])
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_lazy_equals_eager(ranks: Any, tmp_path: Path, family: str, backend: str) -> None:
     folder = small(tmp_path, family)
     for plan in (Plan(zero=0), Plan(zero=1, precision="bf16"), Plan(zero=3, precision="bf16"), Plan(zero=2)):

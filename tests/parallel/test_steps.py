@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan
+from tests.parallel.backends import STAGES_AND_BACKENDS
 
 STEPS, CLASSES, CLIP = 4, 5, 0.3
 Batch = tuple[Tensor, Tensor]
@@ -82,9 +83,8 @@ def _parallel(
     return state, losses, mean
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("zero", "backend"), STAGES_AND_BACKENDS)
 def test_a_step_matches_one_process(ranks: Any, zero: int, precision: str, backend: str) -> None:
     tolerance = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}[precision]
     for numbers, fixed in (((1, 1), True), ((3, 3), False), ((1, 4), False), ((2, 0), False)):
@@ -95,8 +95,8 @@ def test_a_step_matches_one_process(ranks: Any, zero: int, precision: str, backe
                 torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_an_evaluation_matches_one_process(ranks: Any, zero: int, backend: str) -> None:
     numbers = (1, 3, 2)
     model = _model()

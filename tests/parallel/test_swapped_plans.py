@@ -38,10 +38,10 @@ def _learn(rank: int, size: int, options: dict[str, Any]) -> tuple[list[Tensor],
     return found, written
 
 
+@pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize(
     ("zero", "backend"), [(0, "farandole"), (2, "farandole"), (3, "farandole"), (3, "gloo")]
 )
-@pytest.mark.parametrize("recompute", ["none", "block"])
 def test_swapping_does_not_change_the_weights(
     ranks: Any, tmp_path: Path, zero: int, backend: str, recompute: str
 ) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 import farandole
 from farandole.parallel.tensor.regions import ColumnLinear
 from farandole.plan import LoRA, Plan, PlanError
-from tests.parallel.plans import MODELS, build, compare, train
+from tests.parallel.plans import MODELS, alone, build, compare, train
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -18,50 +18,50 @@ from tests.parallel.plans import MODELS, build, compare, train
 def test_every_width_trains_as_one_process(ranks: Any, name: str, size: int) -> None:
     width = 3 if name == "uneven" and size == 4 else size
     plan = Plan(tensor=width)
-    alone = ranks(1).run(train, name, Plan())[0]
-    compare(ranks(width).run(train, name, plan), alone, name, plan, width)
+    expected = alone(ranks, name)
+    compare(ranks(width).run(train, name, plan), expected, name, plan, width)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_data_and_tensor_parallelism_train_as_one_process(ranks: Any, zero: int) -> None:
     plan = Plan(tensor=2, zero=zero)
-    alone = ranks(1).run(train, "llama", Plan(), 2)[0]
-    compare(ranks(4).run(train, "llama", plan), alone, "llama", plan, 4)
+    expected = alone(ranks, "llama", replicas=2)
+    compare(ranks(4).run(train, "llama", plan), expected, "llama", plan, 4)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "uneven", "gptj", "mixtral", "deepseek"])
 def test_sequence_parallelism_trains_as_one_process(ranks: Any, name: str) -> None:
-    alone = ranks(1).run(train, name, Plan())[0]
+    expected = alone(ranks, name)
     for size in (2, 3) if name == "uneven" else (2, 4):  # 18 tokens: 4 ranks have 5, 5, 4 and 4
         plan = Plan(tensor=size, sequence=True)
-        compare(ranks(size).run(train, name, plan), alone, name, plan, size)
+        compare(ranks(size).run(train, name, plan), expected, name, plan, size)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", ["gpt", "llama", "deepseek"])
 def test_dropout_does_not_depend_on_the_width(ranks: Any, name: str, sequence: bool) -> None:
-    alone = ranks(1).run(train, name, Plan(), 0, 0.2)[0]
+    expected = alone(ranks, name, dropout=0.2)
     for size in (2, 4):
         plan = Plan(tensor=size, sequence=sequence)
-        compare(ranks(size).run(train, name, plan, 0, 0.2), alone, name, plan, size)
+        compare(ranks(size).run(train, name, plan, 0, 0.2), expected, name, plan, size)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_adapters_are_sharded_like_their_layers(ranks: Any, zero: int, sequence: bool) -> None:
     lora = LoRA(4, 8.0, dropout=0.1, bias="all")
-    alone = ranks(1).run(train, "llama", Plan(lora=lora))[0]
+    expected = alone(ranks, "llama", Plan(lora=lora))
     for size in (2, 4):
         plan = Plan(tensor=size, zero=zero, lora=lora, sequence=sequence)
-        compare(ranks(size).run(train, "llama", plan), alone, "llama", plan, size)
+        compare(ranks(size).run(train, "llama", plan), expected, "llama", plan, size)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("recompute", ["block", "selective", "attention"])
 def test_recomputation_repeats_the_collectives(ranks: Any, recompute: Any, sequence: bool) -> None:
     plan = Plan(tensor=2, sequence=sequence, recompute=recompute)
-    alone = ranks(1).run(train, "gpt", Plan(), 0, 0.2)[0]
-    compare(ranks(2).run(train, "gpt", plan, 0, 0.2), alone, "gpt", plan, 2)
+    expected = alone(ranks, "gpt", dropout=0.2)
+    compare(ranks(2).run(train, "gpt", plan, 0, 0.2), expected, "gpt", plan, 2)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "uneven", "t5"])

@@ -18,7 +18,7 @@ from tests.torchvision_models import torchvision_models
 STEPS, ROWS = 4, 2
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-TORCHVISION = ("resnet18", "mobilenet_v2", "mobilenet_v3_small")
+TORCHVISION = ("resnet", "mobilenet_v2", "mobilenet_v3_small")
 """Models with BatchNorm: all ranks have the same samples, as statistics are those of a rank's own."""
 NAMES = ("gpt2", "llama", "bert", "vit", "t5", "peft", "compiled", *TORCHVISION)
 
@@ -36,9 +36,12 @@ def _build(name: str) -> nn.Module:
         layers = nn.Sequential(nn.Embedding(97, 12), nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 10))
         compiled: Any = torch.compile(layers, backend="aot_eager")
         return compiled  # type: ignore[no-any-return]
+    if name == "resnet":
+        resnet = torchvision_models().resnet
+        residual: nn.Module = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
+        return residual
     if name in TORCHVISION:
-        options = {} if name == "resnet18" else {"dropout": 0.0}
-        convolutions: nn.Module = getattr(torchvision_models(), name)(num_classes=10, **options)
+        convolutions: nn.Module = getattr(torchvision_models(), name)(num_classes=10, dropout=0.0)
         return convolutions
     hf = _transformers()
     if name == "peft":

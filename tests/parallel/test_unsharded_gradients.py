@@ -208,9 +208,9 @@ def _train(
 LAYER_BYTES = 8 * (WIDTH * WIDTH + WIDTH)
 
 
-@pytest.mark.parametrize("weights", BACKENDS)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("make", [Blocks, Tied, Unused, PartlyUsed, Reversed, Sparse])
+@pytest.mark.parametrize("weights", BACKENDS)
 def test_few_unsharded_gradients_are_held(ranks: Any, make: type[nn.Module], zero: int, weights: str) -> None:
     alone = _alone(make, 2)
     for bucket_bytes in (1000, LAYER_BYTES - 100, 2 * LAYER_BYTES - 200):

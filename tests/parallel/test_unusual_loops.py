@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -300,7 +301,8 @@ def _batch(step: int, rank: int) -> Tensor:
     return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _run_alone(rank: int, size: int, loop: Any) -> dict[str, Tensor]:
+@functools.cache
+def _run_alone(loop: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = loop(_Alone, lambda step: torch.cat([_batch(step, 0), _batch(step, 1)]))
     return {name: value.detach() for name, value in model.named_parameters()}
@@ -326,20 +328,20 @@ def _run(rank: int, size: int, loop: Any, zero: int) -> dict[str, Tensor] | str:
             engine.close()
 
 
+@pytest.mark.parametrize("loop", EQUAL, ids=lambda loop: loop.__name__.strip("_"))
 @pytest.mark.parametrize(
     ("zero", "backend"), [(0, "farandole"), (1, "farandole"), (2, "farandole"), (3, "gloo")]
 )
-@pytest.mark.parametrize("loop", EQUAL, ids=lambda loop: loop.__name__.strip("_"))
 def test_the_result_matches_one_process(ranks: Any, loop: Any, zero: int, backend: str) -> None:
-    (expected,) = ranks(1).run(_run_alone, loop)
+    expected = _run_alone(loop)
     for found in ranks(2, backend).run(_run, loop, zero):
         assert not isinstance(found, str), found
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("zero", "backend"), [(0, "farandole"), (2, "farandole"), (3, "gloo")])
 @pytest.mark.parametrize("loop", ERRORS, ids=lambda loop: loop.__name__.strip("_"))
+@pytest.mark.parametrize(("zero", "backend"), [(0, "farandole"), (2, "farandole"), (3, "gloo")])
 def test_the_error_names_the_cause(ranks: Any, loop: Any, zero: int, backend: str) -> None:
     for found in ranks(2, backend).run(_run, loop, zero):
         assert isinstance(found, str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
@@ -35,20 +35,21 @@ def _grouped(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, RATE, momentum=MOMENTUM)
 
 
+@functools.cache
 def _train_alone(
-    batches: list[Tensor], size: int, accumulate: int, uses: Callable[[int], bool], dtype: torch.dtype | None
+    size: int, accumulate: int, user: int | None, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """One process: gradients of each rank's share, in `dtype` if there is one, averaged in fp32 for a fp32 master."""
     master, model = make_odd(0), make_odd(0)
     if dtype is not None:
         model.to(dtype)
     optimizer = _grouped(master)
-    for batch in batches:
+    for batch in _batches(size):
         totals: dict[str, Tensor] = {}
         for rank, share in enumerate(batch.split(SHARE)):
             for part in share.split(SHARE // accumulate):
                 model.zero_grad()
-                (loss_of(model, part, uses(rank)) / accumulate).backward()
+                (loss_of(model, part, rank == user) / accumulate).backward()
                 for name, parameter in model.named_parameters():
                     if parameter.grad is not None:
                         gradient = parameter.grad.float() / size
@@ -92,15 +93,15 @@ def _train(
     return result
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_training_matches_one_process(
     ranks: Any, zero: int, size: int, dtype: torch.dtype | None, backend: str
 ) -> None:
     for accumulate, user, bucket_bytes in ((1, None, 200), (2, 0, 1), (2, None, 1 << 20)):
-        expected = _train_alone(_batches(size), size, accumulate, lambda rank: rank == user, dtype)  # noqa: B023
+        expected = _train_alone(size, accumulate, user, dtype)
         results = ranks(size, backend).run(_train, zero, accumulate, user, dtype, bucket_bytes)
         for result in results:
             for name, value in result.items():

@@ -101,9 +101,9 @@ def _together(rank: int, size: int, zero: int, accumulate: int) -> dict[str, Ten
     return found
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_training_matches_one_process(ranks: Any, size: int, zero: int, backend: str) -> None:
     for accumulate in (1, 2):
         expected = _alone(size, accumulate)

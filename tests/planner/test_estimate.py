@@ -211,9 +211,9 @@ def _bytes_on_a_rank(rank: int, size: int, plan: Plan) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_parts_match_real_ranks(ranks: Any, zero: int, precision: Any, backend: str) -> None:
     plan = Plan(zero=zero, precision=precision)
     seen = ranks(2, backend).run(_bytes_on_a_rank, plan)

@@ -92,8 +92,8 @@ def _peak(rank: int, size: int, name: str, plan: Plan) -> tuple[int, int]:
     return weights, tracker.peak
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [2, 4])
 def test_predicted_activations_match_real_ranks(ranks: Any, name: str, size: int) -> None:
     """On every rank, for schedules with and without separate weight gradients, and for recomputed blocks."""
     errors = {}
