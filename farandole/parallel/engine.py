@@ -55,7 +55,7 @@ from farandole.parallel.lora.description import Adapter, describe_adapter, train
 from farandole.parallel.lora.gather import gather_adapter
 from farandole.parallel.loss_parameters import LossParameters
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
-from farandole.parallel.optimizers.offloading import OffloadedUpdate, stores_at
+from farandole.parallel.optimizers.offloading import OffloadedUpdate
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.optimizers.shards import GradientNorms
 from farandole.parallel.optimizers.updates import Updates
@@ -64,26 +64,11 @@ from farandole.parallel.pipeline.mean import PipelineMean
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.precision import cast_floating
 from farandole.parallel.whole_parameters import WholeParameters, check_gradients, check_model
-from farandole.parallel.zero.building import build, connect
+from farandole.parallel.zero.building import connect
 from farandole.parallel.zero.hidden_parameters import unchecked
-from farandole.parallel.zero.initial_values import (
-    Initialise,
-    WeightSource,
-    allocate,
-    broadcast_parameters,
-    fill_model,
-    is_deferred,
-    stand_in,
-)
-from farandole.parallel.zero.sharding import (
-    BUCKET_BYTES,
-    box_mesh,
-    moves_parameters,
-    plan_sharding,
-    ranks_of,
-    replicated_layouts,
-)
-from farandole.parallel.zero.weights import Masters
+from farandole.parallel.zero.initial_values import Initialise
+from farandole.parallel.zero.sharding import BUCKET_BYTES, box_mesh, moves_parameters, replicated_layouts
+from farandole.parallel.zero.states import StateOptions, shard_states
 from farandole.plan import Offloaded, Place
 
 
@@ -149,61 +134,32 @@ class Engine:
         _check_options(zero, compression, rounding, offload, dtype)
         flat = moves_parameters(zero, dtype, offload, layouts or {})
         check_model(model, moved=flat)
-        complete = model if pipeline is None or pipeline.complete is None else pipeline.complete
-        source: WeightSource | None = getattr(model, "weight_source", None) if is_deferred(complete) else None
-        if is_deferred(complete) != (initialise is not None or source is not None):
-            raise ValueError(
-                "initialise= and a model on the meta device require each other: pass both, or omit both"
-            )
         self.model, self.comm, self.zero, self.rank = model, comm, zero, comm.rank
         self.rounding = rounding
         self.swapped: Swap | None = None
         self._pending_save: PendingSave | None = None
         self._dtype, self._offload = dtype, Place.parse(offload)
-        types: dict[int, torch.dtype] = {}
-        in_memory: set[str] | None = None
-        if is_deferred(complete):
-            in_memory = {name for name, p in model.named_parameters() if not p.is_meta}
-            types = stand_in([complete, model], torch.get_default_device())
-        if mesh is None:
-            mesh = box_mesh(comm.size)
-        self.mesh, self.layouts = mesh, with_buffers(model, layouts or replicated_layouts(model))
+        self.mesh = mesh = mesh or box_mesh(comm.size)
+        self.layouts = with_buffers(model, layouts or replicated_layouts(model))
         groups = connect(mesh, comm, self.layouts.values(), zero)
         if pipeline is not None:
             comm.set_roles(pipeline.roles(mesh))
-        dividing = {
-            ranks_of(mesh, self.layouts[name], comm.rank, zero).shards for name, _ in model.named_parameters()
-        }
-        if initialise is None:
-            broadcast_parameters(model, mesh, self.layouts, groups, in_memory)
-        plan = plan_sharding(
-            model,
-            mesh,
-            self.layouts,
-            comm.rank,
+        options = StateOptions(
             zero=zero,
             dtype=dtype,
             flat=flat,
-            gathered=zero == 3
-            and (
-                offloaded == "parameters"
-                or any(_gathers(model, groups.of_ranks(ranks)) for ranks in dividing)
-            ),
             bucket_bytes=bucket_bytes,
             stages=None if pipeline is None else pipeline.stages_of,
+            masters="none" if rounding is not None else "memory" if offload == "none" else "offloaded",
+            place=self._offload,
+            offloaded=offloaded,
+            compression=compression,
         )
-        masters: Masters = "none" if rounding is not None else "memory" if offload == "none" else "offloaded"
-        accelerator = any(p.is_cuda for p in model.parameters())
-        self._stores = stores_at(self._offload, offloaded, plan, comm, accelerator=accelerator)
-        built = build(
-            model, plan, groups, zero=zero, masters=masters, compression=compression, stores=self._stores
-        )
+        complete = model if pipeline is None or pipeline.complete is None else pipeline.complete
+        states = shard_states(model, complete, groups, self.layouts, options, initialise)
+        built, self._stores = states.built, states.stores
         self.buckets, self.shards_of_buckets = built.buckets, built.shards
         self.weights, self._gatherer = built.weights, built.gatherer
-        if initialise is not None:
-            fill_model(model, complete, built.weights, mesh, self.layouts, comm, initialise, types)
-        elif source is not None:
-            allocate(model, built.weights, types)
         self._trained = {id(p) for bucket in built.buckets for p in bucket.parameters}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         shared = {id(weights.comm): weights.comm for weights in built.weights if weights.shared}
@@ -247,8 +203,8 @@ class Engine:
         del complete
         if pipeline is not None:
             pipeline.complete = None
-        if source is not None:
-            safetensors_files.read_weights(self, source)
+        if states.source is not None:
+            safetensors_files.read_weights(self, states.source)
         for weights in built.weights:
             weights.use_weights()
 
@@ -844,11 +800,6 @@ class Engine:
         self._updates.close()
         self.zero_grad()
         self._stores.close()
-
-
-def _gathers(model: nn.Module, shards: Communicator | None) -> bool:
-    """Return whether the ranks in `shards` must gather weights because they do not share memory."""
-    return shards is not None and not all(shards.shares_memory(p.device) for p in model.parameters())
 
 
 def _check_options(
