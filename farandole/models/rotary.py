@@ -14,6 +14,7 @@ Scalings extend a model to sequences that are longer than its training sequences
               training sequences (Ding et al., 2024, "LongRoPE")
 
 The length for `dynamic` and `longrope` is that of the longest sequence or packed document in the batch, as in transformers.
+With `dynamic`, a model of transformers also depends on longer batches that it has processed before; this one does not.
 """
 
 from __future__ import annotations
