@@ -137,7 +137,7 @@ def test_peft_loads_adapters_of_our_models(tmp_path: Path, targets: Any) -> None
     load_adapter(again, tmp_path)
     torch.testing.assert_close(again(tokens), model(tokens), rtol=0, atol=0)
     with pytest.raises(
-        RequestError, match="changes the experts 1.feed_forward.experts.gate_up, which requests cannot"
+        RequestError, match="changes the experts 1.feed_forward.experts.*, which requests cannot"
     ):
         read_adapters(build("mixtral"), {"experts": tmp_path})
 
@@ -148,7 +148,7 @@ def test_an_adapter_of_another_number_of_experts_is_refused(tmp_path: Path) -> N
     add_lora(model, LoRA(rank=2, targets=("0.*",)))
     save_adapter(model, tmp_path)
     with pytest.raises(
-        (AdapterError, ValueError), match=r"6 x 5: expected .* a multiple of 4, the number of experts"
+        (AdapterError, ValueError), match=r"lora_A.weight is 6 x 7: expected .* a multiple of 4"
     ):
         load_adapter(torch.nn.Sequential(Experts(4, 5, 7)), tmp_path)
 

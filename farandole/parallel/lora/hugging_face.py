@@ -52,7 +52,8 @@ def for_peft(origin: Pretrained, tensors: Mapping[str, Tensor]) -> dict[str, Ten
         stem, kind = _split(name)
         if stem in stacks:
             found[f"{stacks[stem]}.{kind}.weight"] = tensor
-        elif kind in ("lora_A", "lora_B"):
+            continue
+        if kind in ("lora_A", "lora_B"):
             for part in table.parts[f"{stem}.weight"]:
                 rows = _rows(part)
                 own = tensor if kind == "lora_A" or rows is None else tensor[rows[0] : rows[1]]
