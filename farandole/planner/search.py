@@ -113,9 +113,9 @@ class _StageEstimates:
         axes = (plan.data, plan.data_shard, schedule.mirrored, *divided)
         if axes not in self._parts:
             self._parts[axes] = workload.split(plan, ranks, machine.hosts)
-        placed: tuple[object, ...] = (axes, schedule.placement)
-        if plan.stage_bytes is not None:  # the activations in flight and their type determine the division
-            placed = (*placed, plan.stage_bytes, plan.schedule, plan.precision)
+        # with a limit, the activations in flight and their type determine the division
+        limit = None if plan.stage_bytes is None else (plan.stage_bytes, plan.schedule, plan.precision)
+        placed = (axes, schedule.placement, limit)
         if placed not in self._staged:
             self._staged[placed] = StagedModel(self._parts[axes], plan)
         staged = self._staged[placed]

@@ -448,6 +448,13 @@ def _gradient_bytes(rank: int, size: int, plan: Plan) -> tuple[int, int, int]:
     pairs = ((nn.Linear(512, 2048, bias=False), nn.Linear(2048, 512, bias=False)) for _ in range(2 * size))
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))
     engine = farandole.parallelize(model, plan)
+    samples = [torch.randn(2, 512) for _ in range(3)]
+
+    def step() -> None:
+        engine.forward_backward(samples, lambda output, _: (output.square().sum(), output.numel()))
+        engine.zero_grad()
+
+    step()  # ranks agree on the order of the buckets
     seen, plain = [0], Bucket.reduce_async
 
     def reduce_async(bucket: Bucket) -> None:
@@ -457,8 +464,7 @@ def _gradient_bytes(rank: int, size: int, plan: Plan) -> tuple[int, int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "reduce_async", reduce_async)
-        samples = [torch.randn(2, 512) for _ in range(3)]
-        engine.forward_backward(samples, lambda output, _: (output.square().sum(), output.numel()))
+        step()
     whole = [bucket.whole_nbytes for bucket in engine.buckets]
     engine.close()
     return max(seen), sum(whole), max(whole)
