@@ -16,6 +16,7 @@ torch computes products of 16 rows, and one query at a time, which is slow.
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -110,7 +111,7 @@ class IndependentRows(TorchFunctionMode):
             if result is not None:
                 return result
             with self:
-                return func.__wrapped__(*args)
+                return inspect.unwrap(func)(*args)
         if func in _ELEMENTWISE and args[0].dtype == torch.float32:
             return _elementwise(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
