@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 def replaceable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `function`, which a mode receives as one call.  The first argument must be a tensor.
 
-    The `__wrapped__` of the result is `function`.
+    `inspect.unwrap` returns `function`.
     """
 
     @functools.wraps(function)

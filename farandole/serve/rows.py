@@ -16,6 +16,7 @@ torch computes products of 16 rows, and attention for one query at a time, which
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,12 +100,11 @@ class IndependentRows(TorchFunctionMode):
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
         if func in _FUSED:
-            whole: Any = func
             result = _FUSED[func](*args) if self._use_core else None
             if result is not None:
                 return result
             with self:
-                return whole.__wrapped__(*args)
+                return inspect.unwrap(func)(*args)
         if func in _ELEMENTWISE and args[0].dtype == torch.float32:
             return _elementwise(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_other_types_use_torch(name: str) -> None:
     arguments = converted(arguments_of(16), torch.float64)
     assert kernel(*arguments) is None
     with torch.inference_mode(), IndependentRows():
-        assert torch.equal(function(*arguments), function.__wrapped__(*arguments))  # type: ignore[attr-defined]
+        assert torch.equal(function(*arguments), inspect.unwrap(function)(*arguments))
 
 
 def test_a_value_that_is_not_a_number_stays_one() -> None:
