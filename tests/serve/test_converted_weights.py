@@ -84,7 +84,7 @@ def test_the_memory_of_the_weights_is_freed() -> None:
     model = copy.deepcopy(models("llama")[1])
     runner = Runner(model, weights="int8", owned=True)
     kept = sum(each.untyped_storage().nbytes() for each in model.parameters())
-    embedding = model[0].tokens.weight.nbytes
+    embedding = model.get_parameter("0.tokens.weight").nbytes
     norms = sum(each.nbytes for each in model.parameters() if each.dim() == 1)
     assert kept <= embedding + norms + 4 * len(list(model.parameters()))
     packed = sum(each.values.nbytes for each in runner._rows._packed.values())
