@@ -8,12 +8,11 @@ rounding.  `precision`, `rounding`, `compression`, `deferred_batch_norm` and `lo
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from farandole._troubleshooting import Documented
 
@@ -146,24 +145,6 @@ def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Patter
     return several
 
 
-def _refuse_hybrid(plan: type[Plan]) -> type[Plan]:
-    """Make the constructor name the field that has replaced `hybrid`."""
-    create = plan.__init__
-
-    @functools.wraps(create)
-    def checked(self: Plan, **fields: Any) -> None:
-        if "hybrid" in fields:
-            raise PlanError(
-                f"hybrid={fields['hybrid']} was replaced by data_shard; nearest plan: "
-                f"data_shard={'host' if fields['hybrid'] else 'all'!r}"
-            )
-        create(self, **fields)
-
-    plan.__init__ = checked  # type: ignore[method-assign]
-    return plan
-
-
-@_refuse_hybrid
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A parallelization plan: how training states are sharded, and how memory is saved.

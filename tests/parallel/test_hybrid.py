@@ -113,9 +113,3 @@ def test_unknown_groups_are_refused(data_shard: Any) -> None:
 def test_groups_require_sharded_states() -> None:
     with pytest.raises(PlanError, match="data_shard=2 with zero=0: there are no states to shard"):
         Plan(data_shard=2)
-
-
-@pytest.mark.parametrize(("given", "replaced"), [(True, "'host'"), (False, "'all'")])
-def test_the_earlier_name_is_refused(given: bool, replaced: str) -> None:
-    with pytest.raises(PlanError, match=f"was replaced by data_shard; nearest plan: data_shard={replaced}"):
-        Plan(zero=1, hybrid=given)  # type: ignore[call-arg]
