@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "core.h"
+#include "internal.h"
 #include "kernels.h"
 
 static const struct frd_inference *kernels(void)
@@ -31,13 +32,13 @@ struct work {
     atomic_int failed;
 };
 
-/* Helpers wait for a new round, first spinning for some microseconds and then asleep. */
+/* Helpers wait for a new round, and the caller for the helpers: first spinning for some microseconds and then asleep. */
 static struct {
     pthread_mutex_t busy, lock;
     pthread_cond_t changed, done;
     atomic_ulong round;
-    int helpers, active; /* created threads, and threads that work in this round */
-    int wanted;
+    atomic_int active;   /* helpers that work in this round */
+    int helpers, wanted; /* created helpers, and those that this round can use */
     struct work *work;
 } pool = {.busy = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -60,21 +61,17 @@ static void *helper(void *argument)
     const int own = (int)(intptr_t)argument;
     unsigned long seen = 0;
     for (;;) {
-        for (int spin = 0; spin < SPINS && atomic_load_explicit(&pool.round, memory_order_acquire) == seen; spin++) {
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#endif
-        }
+        for (int spin = 0; spin < SPINS && atomic_load_explicit(&pool.round, memory_order_acquire) == seen; spin++) relax();
         pthread_mutex_lock(&pool.lock);
         while (atomic_load(&pool.round) == seen) pthread_cond_wait(&pool.changed, &pool.lock);
         seen = atomic_load(&pool.round);
         struct work *work = own < pool.wanted ? pool.work : NULL;
-        if (work) pool.active++;
+        if (work) atomic_fetch_add(&pool.active, 1);
         pthread_mutex_unlock(&pool.lock);
         if (!work) continue;
         drain(work);
         pthread_mutex_lock(&pool.lock);
-        if (--pool.active == 0) pthread_cond_signal(&pool.done);
+        if (atomic_fetch_sub(&pool.active, 1) == 1) pthread_cond_signal(&pool.done);
         pthread_mutex_unlock(&pool.lock);
     }
     return NULL;
@@ -87,7 +84,8 @@ static void forget_helpers(void)
     pthread_mutex_init(&pool.lock, NULL);
     pthread_cond_init(&pool.changed, NULL);
     pthread_cond_init(&pool.done, NULL);
-    pool.helpers = pool.active = pool.wanted = 0;
+    pool.helpers = pool.wanted = 0;
+    atomic_store(&pool.active, 0);
     pool.work = NULL;
 }
 
@@ -114,9 +112,10 @@ static int run(struct work *work, int threads)
     pthread_cond_broadcast(&pool.changed);
     pthread_mutex_unlock(&pool.lock);
     drain(work);
+    for (int spin = 0; spin < SPINS && atomic_load_explicit(&pool.active, memory_order_acquire); spin++) relax();
     pthread_mutex_lock(&pool.lock);
     pool.work = NULL; /* a helper that wakes up late finds no work */
-    while (pool.active) pthread_cond_wait(&pool.done, &pool.lock);
+    while (atomic_load(&pool.active)) pthread_cond_wait(&pool.done, &pool.lock);
     pthread_mutex_unlock(&pool.lock);
     pthread_mutex_unlock(&pool.busy);
     return atomic_load(&work->failed) && atomic_load(&work->next) < work->count ? FRD_NO_MEMORY : FRD_OK;

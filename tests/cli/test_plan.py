@@ -53,7 +53,7 @@ def test_only_the_requested_plans_must_divide_the_batch(tmp_path: Path) -> None:
     assert limited["plan"]["stage_bytes"] == 1 << 30
     result = _plan(*words, "plan.stage_bytes=9")
     assert result.exit_code == 2
-    assert "fits in 9 per stage; the least is" in " ".join(result.output.replace("│", " ").split())
+    assert "fits in 9 per stage; allow at least" in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def _uneven(rank: int, size: int) -> None:
 
 def test_groups_of_different_sizes_are_refused(ranks: Any) -> None:
     ranks(3).run(_uneven)
-    with pytest.raises(PlanError, match="requires a data axis that 2 hosts divide, got data=1"):
+    with pytest.raises(PlanError, match="whose size is a multiple of 2, the number of hosts, got data=1"):
         box_mesh(2, [0, 1], data_shard="host", tensor=2)
     with pytest.raises(PlanError, match="data_shard=4 does not divide data=6; nearest plan: data_shard=3"):
         Plan(data=6, zero=1, data_shard=4)

@@ -18,6 +18,7 @@ import openai
 import pytest
 import torch
 
+from farandole.models.hf import from_pretrained
 from farandole.serve.http.guard import Limits
 from farandole.serve.http.service import Service
 from farandole.serve.llm import LLM
@@ -83,11 +84,11 @@ def test_completions(client: openai.OpenAI, llm: LLM) -> None:
     assert [choice.text for choice in several.choices] == [expected.text] * 2 + [other] * 2
 
 
-def test_echo_with_logprobs_scores_a_prompt(client: openai.OpenAI, llm: LLM) -> None:
+def test_echo_with_logprobs_scores_a_prompt(client: openai.OpenAI, llm: LLM, folder: Path) -> None:
     prompt = "say red cat dog"
     tokens = llm.encode(prompt)
     with torch.no_grad():
-        logits = llm._found.model(torch.tensor([tokens]))[0].log_softmax(-1)
+        logits = from_pretrained(folder)(torch.tensor([tokens]))[0].log_softmax(-1)
     for most in (0, 1):
         found = client.completions.create(
             model=NAME, prompt=prompt, max_tokens=most, echo=True, logprobs=1, temperature=0

@@ -155,6 +155,9 @@ class Pipeline:
                 step.run(action)
             begun += transfers.waited_s - waited_s  # an action waits before it computes
             spans.append(Span(action, begun, time.perf_counter()))
+        if train:  # a replica without micro-batches runs no action, but reduces with the other one
+            with completing(self._parameters().difference(*completed.values())):
+                pass
         transfers.finish()
         self.waited_s += transfers.waited_s
         if train:
@@ -213,6 +216,12 @@ class Pipeline:
             for row in schedule.actions
         )
         return replace(schedule, actions=tuple(actions))
+
+    def _parameters(self) -> set[int]:
+        """Return the parameters of this rank's stages, by `id`."""
+        return {
+            id(p) for stage in self._stages.values() for block in stage.blocks for p in block.parameters()
+        }
 
     @functools.lru_cache(maxsize=16)  # noqa: B019
     def _completed(self, micro_batches: int, every_pass: frozenset[int]) -> dict[Action, set[int]]:

@@ -102,6 +102,9 @@ def shard_model(
     position = Position(mesh, mesh.of_rank(comm.rank)[0], mesh.connect(comm, [(AXIS,)]))
     layouts = _apply(model, position)
     position.connect()
+    own = {
+        path: layouts.of(model.get_parameter(f"{path}.weight")) for each in adapters.values() for path in each
+    }
     source: Any = getattr(model, "weight_source", None)
     if source is not None:
         allocate(model, torch.get_default_device())
@@ -112,9 +115,6 @@ def shard_model(
                 for request in _requests(name, values.detach(), layouts.get(name), position)
             ]
         )
-    own = {
-        path: layouts.of(model.get_parameter(f"{path}.weight")) for each in adapters.values() for path in each
-    }
     return {
         name: {path: _own_matrices(a, b, own[path], position) for path, (a, b) in adapter.items()}
         for name, adapter in adapters.items()
