@@ -18,7 +18,7 @@ from torch import nn
 
 from farandole.bench.accelerators import ACCELERATORS, Accelerator, described
 from farandole.bench.machine import speeds
-from farandole.bench.plan_check import Order
+from farandole.bench.plan_check import PlanCheckJobSpec
 from farandole.bench.setup import BenchError
 from farandole.launch.control_groups import available_memory
 from farandole.launch.local import launch
@@ -276,8 +276,8 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
     predicted = estimate_ranks(workload, first, planned.ranks, planned.machine)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "seen.json")
-        order = Order(config, first.precision, steps, answer)
-        status = launch("farandole.bench.plan_check", [order.dump()], ranks=planned.ranks, module=True)
+        job_spec = PlanCheckJobSpec(config, first.precision, steps, answer)
+        status = launch("farandole.bench.plan_check", [job_spec.dump()], ranks=planned.ranks, module=True)
         if status:
             raise BenchError(
                 f"--check failed: a rank ended with exit status {status}; see its error message above"

@@ -275,7 +275,7 @@ def same_type(call: str, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor.dtype is not tensors[0].dtype:
             raise ValueError(
-                f"{call}: expected tensors of one type, got {tensors[0].dtype} and {tensor.dtype}; convert one of them"
+                f"{call}: expected tensors of one dtype, got {tensors[0].dtype} and {tensor.dtype}; convert one of them"
             )
 
 

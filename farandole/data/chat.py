@@ -176,7 +176,7 @@ def prepare_chat(
     try:
         tokenizer = load_tokenizer(file)
     except Exception as error:  # the library raises Exception itself
-        raise DataError(f"{file} is damaged: {error}; restore the file") from None
+        raise DataError(f"cannot load the tokenizer {file}: {error}; check or restore the file") from None
     source = find_source(path, field)
     found: Template | None = None
     missing = ""

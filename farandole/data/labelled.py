@@ -106,7 +106,9 @@ def prepare_labelled(
     try:
         encoder = load_tokenizer(tokenizer)
     except Exception as error:  # the library raises plain Exception
-        raise DataError(f"{tokenizer} is damaged: {error}; restore the file") from None
+        raise DataError(
+            f"cannot load the tokenizer {tokenizer}: {error}; check or restore the file"
+        ) from None
     encoder.enable_truncation(context)
     encoder.no_padding()
     source = find_source(path, field)

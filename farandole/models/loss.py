@@ -95,13 +95,13 @@ class VocabularyShard:
 
     Args:
         first: the first token of this process's shard.
-        words: the number of tokens in the vocabulary.
+        size: the number of tokens in the vocabulary.
         largest: the number of tokens in the largest shard.
         gather: `gather(statistics)` returns the statistics of all shards, stacked along a new dimension 0.
     """
 
     first: int
-    words: int
+    size: int
     largest: int
     gather: Callable[[Tensor], Tensor]
 
@@ -110,12 +110,12 @@ class VocabularyShard:
         if isinstance(tokens, FakeTensor) or not tokens.numel():
             return
         if tokens.device.type != "cpu":
-            torch._assert_async(((tokens >= 0) & (tokens < self.words)).all())
+            torch._assert_async(((tokens >= 0) & (tokens < self.size)).all())
             return
         least, most = (int(each) for each in tokens.aminmax())
-        if least < 0 or most >= self.words:
+        if least < 0 or most >= self.size:
             raise IndexError(
-                f"expected tokens from 0 to {self.words - 1}, the model's vocabulary, got {least if least < 0 else most}"
+                f"expected tokens from 0 to {self.size - 1}, the model's vocabulary, got {least if least < 0 else most}"
             )
 
     def local(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -142,8 +142,8 @@ def _chunk_rows(logits: Tensor) -> int:
 
 def _head_rows(hidden: Tensor, weight: Tensor, chunk_bytes: int, shard: VocabularyShard | None) -> int:
     """Return the number of rows in a chunk of logits, which is equal for all shards because each chunk gathers statistics."""
-    words = len(weight) if shard is None else shard.largest
-    return max(1, chunk_bytes // (words * hidden.element_size()))
+    size = len(weight) if shard is None else shard.largest
+    return max(1, chunk_bytes // (size * hidden.element_size()))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -286,10 +286,10 @@ def head_loss(
         rows = (targets >= 0).nonzero()[:, 0]
         if len(rows) < len(targets):
             hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
-        words = len(weight) if shard is None else shard.words
-        if len(targets) and (most := int(targets.max())) >= words:
+        size = len(weight) if shard is None else shard.size
+        if len(targets) and (most := int(targets.max())) >= size:
             raise IndexError(
-                f"expected targets below {words}, the size of the vocabulary, or negative targets, which are ignored; got {most}"
+                f"expected targets below {size}, the size of the vocabulary, or negative targets, which are ignored; got {most}"
             )
     if before is not None:
         hidden = before(hidden)

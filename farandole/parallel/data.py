@@ -332,7 +332,7 @@ class GradientReducer:
 
     @property
     def _reduces(self) -> bool:
-        """Whether the current backward pass is reduced."""
+        """Whether the gradients of the current backward pass are reduced."""
         return self._every_pass or not self._accumulating
 
     def _begin_pass(self) -> None:

@@ -283,7 +283,10 @@ class Engine:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether means include this rank's losses.  If several ranks compute the same loss, one rank's loss is included."""
+        """Whether this rank's loss enters the mean loss over all ranks.
+
+        If several ranks compute the same loss, this is true for exactly one of them.
+        """
         return self._mean.counts
 
     def join_forward(self) -> None:

@@ -141,7 +141,7 @@ class GlobalMean:
                 found = ", ".join(f"{counts[rank]} on rank {rank}" for rank in ranks)
                 raise ValueError(
                     "expected the same number of micro-batches on ranks that share layers, stages, sequences or experts, got "
-                    f"{found}; pass equally many batches on these ranks"
+                    f"{found}; pass the same number of batches on these ranks"
                 )
         return max(counts)
 

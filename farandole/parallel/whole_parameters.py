@@ -27,7 +27,7 @@ from farandole._troubleshooting import see
 from farandole.layout import Layout
 from farandole.mesh import Cell, Groups
 from farandole.parallel.axes import own_part
-from farandole.parallel.checkpoint.ranges import Place
+from farandole.parallel.checkpoint.ranges import TensorBoxes
 from farandole.parallel.data import has_engine
 from farandole.parallel.zero.gathered_weights import GatheredWeights
 from farandole.parallel.zero.gatherer import Gatherer
@@ -232,7 +232,7 @@ class WholeParameters:
         if group.comm is None:
             return value
         complete = value.new_zeros(layout.shape)
-        place = Place.of_boxes(layout.shape, value.shape, layout.boxes(self._mesh, own))
+        place = TensorBoxes.of_boxes(layout.shape, value.shape, layout.boxes(self._mesh, own))
         for local, box in place.regions:
             holders = [cell for cell in layout.replicas(self._mesh, box) if cell in group.cells]
             if holders[0] == own:  # one rank contributes each element

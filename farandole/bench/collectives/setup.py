@@ -88,7 +88,7 @@ class CollectivesSetup:
         check_choice("--reduction", self.reduction, REDUCTION_NAMES)
         if self.reduction in _BITS and self.kind.is_floating_point:
             raise BenchError(
-                f"--reduction {self.reduction} requires an integer type: add --dtype int32, or use --reduction max"
+                f"--reduction {self.reduction} requires an integer dtype: add --dtype int32, or use --reduction max"
             )
         for option, number, least in (
             ("--min", self.min, 1),

@@ -66,7 +66,11 @@ class Limit:
 
 
 def measure_limit(model: Transformer) -> Limit:
-    """Count the weights, and measure the speeds of this machine with the threads of this process."""
+    """Return the lower bounds for `model`.
+
+    The function counts the weights, and measures the speed of memory reads and of a matrix product in the model's
+    dtype, with the threads of this process.
+    """
     kind = next(model.parameters()).dtype
     body, head = _weights(model[1:-1]), _weights(model[-1])  # the embedding is a table
     size = (body + head) * kind.itemsize

@@ -154,7 +154,8 @@ class Table:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TableError(
-                f"{name}: expected a table written by farandole tune ({type(error).__name__}: {error})"
+                f"{name}: expected a table written by farandole tune ({type(error).__name__}: {error}); create the "
+                "table again with farandole tune"
             ) from error
         if not complete:
             raise TableError(

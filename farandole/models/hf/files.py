@@ -87,12 +87,9 @@ def open_folder(folder: Path) -> dict[str, Entry]:
     if single.exists():
         return read_header(single)
     if index.exists():
-        try:
-            places = json.loads(index.read_text())["weight_map"]
-            wanted = sorted(set(places.values()))
-            outside = [name for name in wanted if Path(name).name != name]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FolderError(f"{index} is damaged: {error!r}; download the file again") from None
+        places = _read_index(index)
+        wanted = sorted(set(places.values()))
+        outside = [name for name in wanted if Path(name).name != name]
         if outside:
             raise FolderError(
                 f"{index} is damaged: it names the file {outside[0]}, which is not in the folder; download the file again"
@@ -118,6 +115,23 @@ def open_folder(folder: Path) -> dict[str, Entry]:
         else ""
     )
     raise FolderError(f"{folder}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file name of each tensor in a folder's index."""
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise FolderError(f"{path} cannot be read: {error.strerror}; check the file") from None
+    except ValueError as error:
+        raise FolderError(f"{path} is damaged: it is not JSON ({error}); download the file again") from None
+    places = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise FolderError(
+            f"{path} is damaged: expected an object 'weight_map' with the file name of each tensor; download the file "
+            "again"
+        )
+    return places
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -154,11 +168,12 @@ def read_header(path: Path) -> dict[str, Entry]:
             dtype, shape = _TYPES.get(found["dtype"]), tuple(map(_count, found["shape"]))
         except (KeyError, TypeError, ValueError):
             raise FolderError(
-                f"{path} is damaged: {name} lacks its type, shape or offsets; download the file again"
+                f"{path} is damaged: {name} lacks its dtype, shape or offsets; download the file again"
             ) from None
         if dtype is None:
             raise FolderError(
-                f"{path}: {name} has type {found['dtype']}, which is not supported (supported: {', '.join(_TYPES)})"
+                f"{path}: {name} has dtype {found['dtype']}, which is not supported; convert it to one of "
+                f"{', '.join(_TYPES)}"
             )
         entry = Entry(path, 8 + length + start, dtype, shape)
         if end - start != entry.nbytes:

@@ -43,7 +43,7 @@ from farandole.models.hf.mapping import Part
 from farandole.models.hf.pretrained import Written, describe, tensors_to_write, write_description
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
-from farandole.parallel.checkpoint.ranges import Place, Range
+from farandole.parallel.checkpoint.ranges import Range, TensorBoxes
 from farandole.parallel.checkpoint.state import Stored, state_of, stored_tensors
 from farandole.parallel.lora.adapters import lora_layers
 from farandole.parallel.lora.quantized import is_wrapper
@@ -240,7 +240,9 @@ class _StateReader:
         entry = self._entries[_PREFIX + name]
         sizes = [end - start for start, end in box]
         values = torch.empty(sizes, dtype=entry.properties.dtype)
-        target = Range.of(values, 0, Place.of_boxes(tuple(entry.size), sizes, [box])) if sizes else values
+        target = (
+            Range.of(values, 0, TensorBoxes.of_boxes(tuple(entry.size), sizes, [box])) if sizes else values
+        )
         read_state(self._folder, {_PREFIX + name: target}, self._metadata)
         return values
 

@@ -111,7 +111,7 @@ class Channel:
             leave(note, PATIENCE_S)
 
     def close(self) -> None:
-        """Release the group's memory."""
+        """Discard the posted messages and destroy the process group."""
         self._posted.clear()
         dist.destroy_process_group(self._comm.group)
 

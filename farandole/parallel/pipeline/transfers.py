@@ -248,7 +248,7 @@ def encode(shapes: Shapes, *, single: bool) -> Tensor:
             continue
         if shape.dtype not in TYPES:
             raise TypeError(
-                f"a stage's output has type {shape.dtype}; expected one of {', '.join(map(str, TYPES))}"
+                f"a stage's output has dtype {shape.dtype}; expected one of {', '.join(map(str, TYPES))}"
             )
         numbers += [TYPES.index(shape.dtype), int(shape.requires_grad), len(shape.shape), *shape.shape]
     if len(numbers) > HEADER:

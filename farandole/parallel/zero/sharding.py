@@ -68,23 +68,23 @@ class ReductionRanks:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters with the same type and device, in one flat buffer."""
+    """Parameters with the same dtype and device, in one flat buffer."""
 
     parameters: Sequence[nn.Parameter]
     names: Sequence[str]
     layout: FlatLayout
     ranks: ReductionRanks
     dtype: torch.dtype
-    """The type in which the model computes."""
+    """The dtype in which the model computes."""
     master_dtype: torch.dtype
-    """The type in which the optimizer updates, and in which gradients are reduced."""
+    """The dtype in which the optimizer updates, and in which gradients are reduced."""
     group: int = 0
     """The number of the group in which these weights are gathered."""
     every_pass: bool = False
-    """Whether each backward pass is reduced (`zero` 2 and 3), so that the unsharded gradient is not kept.
+    """Whether gradients are reduced after each backward pass (`zero` 2 and 3), so that no unsharded gradient is kept.
 
-    Ranks with different pipeline stages run them at different times.  The gradients that such ranks share, for example of a
-    tied embedding, are reduced once per step.
+    Ranks with different pipeline stages run backward passes at different times.  The gradients that such ranks share, for
+    example of a tied embedding, are reduced once per step.
     """
 
     @property
