@@ -227,7 +227,7 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
             if text is not None:
                 raise DataError(
                     f'{where}: expected text in field "{text_field}", found {type(text).__name__}; choose a field with '
-                    "data.field="
+                    "data.field=NAME"
                 )
             raise DataError(
                 f'{where}: expected text in field "{text_field}", found only {", ".join(record)}; choose a field with data.field='
@@ -351,7 +351,7 @@ def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[st
     if not found:
         wanted = " or ".join(f'"{field}"' for field in fields)
         raise DataError(
-            f"{path}: expected a column {wanted}, found only {', '.join(names)}; choose a column with data.field="
+            f"{path}: expected a column {wanted}, found only {', '.join(names)}; choose a column with data.field=NAME"
         )
     return found
 

@@ -163,8 +163,8 @@ class GroupedRouter(Router):
         super().__init__(width, experts, top)
         if experts % groups or top_groups > groups or top > experts // groups * top_groups:
             raise ValueError(
-                f"expected groups of equal size with at least {top} experts in {top_groups} of them, got "
-                f"experts={experts}, groups={groups}"
+                f"expected experts={experts} to be a multiple of groups={groups}, and at least top={top} experts in "
+                f"top_groups={top_groups} of the groups; change one of these numbers"
             )
         self.register_buffer("bias", torch.zeros(experts))
         self.groups, self.top_groups = groups, top_groups

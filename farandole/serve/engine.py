@@ -254,13 +254,15 @@ class GenerationEngine:
             asked = "" if sampling.max_tokens is None else f" and max_tokens={most}"
             raise RequestError(
                 "max_tokens" if limit > 0 else "prompt",
-                f"a prompt of {len(prompt)} tokens{asked} does not fit in the context of {self.context} tokens",
+                f"a prompt of {len(prompt)} tokens{asked} does not fit in the context of {self.context} tokens; shorten "
+                "the prompt" + (", or reduce max_tokens" if asked else ""),
             )
         length = self._positions(len(prompt), most)
         if length > self.store.capacity:
             raise RequestError(
                 "max_tokens" if len(prompt) <= self.store.capacity else "prompt",
-                f"{length} positions do not fit in the memory for keys and values, {self.store.capacity} positions",
+                f"{length} positions do not fit in the KV cache of {self.store.capacity} positions; shorten the prompt, "
+                "reduce max_tokens, or start the engine with more memory for the cache",
             )
         return most
 

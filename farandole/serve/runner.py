@@ -171,7 +171,7 @@ class Runner:
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
 
     def _check_weights(self, weights: str) -> None:
-        """Raise RequestError if the weights cannot be converted to this type."""
+        """Raise RequestError if the weights cannot be converted to the format `weights`."""
         if weights not in WEIGHTS:
             raise RequestError("weights", f"expected one of {', '.join(WEIGHTS)}, got {weights!r}")
         if self.adapters:

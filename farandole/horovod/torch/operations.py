@@ -79,7 +79,10 @@ def make_request(
 def _check(inputs: Sequence[Tensor], kind: str) -> None:
     for tensor in inputs:
         if tensor.dtype not in SUPPORTED:
-            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+            raise ValueError(
+                f"Tensor type {tensor.type()} is not supported. Convert the tensor to another dtype; supported are "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED)}"
+            )
         if tensor.layout is not torch.strided:
             raise ValueError(
                 f"{kind} of a sparse tensor is not supported; use hvd.sparse_allreduce_async or tensor.to_dense()"
@@ -145,7 +148,10 @@ def reduction(
         )
     if average is not None:
         if op is not None:
-            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+            raise ValueError(
+                "The op parameter supersedes average. Please provide only one of them. "
+                f"Got op={op!r}, average={average!r}"
+            )
         return AVERAGE if average else SUM
     if op is None:
         return AVERAGE
@@ -158,8 +164,9 @@ def reduction(
         if problem:
             raise ValueError(problem)
         if not all(tensor.is_floating_point() for tensor in tensors):
+            odd = next(tensor.dtype for tensor in tensors if not tensor.is_floating_point())
             raise ValueError(
-                "Adasum supports floating-point tensors only; convert the tensor or use another op"
+                f"Adasum supports floating-point tensors only, got {odd}; convert the tensor or use another op"
             )
     return op
 

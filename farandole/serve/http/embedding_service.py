@@ -84,10 +84,11 @@ class EmbeddingService:
         if len(tokens) > encoder.context:
             raise RequestError(
                 "input",
-                f"an input of {len(tokens)} tokens does not fit in the context of {encoder.context} tokens",
+                f"an input of {len(tokens)} tokens does not fit in the context of {encoder.context} tokens; shorten the input",
             )
         if min(tokens) < 0 or max(tokens) >= encoder.vocabulary:
-            raise RequestError("input", f"expected tokens from 0 to {encoder.vocabulary - 1}")
+            odd = next(token for token in tokens if not 0 <= token < encoder.vocabulary)
+            raise RequestError("input", f"expected tokens from 0 to {encoder.vocabulary - 1}, got {odd}")
 
     def submit(self, sequences: Sequence[Sequence[int]]) -> list[asyncio.Future[Tensor]]:
         """Add all sequences to the queue, or none if an error is raised.  Call this method from the event loop.
