@@ -170,7 +170,7 @@ class Plan:
         data_shard: with `zero` >= 1, the number of ranks on the data axis among which states are sharded; the states are
             replicated on the other ranks.  "all" shards over the whole axis, and "host" among the ranks on each host, so that
             hosts exchange only gradients.
-        precision: the type in which the model computes.  The optimizer updates master weights in the type in which
+        precision: the dtype in which the model computes.  The optimizer updates master weights in the dtype in which
             the model was created, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear
             layers multiply 8-bit floats.
         recompute: the activations that are recomputed in the backward pass.

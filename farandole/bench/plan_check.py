@@ -1,8 +1,8 @@
 """One rank of `farandole plan --check`: train a few steps on random text, and measure memory.
 
-    python -m farandole.bench.plan_check ORDER
+    python -m farandole.bench.plan_check JOB_SPEC
 
-ORDER is JSON.  Rank 0 writes the measurements of all ranks, a list of `Seen`, to the file specified in ORDER.
+JOB_SPEC is JSON (`PlanCheckJobSpec`).  Rank 0 writes the measurements of all ranks, a list of `Seen`, to the file specified in it.
 """
 
 from __future__ import annotations

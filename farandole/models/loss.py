@@ -3,7 +3,7 @@
 `F.cross_entropy` writes and reads fp32 log-probabilities for the whole batch, in the forward pass and again in the
 backward pass.  For 2,048 positions and a vocabulary of 4,096, these are four passes over 32 MiB.  This implementation
 computes the loss and its gradient together, for chunks of rows that fit in the cache, and stores the gradient in the
-logits' data type.  On a CPU, it takes half the time and a third of the memory, with the same result.
+logits' dtype.  On a CPU, it takes half the time and a third of the memory, with the same result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         (outer,) = grad_outputs
         if outer.device.type == "cpu":
-            factor = outer.item()  # a Python number is not rounded to the gradient's data type
+            factor = outer.item()  # a Python number is not rounded to the gradient's dtype
             return gradient if factor == 1.0 else gradient * factor, None, None, None
         return gradient.float().mul(outer).to(gradient.dtype), None, None, None
 
@@ -61,7 +61,7 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
     """Return the mean negative log-likelihood of `targets`, in nats per token, as an fp32 scalar.
 
     Args:
-        logits: (..., vocabulary) in any floating type.
+        logits: (..., vocabulary) in any floating-point dtype.
         targets: int64 of shape (...).
         chunk_bytes: the size of a chunk in fp32, by default `CHUNK_BYTES`.
     """
@@ -77,7 +77,7 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """Return the summed negative log-likelihood of `targets` (nats, an fp32 scalar), and the number of targets.
 
-    Logits and targets have the same shapes and types as for `next_token_loss`.  For fp16 logits, the function stores
+    Logits and targets have the same shapes and dtypes as for `next_token_loss`.  For fp16 logits, the function stores
     the gradient of the sum, because the gradient of the mean would underflow.  For other types, it stores the gradient
     of the mean, which avoids another pass if the sum is divided by the count.
     """
@@ -205,7 +205,7 @@ class _HeadLoss(torch.autograd.Function):
         factor = grad_outputs[0] * ctx.divisor
         number = (
             0.5 if isinstance(factor, FakeTensor) else factor.item()
-        )  # a Python number is not rounded to the gradient's data type
+        )  # a Python number is not rounded to the gradient's dtype
         if abs(number - 1) >= 2**-22:
             for gradient in gradients:
                 if gradient is not None:

@@ -97,7 +97,7 @@ class AxisCommunicator:
         return self._connected.all_to_all(output, input, async_op=async_op)
 
     def receive_buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return an uninitialized tensor with the type and device of `like` for the result of a collective."""
+        """Return an uninitialized tensor with the dtype and device of `like` for the result of a collective."""
         if isinstance(like, FakeTensor):
             return like.new_empty(shape)
         return self._connected.dispatcher.receive_buffer(shape, like)

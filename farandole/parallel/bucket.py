@@ -40,7 +40,7 @@ Change = Callable[[Tensor], object]
 
 
 class Bucket:
-    """The gradients of the parameters of `plan`, reduced in the type of master weights.
+    """The gradients of the parameters of `plan`, reduced in the dtype of master weights.
 
     Args:
         number: the index of this rank's shard.

@@ -137,7 +137,7 @@ def parallelize(
 
 
 def _compute_type(plan: Plan) -> torch.dtype | None:
-    """Return the type in which the model computes; None for the types of its parameters."""
+    """Return the dtype in which the model computes; None for the dtypes of its parameters."""
     return None if plan.precision == "fp32" else TYPES[plan.precision]
 
 

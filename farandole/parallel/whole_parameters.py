@@ -147,7 +147,7 @@ class WholeParameters:
 
     @contextmanager
     def masters(self) -> Iterator[None]:
-        """Return a context in which parameters are unsharded copies in the master weights' type.  This is a collective call."""
+        """Return a context in which parameters are unsharded copies in the master weights' dtype.  This is a collective call."""
         if self._editing:
             raise RuntimeError(
                 "edit_parameters() cannot be nested, or called while a state is being loaded: first exit the other "
@@ -188,7 +188,7 @@ class WholeParameters:
         self.remember()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state with unsharded parameters in the type of the master weights, as copies.  This is a collective call."""
+        """Return the model's state with unsharded parameters in the dtype of the master weights, as copies.  This is a collective call."""
         with self.masters():
             state = self._model.state_dict()
             return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}

@@ -55,7 +55,7 @@ class CollectivesSetup:
 
     @property
     def kind(self) -> torch.dtype:
-        """Return the type of the elements."""
+        """Return the dtype of the elements."""
         return DTYPES[self.dtype]
 
     def sizes(self, operation: Operation, ranks: int) -> list[int]:

@@ -32,7 +32,7 @@ def all_reduce(
         tensor: The values, which are overwritten with the totals.
         combine: The reduction.
         result: The output tensor, by default `tensor`.  If its type is narrower, results are sent in that type.
-        store: A function that converts totals to results; not needed if totals and results have the same type.
+        store: A function that converts totals to results; not needed if totals and results have the same dtype.
     """
     parts = split(tensor, transport.size)
     results = parts if result is None else split(result, transport.size)

@@ -24,7 +24,7 @@ class Cast(Compression):
     precision than bf16.
 
     Raises:
-        ValueError: if `dtype` is not a 16-bit float type.
+        ValueError: if `dtype` is not a 16-bit floating-point dtype.
     """
 
     dtype: torch.dtype = torch.bfloat16

@@ -41,7 +41,7 @@ def broadcast_variables(
         inplace: Ignored.  In Horovod, this option avoids a copy.
 
     Raises:
-        ValueError: if an object in `variables` is not a variable, or a variable has an unsupported data type.
+        ValueError: if an object in `variables` is not a variable, or a variable has an unsupported dtype.
     """
     assert isinstance(inplace, bool)
     targets = [tf_variable(variable) for variable in variables]

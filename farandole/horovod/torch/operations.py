@@ -54,7 +54,7 @@ def make_request(
         kind: The operation kind.
         inputs: The tensors to read.
         outputs: The tensors to write; `inputs` itself for an in-place operation.
-        signature: The signature of an earlier request for tensors with the same data types and shapes, or None.  An
+        signature: The signature of an earlier request for tensors with the same dtypes and shapes, or None.  An
             earlier signature skips the checks.
         agreed: Additional signature fields.
 

@@ -1,6 +1,6 @@
 """Read parts of safetensors files at disk speed, and write safetensors files incrementally.
 
-A file consists of the header length (8 bytes), a JSON header (name -> type, shape and byte offsets), and the tensors.
+A file consists of the header length (8 bytes), a JSON header (name -> dtype, shape and byte offsets), and the tensors.
 The safetensors library reads a tensor or slice into new memory.  This module reads in parallel, directly into the
 destination.
 """
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Read:
-    """A request to read `box` of a stored tensor into `target`, which has the box's shape and any data type."""
+    """A request to read `box` of a stored tensor into `target`, which has the box's shape and any dtype."""
 
     entry: Entry
     box: Box
@@ -319,7 +319,7 @@ def _into(file: int, path: Path, offset: int, target: Tensor) -> None:
 
 
 def _converted(file: int, entry: Entry, offset: int, target: Tensor) -> None:
-    """Read elements into a tensor with another data type, layout or device."""
+    """Read elements into a tensor with another dtype, layout or device."""
     buffer = torch.empty(target.shape, dtype=entry.dtype)
     _into(file, entry.file, offset, buffer.reshape(-1).view(torch.uint8))
     target.detach().copy_(buffer)
@@ -378,7 +378,7 @@ def write_file(
     """Write a safetensors file, a few tensors at a time.
 
     Args:
-        tensors: the data type and shape of each tensor.
+        tensors: the dtype and shape of each tensor.
         values: a function that returns the values of the given tensors.  Each tensor is requested once.
         batch_bytes: the approximate total size of the tensors requested in one call.
 

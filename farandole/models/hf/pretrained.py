@@ -93,7 +93,7 @@ def from_pretrained(
 
     Args:
         folder: a folder with `config.json` and safetensors files.
-        dtype: the data type for floating-point weights, by default torch's default type (fp32).
+        dtype: the dtype for floating-point weights, by default torch's default dtype (fp32).
         lazy: whether to return a model on the meta device.  `farandole.parallelize` then reads only each rank's shards.
         classes: the number of classes for a classifier head.  Weights that are missing from the folder are initialized
             with `seed`.
@@ -462,7 +462,7 @@ def save_pretrained(
     """Write a model in memory to a new Hugging Face folder.
 
     Args:
-        dtype: the data type for floating-point weights, by default the first weight's type.
+        dtype: the dtype for floating-point weights, by default the first weight's dtype.
         file_bytes: the maximum file size.  A larger model is split into several files with an index.
 
     Raises:

@@ -97,7 +97,7 @@ def write_weights(path: Path, state: Path, types: Mapping[str, torch.dtype]) -> 
     """Write the parameters and buffers in the checkpoint folder `state` to the file `path`.  Call this on one rank.
 
     Args:
-        types: the type of each tensor to convert, by tensor name; other tensors keep their saved types.
+        types: the dtype of each tensor to convert, by tensor name; other tensors keep their saved dtypes.
     """
     saved, reader = _saved(state, types), _StateReader(state, {})
     types = {name: entry.properties.dtype for name, entry in saved.items()} | dict(types)
@@ -121,7 +121,7 @@ def _write(
 
     Args:
         tensors: a function that returns the tensors to write for the model's parameters and buffers.
-        dtype: the type of floating-point tensors; None keeps the saved types.
+        dtype: the dtype of floating-point tensors; None keeps the saved dtypes.
         describe_model: a function that writes further files, given the folder and the weights' type.
     """
     from farandole.parallel.checkpoint.storage import write_state

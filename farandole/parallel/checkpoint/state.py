@@ -1,6 +1,6 @@
 """The saved state of an engine: boxes of globally named tensors, in PyTorch's distributed checkpoint format.
 
-    model.NAME              a parameter in the type that the optimizer updates, frozen or not, or a buffer
+    model.NAME              a parameter in the dtype that the optimizer updates, frozen or not, or a buffer
     optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); numbers are saved unchanged
     random.rankN            the generator of a rank, or of the Nth group of ranks that share samples (tensor and context
                             parallelism), which draw the same numbers; random.cuda.rankN is the generator of its accelerator

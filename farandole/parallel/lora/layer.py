@@ -34,7 +34,7 @@ class AdaptedLayer(nn.Module):
     """Whether `weight` contains the update, W + s B A."""
 
     def update(self) -> Tensor:
-        """Return s B A (..., out, in), in fp32 or in the weight's type if it is wider."""
+        """Return s B A (..., out, in), in fp32 or in the weight's dtype if it is wider."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             return (self.lora_B.to(dtype) @ self.lora_A.to(dtype)).mul_(self.lora.scaling)

@@ -422,7 +422,7 @@ class ShardedGradient(Tensor):
     def __new__(
         cls, parameter: Tensor, change: Callable[[Change], None] | None, norms: GradientNorms, name: str
     ) -> ShardedGradient:
-        """Create a placeholder with the parameter's shape, type and device."""
+        """Create a placeholder with the parameter's shape, dtype and device."""
         made: ShardedGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )

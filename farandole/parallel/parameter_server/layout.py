@@ -16,7 +16,7 @@ SMALLEST_BYTES = 1 << 16
 """Smaller tensors are not split, because additional messages would cost more than better balance saves."""
 
 Buffers = dict[torch.dtype, Tensor]
-"""Flat memory for the pieces of one server, one tensor per element type."""
+"""Flat memory for the pieces of one server, one tensor per dtype."""
 
 
 @dataclass(frozen=True, order=True)
@@ -57,7 +57,7 @@ def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) ->
 
 
 class Packing:
-    """The positions of one server's pieces in its buffers: one buffer per type, with consecutive pieces."""
+    """The positions of one server's pieces in its buffers: one buffer per dtype, with consecutive pieces."""
 
     def __init__(self, pieces: Sequence[Piece], parameters: Sequence[Tensor]) -> None:
         self.pieces = list(pieces)

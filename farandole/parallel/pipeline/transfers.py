@@ -46,7 +46,7 @@ TYPES = (
 
 @dataclass(frozen=True)
 class TensorShape:
-    """The type and shape of a tensor, and whether the tensor requires a gradient.  A None in an output is described by None."""
+    """The dtype and shape of a tensor, and whether the tensor requires a gradient.  A None in an output is described by None."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class TensorShape:
 
     @classmethod
     def of(cls, tensor: Tensor | None) -> TensorShape | None:
-        """Return the type and shape of a tensor."""
+        """Return the dtype and shape of a tensor."""
         return None if tensor is None else cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
     @property

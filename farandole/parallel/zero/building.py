@@ -130,7 +130,7 @@ def _number(bucket: BucketPlan, rank: int, zero: int) -> int:
 def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool | None, int]]:
     """Return the pool and the number in the pool of each bucket that is reduced in every pass.
 
-    Buckets with the same type, device, filling and ranks share a pool.
+    Buckets with the same dtype, device, filling and ranks share a pool.
     """
     kinds: dict[tuple[torch.dtype, torch.device, Filling, tuple[int, ...]], list[int]] = {}
     for number, plan in enumerate(plans):

@@ -29,7 +29,7 @@ class GatheredWeights(FlatWeights):
 
     Args:
         offload: the store of the shard, if the shard is not in memory.
-        master_copy: whether an offloaded shard in the master weights' type is only a copy of the master weights.
+        master_copy: whether an offloaded shard in the master weights' dtype is only a copy of the master weights.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ def stand_in(models: Sequence[nn.Module], device: torch.device) -> dict[int, tor
     The models can share modules and parameters.
 
     Returns:
-        The types of all parameters, by `id(parameter)`.
+        The dtypes of all parameters, by `id(parameter)`.
     """
     twins: dict[int, Tensor] = {}
     for module in nn.ModuleList(models).modules():
@@ -100,7 +100,7 @@ def fill_model(
         complete: the model before it was divided into stages, with the same parameters.
         weights: the flat buffers; parameters outside of them are allocated.
         layouts: the parts of parameters that ranks store; `initialise` fills complete parameters.
-        types: the original types of parameters, by `id(parameter)`.
+        types: the original dtypes of parameters, by `id(parameter)`.
     """
     places = {id(p): (weight, index) for weight in weights for index, p in enumerate(weight.parameters)}
     known = {id(p): layouts[name] for name, p in complete.named_parameters()}
@@ -169,7 +169,7 @@ def _in_memory(
     types: Mapping[int, torch.dtype],
     shapes: Mapping[int, tuple[int, ...]],
 ) -> Iterator[None]:
-    """Return a context in which `parameters` have separate memory, in their original types and complete shapes."""
+    """Return a context in which `parameters` have separate memory, in their original dtypes and complete shapes."""
     places = [parameter.data for parameter in parameters]
     for parameter, place in zip(parameters, places, strict=True):
         key = id(parameter)

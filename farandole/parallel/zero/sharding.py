@@ -182,7 +182,7 @@ def plan_sharding(
 
     Args:
         layouts: the layouts of all parameters of the mesh, in the same order on all ranks.
-        dtype: the type in which the model computes; None for the types of the parameters.
+        dtype: the dtype in which the model computes; None for the dtypes of the parameters.
         flat: whether parameters are moved into flat buffers; by default if states are sharded or `dtype` is given.
         gathered: whether weights are gathered block by block.
         bucket_bytes: the approximate size of a bucket in bytes of parameters.
@@ -324,7 +324,7 @@ def _stages_on(mesh: Mesh, rank: int) -> tuple[int, ...]:
 def fill(
     parameters: Iterable[nn.Parameter], bucket_bytes: int, keys: Mapping[int, object] | None = None
 ) -> list[list[nn.Parameter]]:
-    """Assign parameters to buckets of about `bucket_bytes` in the given order; a bucket has one type, device and key.
+    """Assign parameters to buckets of about `bucket_bytes` in the given order; a bucket has one dtype, device and key.
 
     A parameter of at least this size gets a separate bucket, so that its gradient need not be copied (`bucket`).
     `keys` maps the identities of parameters to keys.
@@ -344,7 +344,7 @@ def fill(
 
 
 def master_type(parameter: torch.Tensor) -> torch.dtype:
-    """Return the type of a parameter's master weights: the type in which the model was created, at least fp32."""
+    """Return the dtype of a parameter's master weights: the dtype in which the model was created, at least fp32."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 

@@ -1,6 +1,6 @@
 """A bucket's weights: the weights with which the model computes, and the master weights that the optimizer updates.
 
-Each rank's optimizer updates the rank's shard in the master weights' type.  If the model computes in the same type, the
+Each rank's optimizer updates the rank's shard in the master weights' dtype.  If the model computes in the same dtype, the
 master weights are a part of the model's weights.
 
     WholeWeights       every rank has all weights in one flat buffer, which ranks with shared memory have in common
@@ -135,7 +135,7 @@ class FlatWeights(ABC):
         return self._layout.views(whole)
 
     def _master_shard(self) -> Tensor:
-        """Return a copy of this rank's shard in the master weights' type, from parameters in their original memory."""
+        """Return a copy of this rank's shard in the master weights' dtype, from parameters in their original memory."""
         shard = torch.zeros(self._layout.shard_length, dtype=self.plan.master_dtype, device=self.plan.device)
         for part in self._layout.ranges(self.number):
             if is_placeholder(self.parameters[part.index]):
