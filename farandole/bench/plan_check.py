@@ -2,7 +2,8 @@
 
     python -m farandole.bench.plan_check JOB_SPEC
 
-JOB_SPEC is JSON (`PlanCheckJobSpec`).  Rank 0 writes the measurements of all ranks, a list of `Seen`, to the file specified in it.
+JOB_SPEC is JSON (`PlanCheckJobSpec`).  Rank 0 writes the measurements of all ranks, a list of `Seen`, to the file
+`answer`.
 """
 
 from __future__ import annotations

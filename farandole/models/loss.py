@@ -78,7 +78,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """Return the summed negative log-likelihood of `targets` (nats, an fp32 scalar), and the number of targets.
 
     Logits and targets have the same shapes and dtypes as for `next_token_loss`.  For fp16 logits, the function stores
-    the gradient of the sum, because the gradient of the mean would underflow.  For other types, it stores the gradient
+    the gradient of the sum, because the gradient of the mean would underflow.  For other dtypes, it stores the gradient
     of the mean, which avoids another pass if the sum is divided by the count.
     """
     count = targets.numel()

@@ -233,7 +233,7 @@ def take_loads(
     all_reduce: Callable[[Tensor], object] | None = None,
     experts: Mapping[str, int] | None = None,
 ) -> dict[str, RouterLoad]:
-    """Return the loads of all routers by name since the last call, and balance the experts of grouped routers.
+    """Return the loads of all routers by name since the last call, reset them, and balance the experts of grouped routers.
 
     Call this function once per step, on all processes.
 

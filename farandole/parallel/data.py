@@ -82,8 +82,8 @@ class GradientReducer:
         buffers: the buffers of the model.
         comm: the communicator of all ranks.
         norms: the norms of averaged gradients, which are invalidated when gradients change.
-        every_pass: whether each backward pass is reduced, because unsharded gradients are not kept.
-            A pipeline reduces the passes of its stages instead, within `completing`.
+        every_pass: whether gradients are reduced after each backward pass, because unsharded gradients are not kept.
+            A pipeline reduces the gradients of each stage after each pass of the stage instead, within `completing`.
         gatherer: gathers weights, if they are sharded.
         loss_parameters: the parameters that are hidden until a backward pass begins.
     """

@@ -42,7 +42,7 @@ class LossScaler:
     overflow, the scale is doubled.  At `minimum`, the scale stays constant and `stuck` counts consecutive overflows.
     All ranks pass the same argument to `update`, so their scales are equal.
 
-    With `enabled=False`, the scale is 1, for types that need no scaling.
+    With `enabled=False`, the scale is 1, for dtypes that need no scaling.
 
     Raises:
         ValueError: if `growth_interval` is less than 1, or `minimum` is not between 0 and `scale`.

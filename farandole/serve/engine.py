@@ -97,7 +97,7 @@ class GenerationEngine:
         tokenizer: converts tokens to text; without a tokenizer, outputs have no text.
         end_tokens: the model's end-of-sequence tokens.
         store: "slots" or "pages"; see `store.py`.
-        kv_positions: the number of positions whose keys and values fit in memory, for all sequences together.
+        kv_positions: the size of the KV cache in positions, for all sequences together.
         max_running: the maximum number of sequences in the batch.
         max_waiting: the maximum number of sequences that wait to join the batch.
         token_budget: the maximum number of tokens per step, at least `max_running`.
@@ -468,7 +468,7 @@ class GenerationEngine:
         return list(outputs.values())
 
     def _commit(self, sequence: _Sequence, count: int) -> None:
-        """Record that the next `count` tokens have keys and values."""
+        """Record that the KV cache contains the next `count` tokens."""
         assert sequence.blocks is not None
         sequence.computed += count
         self.store.commit(sequence.blocks, sequence.tokens, sequence.computed)
@@ -570,5 +570,5 @@ class GenerationEngine:
 
     @staticmethod
     def _positions(prompt: int, most: int) -> int:
-        """Return the number of positions with keys and values.  The last token needs none."""
+        """Return the number of positions in the KV cache.  The last token needs none."""
         return prompt + max(most - 1, 0)

@@ -191,7 +191,7 @@ class Runner:
                 self._rows.convert(module.weight, kind, release=release and not is_tied)
 
     def memory(self) -> Memory:
-        """Return new memory for the model's keys and values."""
+        """Return a new KV cache for the model."""
         return Memory(self.shapes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:

@@ -1,6 +1,6 @@
 """Lower bounds of a model's times on this machine, from the number of weights and two measured speeds.
 
-A step reads all weights from memory once and multiplies them with each of its tokens.  Keys, values and attention are
+A step reads all weights from memory once and multiplies them with each of its tokens.  The KV cache and attention are
 not counted, so real times are longer.
 """
 

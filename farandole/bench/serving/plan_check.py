@@ -1,8 +1,8 @@
 """One rank of `farandole plan --serve --check`: serve random prompts with random weights, and measure the speed.
 
-    python -m farandole.bench.serving.plan_check ORDER
+    python -m farandole.bench.serving.plan_check JOB_SPEC
 
-ORDER is JSON.  Rank 0 writes a list of `Measured`, one for each number of running sequences.  The first rank of each
+JOB_SPEC is JSON (`ServingCheckJobSpec`).  Rank 0 writes a list of `Measured`, one for each number of running sequences.  The first rank of each
 replica drives its own engine.
 """
 

@@ -3,7 +3,7 @@
 *Memory.*  Eager tensors are converted through DLPack.  Within a `tf.function`, TensorFlow passes numpy arrays that are
 views of its tensors.  A result shares memory with the TensorFlow tensor if its alignment meets TensorFlow's
 requirement.  Operations return new tensors and do not write to their inputs.  PyTorch cannot compute with uint16,
-uint32 and uint64, so tensors with these types are reinterpreted as signed tensors of the same width.
+uint32 and uint64, so tensors with these dtypes are reinterpreted as signed tensors of the same width.
 
 *Order.*  A node blocks its thread until the other ranks have called the operation, and a process may have only one
 thread for nodes.  The nodes in a graph and in its functions, loops and branches must therefore run one after another,

@@ -75,10 +75,10 @@ class Read:
 
 
 def open_folder(folder: Path) -> dict[str, Entry]:
-    """List the tensors in a folder's safetensors files.
+    """Return the tensors in a folder's safetensors files by name.
 
     Raises:
-        FolderError: if a file is missing, truncated or damaged.
+        FolderError: if a file is missing, cannot be read, is truncated or is damaged.
     """
     if not folder.is_dir():
         found = "is not a folder" if folder.exists() else "does not exist"
@@ -135,7 +135,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """List the tensors in a safetensors file.
+    """Return the tensors in a safetensors file by name.
 
     Raises:
         FolderError: if the file cannot be read, is truncated or is damaged.

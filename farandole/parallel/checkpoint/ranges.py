@@ -33,13 +33,13 @@ class TensorBoxes:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> TensorBoxes:
-        """Return the place of a tensor that is complete on this rank."""
+        """Return the box of a tensor that is complete on this rank."""
         box = _box_of(shape)
         return TensorBoxes(tuple(shape), tuple(shape), ((box, box),))
 
     @staticmethod
     def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> TensorBoxes:
-        """Return the place of a tensor that consists of several boxes, concatenated along the dimensions in which they differ."""
+        """Return the boxes of a tensor that consists of several boxes, concatenated along the dimensions in which they differ."""
         firsts: list[dict[tuple[int, int], int]] = [{} for _ in shape]
         for box in boxes:
             for first, ends in zip(firsts, box, strict=True):

@@ -225,7 +225,7 @@ class _WeightReader:
 
 
 def _place(engine: Engine, name: str, tensor: Tensor) -> TensorBoxes:
-    """Return the place of a tensor on this rank, from its layout."""
+    """Return the boxes of a tensor on this rank, from its layout."""
     layout = engine.layouts.get(name)
     if layout is None or not layout.shards:
         return TensorBoxes.whole(tensor.shape)
@@ -241,7 +241,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _states(engine: Engine) -> Iterator[tuple[str, TensorBoxes, nn.Parameter, int, dict[str, Any]]]:
-    """Yield (entry name before "/", place, shard, start, states) for all optimizer states in memory."""
+    """Yield (entry name before "/", boxes, shard, start, states) for all optimizer states in memory."""
     if engine.offloaded:
         return
     places = _places(engine)
@@ -380,7 +380,7 @@ def offloaded_states(
 
 
 def _places(engine: Engine) -> dict[int, tuple[str, int, TensorBoxes]]:
-    """Return the parameter's name, the first element in the parameter, and the parameter's place, for each updated tensor."""
+    """Return the parameter's name, the first element in the parameter, and the parameter's boxes, for each updated tensor."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     return {
         id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))

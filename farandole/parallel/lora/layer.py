@@ -121,7 +121,7 @@ def adapt(layer: Adaptable, lora: LoRA, frozen_weight: Tensor | None = None) -> 
     """Turn `layer` into an `AdaptedLayer` with the same output, and with the weight `frozen_weight` if it is given.
 
     A is initialized like the weight of a new Linear: uniform in +-1/sqrt(in), drawn from torch's global generator.  B
-    is initialized with zeros.  Both are fp32 if the weight is bf16 or fp16, because these types lose small updates.
+    is initialized with zeros.  Both are fp32 if the weight is bf16 or fp16, because these dtypes lose small updates.
     """
     weight = layer.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)

@@ -20,11 +20,11 @@ _NF4_UNIT = 64 * 256
 
 
 def quantized_weights(linears: Mapping[str, nn.Linear], base: str) -> dict[str, Tensor]:
-    """Quantize the weight of each layer to the type `base`.
+    """Quantize the weight of each layer to the format `base`.
 
     Raises:
         ImportError: if torchao is missing.
-        ValueError: if a weight cannot be quantized to this type.
+        ValueError: if a weight cannot be quantized to this format.
     """
     try:
         with _quiet():
@@ -116,7 +116,7 @@ def stored_bytes(tensor: Tensor) -> int:
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear` with a quantized weight: (..., in) to (..., out), in the type of `x` or of autocast."""
+    """Return `F.linear` with a quantized weight: (..., in) to (..., out), in the dtype of `x` or of autocast."""
     result: Tensor = _FrozenLinear.apply(x, weight, bias)
     return result
 

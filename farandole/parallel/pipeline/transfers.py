@@ -1,7 +1,7 @@
 """Sends and receives between the stages of one step.
 
 Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank of the
-previous stage.  Shapes are found at run time: a header with types and shapes precedes an output.  A gradient has the shapes of
+previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an output.  A gradient has the shapes of
 the output, which its receiver knows, and is accompanied by a flag that says whether the gradient is valid.
 
 A rank that has failed sends an empty tuple as each further output, and invalid gradients (`stage_error`).
@@ -239,7 +239,7 @@ def encode(shapes: Shapes, *, single: bool) -> Tensor:
     """Return the header of an output.
 
     Raises:
-        TypeError: if the shapes do not fit in a header, or a type is not supported.
+        TypeError: if the shapes do not fit in a header, or a dtype is not supported.
     """
     numbers = [int(single), len(shapes)]
     for shape in shapes:

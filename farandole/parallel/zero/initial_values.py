@@ -67,20 +67,22 @@ def stand_in(models: Sequence[nn.Module], device: torch.device) -> dict[int, tor
     Returns:
         The dtypes of all parameters, by `id(parameter)`.
     """
-    twins: dict[int, Tensor] = {}
+    placeholders: dict[int, Tensor] = {}
     for module in nn.ModuleList(models).modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                if id(parameter) not in twins:
+                if id(parameter) not in placeholders:
                     nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
-                    twins[id(parameter)] = nn.Parameter(
+                    placeholders[id(parameter)] = nn.Parameter(
                         nothing.expand(parameter.shape), requires_grad=parameter.requires_grad
                     )
-                module._parameters[name] = twins[id(parameter)]  # type: ignore[assignment]
+                module._parameters[name] = placeholders[id(parameter)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                twins.setdefault(id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
-                module._buffers[name] = twins[id(buffer)]
+                placeholders.setdefault(
+                    id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+                )
+                module._buffers[name] = placeholders[id(buffer)]
     return {id(parameter): parameter.dtype for model in models for parameter in model.parameters()}
 
 
