@@ -181,7 +181,10 @@ def _parts(trainer: Trainer) -> dict[str, int]:
 
 
 def _weights(trainer: Trainer) -> int:
-    """Return the bytes of the weights with which this rank computes; shared weights are divided among the ranks that share them."""
+    """Return the bytes of the weights with which this rank computes.
+
+    Shared weights are divided among the ranks that share them.
+    """
     sharing = {
         id(p): each.comm.size
         for each in trainer.engine.weights

@@ -78,7 +78,10 @@ _ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
 """Additional choices to consider if no plan fits."""
 
 _REFINED = 2
-"""The number of meshes for which all choices are considered; all meshes are compared with recomputed blocks and 1F1B."""
+"""The number of meshes for which all choices are considered.
+
+All meshes are compared with recomputed blocks and 1F1B.
+"""
 
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 """The schedules to consider by default; other schedules hold more activations or idle longer."""
@@ -286,7 +289,10 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
 
 
 def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return a configuration with the chosen fields of `plan`.  Raises `ConfigError` if they conflict with other fields."""
+    """Return a configuration with the chosen fields of `plan`.
+
+    Raises `ConfigError` if they conflict with other fields.
+    """
     chosen = {name: value for name in _FIELDS if (value := getattr(plan, name)) is not None}
     return parse_config({**config.model_dump(), "plan": {**config.plan.model_dump(), **chosen}})
 

@@ -194,7 +194,10 @@ def find_template(folder: Path, choice: str = "") -> Template:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`, or {} without this file; raise `DataError` if the file is damaged."""
+    """Return the content of `tokenizer_config.json`, or {} without this file.
+
+    Raises `DataError` if the file is damaged.
+    """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}

@@ -106,7 +106,10 @@ class VocabularyShard:
     gather: Callable[[Tensor], Tensor]
 
     def check(self, tokens: Tensor) -> None:
-        """Raise IndexError if tokens are not in the vocabulary; on an accelerator, a kernel fails instead, as in `F.embedding`."""
+        """Raise IndexError if tokens are not in the vocabulary.
+
+        On an accelerator, a kernel fails instead, as in `F.embedding`.
+        """
         if isinstance(tokens, FakeTensor) or not tokens.numel():
             return
         if tokens.device.type != "cpu":

@@ -167,7 +167,10 @@ class Position:
         return self.mesh.peers(self.cell, axis)
 
     def comm(self, *axes: str) -> AxisCommunicator | None:
-        """Return the communicator of the ranks along these axes; None for a single rank, or if ranks do not communicate."""
+        """Return the communicator of the ranks along these axes.
+
+        The result is None for a single rank, or if ranks do not communicate.
+        """
         peers = self.mesh.peers(self.cell, *axes)
         if len(peers) == 1 or (self.groups is None and self.sent is None):
             return None

@@ -64,7 +64,10 @@ class StepEvents(Protocol):
 
 @dataclass
 class _Queue:
-    """The buckets of one group of ranks, in reduction order.  `current[:next]` have already been reduced in this pass."""
+    """The buckets of one group of ranks, in reduction order.
+
+    `current[:next]` have already been reduced in this pass.
+    """
 
     ranks: tuple[int, ...]
     order: list[int] = field(default_factory=list)
@@ -161,7 +164,10 @@ class GradientReducer:
 
     @contextmanager
     def completing(self, parameters: Collection[int]) -> Iterator[None]:
-        """Start reductions within `no_sync`, for parameters whose gradients this context completes; see `Engine.completing`."""
+        """Start reductions within `no_sync`, for parameters whose gradients this context completes.
+
+        See `Engine.completing`.
+        """
         self._completing = parameters
         for queue in self._queues.values():
             self._begin_part(queue)

@@ -487,7 +487,9 @@ class Engine:
         return self._whole.edit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`.  This is a collective call.
+        """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`.
+
+        This is a collective call.
 
         If the model is divided into stages, the state contains the stages of this rank.  Parameters have the dtype of the
         master weights or, if optimizer states are offloaded, the dtype in which the model computes.
@@ -633,7 +635,9 @@ class Engine:
         return found
 
     def load_weights(self, path: str | Path) -> None:
-        """Load parameters and buffers from a safetensors file, or from the files in a folder.  This is a collective call.
+        """Load parameters and buffers from a safetensors file, or from the files in a folder.
+
+        This is a collective call.
 
         Each rank reads only its own shards.  Optimizer states are unchanged.
 

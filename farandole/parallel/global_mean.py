@@ -45,7 +45,10 @@ def first_of(batch: Any) -> Any:
 
 
 def scalar_sum(result: tuple[Tensor, Tensor | float]) -> tuple[Tensor, Tensor | float]:
-    """Return the result of a loss function, with a sum in at least fp32; raise ValueError if the sum is not a scalar."""
+    """Return the result of a loss function, with a sum in at least fp32.
+
+    Raises ValueError if the sum is not a scalar.
+    """
     total, count = result
     if total.dim():
         raise ValueError(

@@ -218,7 +218,10 @@ class Runner:
             return self._logits(hidden[:, selected], info).float()
 
     def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Updates, Tensor]]:
-        """Return the adapters of the spans, with the indices of their rows; `counts` are the numbers of rows of the spans."""
+        """Return the adapters of the spans, with the indices of their rows.
+
+        `counts` are the numbers of rows of the spans.
+        """
         rows: dict[str, list[int]] = {}
         end = 0
         for span, count in zip(spans, counts, strict=True):

@@ -87,7 +87,10 @@ class Table:
         self.parts[ours] = tuple(Part(name, (span,)) for name, span in _spans(theirs))
 
     def stack(self, ours: str, theirs: Sequence[Mapping[str, int]]) -> None:
-        """Map `ours` of shape (n, rows, ...) to n concatenations; `theirs[i]` is as in `rows`, for the slice `ours[i]`."""
+        """Map `ours` of shape (n, rows, ...) to n concatenations.
+
+        `theirs[i]` is as in `rows`, for the slice `ours[i]`.
+        """
         self.parts[ours] = tuple(
             Part(name, (number, span)) for number, rows in enumerate(theirs) for name, span in _spans(rows)
         )

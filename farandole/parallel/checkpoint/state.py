@@ -285,7 +285,10 @@ def _empty_as(description: STORAGE_TYPES) -> Tensor:
 
 
 def _empty_range(description: STORAGE_TYPES, place: TensorBoxes, start: int, length: int) -> Range | None:
-    """Return an empty range for a tensor's elements; None if the shape differs.  Earlier versions saved flat elements."""
+    """Return an empty range for a tensor's elements; None if the shape differs.
+
+    Earlier versions saved flat elements.
+    """
     found = _described(description)
     size = tuple(found.size)
     if size != place.shape:

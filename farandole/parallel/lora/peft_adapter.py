@@ -324,7 +324,10 @@ _SHOWN = 6
 
 
 class AdapterError(RuntimeError):
-    """Raised if an adapter cannot be written or read or does not match the model; the message contains the adapter and the reason."""
+    """Raised if an adapter cannot be written or read or does not match the model.
+
+    The message contains the adapter and the reason.
+    """
 
 
 @dataclass

@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _NF4_UNIT = 64 * 256
-"""The block size: 64 weights share a scale, and 256 scales share a second-level scale; torchao supports multiples of this size."""
+"""The block size: 64 weights share a scale, and 256 scales share a second-level scale.
+
+Torchao supports multiples of this size.
+"""
 
 
 def quantized_weights(linears: Mapping[str, nn.Linear], base: str) -> dict[str, Tensor]:
@@ -58,7 +61,10 @@ def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
 
 
 def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
-    """Return `weight` in torchao's int4 format for its device; in versions up to 0.18, torchao has no such format for CPUs."""
+    """Return `weight` in torchao's int4 format for its device.
+
+    In versions up to 0.18, torchao has no such format for CPUs.
+    """
     group = next((size for size in (128, 64, 32) if weight.shape[1] % size == 0), None)
     if group is None:
         raise ValueError(

@@ -18,7 +18,10 @@ from torch.optim import Optimizer
 
 _SHAPES = ((4, 6), (5, 3))
 _CUT = 10
-"""The number of elements of the first matrix in the first shard; the second shard has the other elements and the second matrix."""
+"""The number of elements of the first matrix in the first shard.
+
+The second shard has the other elements and the second matrix.
+"""
 _STEPS = 3
 
 

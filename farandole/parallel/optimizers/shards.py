@@ -279,7 +279,10 @@ class OptimizerShards:
 
     @contextmanager
     def values_in_place(self, *, write: bool) -> Iterator[None]:
-        """Return a context in which the tensors hold the offloaded weights; with `write`, the weights are written back at its end."""
+        """Return a context in which the tensors hold the offloaded weights.
+
+        With `write`, the weights are written back at its end.
+        """
         if self.weights is None or self.weights.has_master_copy or not self.weights.is_offloaded:
             yield
         else:

@@ -59,7 +59,10 @@ class Plan:
 
 
 class Channel:
-    """One end of a connection.  All methods raise RuntimeError if the other end has died or does not respond in time."""
+    """One end of a connection.
+
+    All methods raise RuntimeError if the other end has died or does not respond in time.
+    """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.peer = peer

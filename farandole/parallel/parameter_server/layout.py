@@ -80,5 +80,8 @@ class Packing:
         return [buffers[dtype][place].view(shape) for dtype, place, shape in self._places]
 
     def part(self, piece: Piece, tensor: Tensor) -> Tensor:
-        """Return the elements of `piece` in its parameter or in a tensor with the same shape; a copy if the tensor is not contiguous."""
+        """Return the elements of `piece` in its parameter or in a tensor with the same shape.
+
+        The result is a copy if the tensor is not contiguous.
+        """
         return tensor if piece.whole else tensor.reshape(-1)[piece.start : piece.stop]

@@ -46,7 +46,10 @@ TYPES = (
 
 @dataclass(frozen=True)
 class TensorShape:
-    """The dtype and shape of a tensor, and whether the tensor requires a gradient.  A None in an output is described by None."""
+    """The dtype and shape of a tensor, and whether the tensor requires a gradient.
+
+    A None in an output is described by None.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]

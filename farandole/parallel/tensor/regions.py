@@ -22,7 +22,10 @@ AXIS = "tensor"
 
 
 class ColumnLinear(nn.Linear):
-    """The only layer that uses the input of a region; the input enters here, and the backward pass overlaps (`linear_of_copies`)."""
+    """The only layer that uses the input of a region.
+
+    The input enters here, and the backward pass overlaps (`linear_of_copies`).
+    """
 
     comm: AxisCommunicator
 

@@ -24,7 +24,10 @@ Parts = Callable[[Any, int], Sequence[Part]]
 
 
 class Indivisible(ValueError):
-    """Raised if a module cannot be split over the ranks; `nearest` contains the nearest numbers of ranks that can split it."""
+    """Raised if a module cannot be split over the ranks.
+
+    `nearest` contains the nearest numbers of ranks that can split it.
+    """
 
     def __init__(self, what: str, nearest: Iterable[int]) -> None:
         super().__init__(what)

@@ -22,7 +22,10 @@ from farandole.parallel.tensor.tokens import Tokens
 
 
 class ParallelVocabulary(Vocabulary):
-    """The operations on a vocabulary of `count` tokens that is sharded over ranks; this rank has the tokens in the slice `own`."""
+    """The operations on a vocabulary of `count` tokens that is sharded over ranks.
+
+    This rank has the tokens in the slice `own`.
+    """
 
     gathered = True
     """Whether `logits` returns the logits of all tokens, instead of this rank's tokens (`sharded_logits`)."""
@@ -58,7 +61,10 @@ class ParallelVocabulary(Vocabulary):
         return hidden if self.tokens is None else self.tokens.take(hidden)
 
     def embed_with(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, count: int) -> Tensor:
-        """Return the embeddings of tokens; `embed` maps indices into this rank's `count` vocabulary entries to embeddings."""
+        """Return the embeddings of tokens.
+
+        `embed` maps indices into this rank's `count` vocabulary entries to embeddings.
+        """
         self._shard.check(tokens)
         places, outside = self._shard.local(tokens, count)
         return sum_of_all(embed(places).masked_fill(outside[..., None], 0), self.comm)

@@ -190,7 +190,10 @@ class GatheredWeights(FlatWeights):
         return self.is_whole or is_same_memory(self.parameters[index], self._placeholders[index])
 
     def set_values(self, index: int, values: Tensor) -> None:
-        """Set the weights and master weights of parameter `index`; all ranks must call this method with the same values."""
+        """Set the weights and master weights of parameter `index`.
+
+        All ranks must call this method with the same values.
+        """
         with self.in_memory(write=True):
             self._set_range(self.shard, index, values)
         if self.has_master_copy and self.master is not None:

@@ -194,7 +194,10 @@ def broadcast_parameters(
     groups: Groups,
     names: Collection[str] | None = None,
 ) -> None:
-    """Broadcast parameters and buffers from the first rank that stores them.  This is a collective call.  `names` selects tensors by name."""
+    """Broadcast parameters and buffers from the first rank that stores them.
+
+    This is a collective call.  `names` selects tensors by name.
+    """
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if names is not None and name not in names:

@@ -103,7 +103,10 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The buckets of a model; buckets of trained parameters are in the order in which a backward pass completes them."""
+    """The buckets of a model.
+
+    Buckets of trained parameters are in the order in which a backward pass completes them.
+    """
 
     trained: list[BucketPlan]
     frozen: list[BucketPlan]
@@ -161,7 +164,10 @@ def _per_host(counts: Sequence[int], data: int) -> int:
 
 
 def replicated_layouts(model: nn.Module) -> dict[str, Layout]:
-    """Return layouts by name for a model whose parameters are complete on every rank; tied parameters are listed once."""
+    """Return layouts by name for a model whose parameters are complete on every rank.
+
+    Tied parameters are listed once.
+    """
     return {name: Layout(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
 
 

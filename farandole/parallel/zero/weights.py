@@ -34,7 +34,9 @@ EDIT = "make changes within `with engine.edit_parameters():`, or load them with 
 
 
 class FlatWeights(ABC):
-    """The weights of the parameters in `plan`, in a flat buffer that consists of shards; shard `number` belongs to this rank.
+    """The weights of the parameters in `plan`, in a flat buffer that consists of shards.
+
+    Shard `number` belongs to this rank.
 
     Args:
         shards: the communicator of the ranks among which the buffer is sharded; None if the buffer is not sharded.
