@@ -201,7 +201,9 @@ def serve(
                 if source is not None and source.name == "COMMANDLINE"
             }
             if others := sorted(given - set(ENCODER_OPTIONS)):
-                raise RequestError(others[0], "not supported for an encoder, which computes embeddings")
+                raise RequestError(
+                    others[0], "not supported for an encoder, which computes embeddings; omit this option"
+                )
             options = {option: ctx.params[option] for option in ENCODER_OPTIONS}
             options |= {option: value for option, value in ENCODER_DEFAULTS.items() if option not in given}
             start_encoder(**options)

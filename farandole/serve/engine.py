@@ -28,6 +28,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from farandole.data.wording import counted
 from farandole.models.sequence import Transformer
 from farandole.serve.admission import Admission, Target
 from farandole.serve.constraint import Grammars
@@ -212,7 +213,8 @@ class GenerationEngine:
     def queue_full(self, waiting: int, more: int) -> QueueFullError:
         """Return the error for `more` sequences that do not fit in the queue."""
         return QueueFullError(
-            f"{waiting} sequences are waiting, and at most {self.max_waiting} may wait",
+            f"{counted(more, 'new sequence')} would exceed the queue: {waiting} are waiting, and at most {self.max_waiting} "
+            "may wait; try again later",
             self.admission.until_ended(waiting + more - self.max_waiting),
         )
 

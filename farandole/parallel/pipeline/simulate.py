@@ -229,7 +229,7 @@ def check_complete(schedule: Schedule) -> None:
                 holder = schedule.rank_of(action.stage, action.micro_batch)
                 raise ScheduleError(f"{where}: expected this action on rank {holder}, which has the stage")
             if not done.isdisjoint(results):
-                raise ScheduleError(f"{where} runs twice")
+                raise ScheduleError(f"{where} runs twice; remove one of the two actions")
             for code, stage in inputs_of(action, schedule):
                 needed = (code, stage, action.micro_batch)
                 if schedule.rank_of(stage, action.micro_batch) == rank and needed not in done:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from farandole.data.wording import counted
 from farandole.serve.encoder import Encoder
 from farandole.serve.engine import QueueFullError
 from farandole.serve.metrics import Family
@@ -112,7 +113,8 @@ class EmbeddingService:
                 self.refused += 1
                 per_sequence = self.seconds / max(self.sequences, 1)
                 raise QueueFullError(
-                    f"{len(self._waiting)} sequences are waiting, and at most {self.max_waiting} may wait",
+                    f"{counted(len(jobs), 'new input')} would exceed the queue: {len(self._waiting)} are waiting, and at "
+                    f"most {self.max_waiting} may wait; try again later",
                     per_sequence * len(self._waiting),
                 )
             self._waiting.extend(jobs)
