@@ -106,12 +106,12 @@ def serve(
         typer.Option(
             "--kv-memory",
             min=0.001,
-            help="Memory for keys and values on each rank, in GiB.",
+            help="Size of the KV cache on each rank, in GiB.",
             show_default="enough for --max-running sequences, at most half of the free memory",
         ),
     ] = None,
     store: Annotated[
-        str, typer.Option("--store", help="How keys and values are stored: pages (shared prefixes) or slots.")
+        str, typer.Option("--store", help="How the KV cache is stored: pages (shared prefixes) or slots.")
     ] = "pages",
     speculate: Annotated[
         str,
