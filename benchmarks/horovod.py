@@ -1,9 +1,9 @@
-"""Compare the training speed of Horovod's interface and DDP on the same ranks, with a ResNet-18.
+"""Compare the training speed of `farandole.horovod` and DDP on the same ranks, with a ResNet-18.
 
     python -m benchmarks.horovod [--ranks 2]
 
 ResNet-18 (11.7 M parameters) is trained with 16 images of 64 x 64 pixels per rank, SGD with momentum and fp32, with one
-thread per rank.  Each implementation has a copy of the model, and the implementations take turns after every step.
+thread per rank.  Each implementation has a copy of the model; the implementations alternate after every step.
 With `no communication`, each rank trains alone.
 """
 
@@ -66,7 +66,7 @@ def run_rank() -> None:
     world = dist.group.WORLD
     assert world is not None
     implementations = {
-        "Horovod's API": stepper(with_horovod),
+        "farandole.horovod": stepper(with_horovod),
         "DDP over Gloo": stepper(with_ddp(dist.new_group(backend="gloo"))),
         "DDP over farandole": stepper(with_ddp(world)),
         "no communication": stepper(lambda model: (model, sgd(model))),

@@ -139,7 +139,10 @@ def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `batch_isend_irecv` that posts CUDA messages as one batch; torch posts messages in Python groups one by one."""
+    """Return a `batch_isend_irecv` that posts CUDA messages as one batch.
+
+    Torch posts messages in Python groups one by one.
+    """
 
     @functools.wraps(original)
     def batch_isend_irecv(p2p_op_list: Any) -> Any:

@@ -20,7 +20,10 @@ EXTRAS = {
 
 
 def explain_missing(error: ModuleNotFoundError) -> str | None:
-    """Return a message with the extra that contains the missing module and the command to install it; None for other modules."""
+    """Return a message with the extra that contains the missing module and the command to install it.
+
+    The result is None for other modules.
+    """
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:

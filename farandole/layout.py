@@ -230,7 +230,10 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
 
 
 def chunk(length: int, parts: int, number: int, unit: int = 1) -> tuple[int, int]:
-    """Split `length` into `parts` ranges of complete units, as evenly as possible and longer ranges first; return range `number`."""
+    """Return range `number` of the `parts` ranges into which `length` is split.
+
+    The ranges consist of complete units.  Their lengths are as equal as possible, and longer ranges come first.
+    """
     if length % unit:
         raise LayoutError(f"expected a multiple of {unit} elements, got {length}; choose another unit")
     least, longer = divmod(length // unit, parts)

@@ -84,10 +84,13 @@ class Mesh:
     def __init__(self, cells: Iterable[Cell], factors: Mapping[str, Mapping[str, int]] | None = None) -> None:
         self.cells = tuple(sorted(cells))
         self.size = 1 + max((cell.rank for cell in self.cells), default=-1)
-        if len({cell.at(AXES) for cell in self.cells}) < len(self.cells):
-            raise MeshError(
-                "expected cells with distinct coordinates, got two cells with the same coordinates"
-            )
+        first: dict[tuple[int, ...], Cell] = {}
+        for cell in self.cells:
+            if (other := first.setdefault(cell.at(AXES), cell)) is not cell:
+                where = ", ".join(f"{axis}={index}" for axis, index in zip(AXES, cell.at(AXES), strict=True))
+                raise MeshError(
+                    f"expected cells with distinct coordinates, got {where} on rank {other.rank} and on rank {cell.rank}"
+                )
         if {cell.rank for cell in self.cells} != set(range(self.size)):
             missing = sorted(set(range(self.size)) - {cell.rank for cell in self.cells})
             raise MeshError(

@@ -86,7 +86,7 @@ class LoRA:
             Stabilization Scaling Factor for Fine-Tuning with LoRA").
         bias: the biases to train: none, those of adapted layers ("lora_only"), or all.
         also_train: modules to train in full, like PEFT's `modules_to_save`; layers inside these modules get no adapter.
-        base: the type in which torchao stores the frozen weights of adapted layers: "int8", "nf4" (4 bits; Dettmers
+        base: the format in which torchao stores the frozen weights of adapted layers: "int8", "nf4" (4 bits; Dettmers
             et al., 2023, "QLoRA: Efficient Finetuning of Quantized LLMs"), or "int4" where torchao supports it.
 
     Raises:
@@ -170,8 +170,8 @@ class Plan:
         data_shard: with `zero` >= 1, the number of ranks on the data axis among which states are sharded; the states are
             replicated on the other ranks.  "all" shards over the whole axis, and "host" among the ranks on each host, so that
             hosts exchange only gradients.
-        precision: the type in which the model computes.  The optimizer updates master weights in the type in which
-            the model was created, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear
+        precision: the dtype in which the model computes.  The optimizer updates master weights in the dtype in which
+            the model was created, and gradients are averaged in that dtype.  With "fp8" weights are bf16, and linear
             layers multiply 8-bit floats.
         recompute: the activations that are recomputed in the backward pass.
         activation_bytes: with `recompute="auto"`, the bytes of activations that a rank may keep.

@@ -35,7 +35,7 @@ SPEEDS = {"flops": FLOPS, "stream": 8e9, "bandwidth": 8e9, "process": 250 << 20,
 ABOUT = {
     "cli": "commands",
     "bench": "benchmarks and measurements",
-    "horovod": "Horovod's interface",
+    "horovod": "farandole.horovod",
     "serve": "in-flight batched text generation",
     "train": "training loop, tasks, reports",
     "launch": "starts and finds ranks, divides cores",

@@ -1,8 +1,9 @@
 """One rank of `farandole plan --check`: train a few steps on random text, and measure memory.
 
-    python -m farandole.bench.plan_check ORDER
+    python -m farandole.bench.plan_check JOB_SPEC
 
-ORDER is JSON.  Rank 0 writes the measurements of all ranks, a list of `Seen`, to the file specified in ORDER.
+JOB_SPEC is JSON (`PlanCheckJobSpec`).  Rank 0 writes the measurements of all ranks, a list of `Seen`, to the file
+`answer`.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Order:
-    """The run to train, and the file for the measurements."""
+class PlanCheckJobSpec:
+    """The steps to measure with a training configuration, and the file for the measurements."""
 
     config: TrainConfig
     precision: Precision
@@ -64,14 +65,16 @@ class Order:
     answer: Path
 
     def dump(self) -> str:
-        """Return the order as JSON."""
+        """Return the job specification as JSON."""
         return json.dumps({**vars(self), "config": self.config.model_dump(), "answer": str(self.answer)})
 
     @staticmethod
-    def load(text: str) -> Order:
-        """Convert the result of `dump` back to an order."""
+    def load(text: str) -> PlanCheckJobSpec:
+        """Convert the result of `dump` back to a job specification."""
         values = json.loads(text)
-        return Order(**{**values, "config": parse_config(values["config"]), "answer": Path(values["answer"])})
+        return PlanCheckJobSpec(
+            **{**values, "config": parse_config(values["config"]), "answer": Path(values["answer"])}
+        )
 
 
 def random_text(vocabulary: int, context: int, samples: int) -> Text:
@@ -142,20 +145,20 @@ def context_bytes(runtime: Runtime) -> int:
     return int(total - free) // sharing - torch.cuda.memory_allocated(runtime.device)
 
 
-def measure(order: Order, runtime: Runtime) -> Seen:
+def measure(job_spec: PlanCheckJobSpec, runtime: Runtime) -> Seen:
     """Train, and return the measurements of this rank."""
     keep_freed_memory()
-    warm_up(order.precision, runtime)
+    warm_up(job_spec.precision, runtime)
     memory = HostMemory() if runtime.device.type == "cpu" else CudaMemory(runtime)
-    trainer = make_trainer(order.config, order.precision, runtime.comm, runtime.device)
+    trainer = make_trainer(job_spec.config, job_spec.precision, runtime.comm, runtime.device)
     started_with = memory.peak()
     trainer.step()  # the optimizer allocates its states
     began = time.perf_counter()
-    for _ in range(order.steps - 1):
+    for _ in range(job_spec.steps - 1):
         trainer.step()
     if runtime.device.type == "cuda":
         torch.cuda.synchronize(runtime.device)
-    seconds = (time.perf_counter() - began) / max(1, order.steps - 1)
+    seconds = (time.perf_counter() - began) / max(1, job_spec.steps - 1)
     peak, parts = memory.peak(), _parts(trainer)
     return Seen(
         memory.process, memory.libraries(), parts, _peak_of_step(trainer), started_with, peak, seconds
@@ -178,7 +181,10 @@ def _parts(trainer: Trainer) -> dict[str, int]:
 
 
 def _weights(trainer: Trainer) -> int:
-    """Return the bytes of the weights with which this rank computes; shared weights are divided among the ranks that share them."""
+    """Return the bytes of the weights with which this rank computes.
+
+    Shared weights are divided among the ranks that share them.
+    """
     sharing = {
         id(p): each.comm.size
         for each in trainer.engine.weights
@@ -205,13 +211,13 @@ def _peak_of_step(trainer: Trainer) -> int:
 
 
 def main(text: str) -> None:
-    """Run an order as one of the launched ranks."""
-    order = Order.load(text)
+    """Run a job specification as one of the launched ranks."""
+    job_spec = PlanCheckJobSpec.load(text)
     with farandole.init() as runtime:
         found: list[Any] = [None] * runtime.size
-        dist.all_gather_object(found, asdict(measure(order, runtime)))
+        dist.all_gather_object(found, asdict(measure(job_spec, runtime)))
         if runtime.rank == 0:
-            order.answer.write_text(json.dumps(found))
+            job_spec.answer.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import nn
 
 from farandole.bench.accelerators import ACCELERATORS, Accelerator, described
 from farandole.bench.machine import speeds
-from farandole.bench.plan_check import Order
+from farandole.bench.plan_check import PlanCheckJobSpec
 from farandole.bench.setup import BenchError
 from farandole.launch.control_groups import available_memory
 from farandole.launch.local import launch
@@ -78,7 +78,10 @@ _ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
 """Additional choices to consider if no plan fits."""
 
 _REFINED = 2
-"""The number of meshes for which all choices are considered; all meshes are compared with recomputed blocks and 1F1B."""
+"""The number of meshes for which all choices are considered.
+
+All meshes are compared with recomputed blocks and 1F1B.
+"""
 
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 """The schedules to consider by default; other schedules hold more activations or idle longer."""
@@ -276,8 +279,8 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
     predicted = estimate_ranks(workload, first, planned.ranks, planned.machine)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "seen.json")
-        order = Order(config, first.precision, steps, answer)
-        status = launch("farandole.bench.plan_check", [order.dump()], ranks=planned.ranks, module=True)
+        job_spec = PlanCheckJobSpec(config, first.precision, steps, answer)
+        status = launch("farandole.bench.plan_check", [job_spec.dump()], ranks=planned.ranks, module=True)
         if status:
             raise BenchError(
                 f"--check failed: a rank ended with exit status {status}; see its error message above"
@@ -286,7 +289,10 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
 
 
 def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return a configuration with the chosen fields of `plan`.  Raises `ConfigError` if they conflict with other fields."""
+    """Return a configuration with the chosen fields of `plan`.
+
+    Raises `ConfigError` if they conflict with other fields.
+    """
     chosen = {name: value for name in _FIELDS if (value := getattr(plan, name)) is not None}
     return parse_config({**config.model_dump(), "plan": {**config.plan.model_dump(), **chosen}})
 

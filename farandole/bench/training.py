@@ -3,7 +3,7 @@
 `farandole launch` starts `python -m farandole.bench.training SETUP`; under another launcher every rank calls `run`.
 
 A barrier precedes each measurement, whose result is the time of the slowest rank.  The efficiency is relative to the
-same training without communication, in two variants.  All variants take turns, because times measured minutes apart on
+same training without communication, in two variants.  All variants alternate, because times measured minutes apart on
 a shared machine are not comparable:
 
 - *apart*: all ranks train at the same time, without communication.  They share caches, memory bandwidth and clock

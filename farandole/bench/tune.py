@@ -2,7 +2,7 @@
 
 `farandole launch` starts `python -m farandole.bench.tune SETUP`; under another launcher every rank calls `run`.
 
-One rank per host participates, on the first 2, 3, ... hosts.  The algorithms take turns.  Each value is the minimum
+One rank per host participates, on the first 2, 3, ... hosts.  The algorithms alternate.  Each value is the minimum
 over turns of the mean time of consecutive calls on the slowest rank.  Consecutive calls need no barrier between them,
 because an all-reduce cannot end before all ranks have started it.
 

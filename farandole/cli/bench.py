@@ -126,7 +126,7 @@ def collectives(
     most: Annotated[
         str, typer.Option("--max", metavar="BYTES", help="Largest message size.  Sizes double at each step.")
     ] = "4M",
-    dtype: Annotated[str, typer.Option(help="Element data type.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="The dtype of the elements.")] = "float32",
     reduction: Annotated[
         str, typer.Option(help="Reduction: sum, avg, product, min, max, and, or, xor.")
     ] = "sum",

@@ -138,7 +138,8 @@ def _generate_together(
 
     try:
         if is_file and (input_file is None or output_file is None):
-            raise DataError("expected --input and --output together, got only one of them")
+            given, missing = ("--output", "--input") if input_file is None else ("--input", "--output")
+            raise DataError(f"expected --input and --output together, got only {given}; add {missing}")
         if is_file and prompt is not None:
             raise DataError("--prompt and --input are mutually exclusive; omit one of them")
         sampling = Sampling(**parameters)

@@ -250,7 +250,7 @@ def plan(
       farandole plan tiny plan.zero=1 --check       run the best plan and compare
 
     \b
-    Plan a server: memory of keys and values, latencies and tokens per second, for replicas on one or several ranks:
+    Plan a server: size of the KV cache, latencies and tokens per second, for replicas on one or several ranks:
       farandole plan --serve hf:FOLDER -n 2 --prompt-tokens 512 --output-tokens 128
       farandole plan --serve hf:llama-8b -n 8 --accelerators h200
 

@@ -106,12 +106,12 @@ def serve(
         typer.Option(
             "--kv-memory",
             min=0.001,
-            help="Memory for keys and values on each rank, in GiB.",
+            help="Size of the KV cache on each rank, in GiB.",
             show_default="enough for --max-running sequences, at most half of the free memory",
         ),
     ] = None,
     store: Annotated[
-        str, typer.Option("--store", help="How keys and values are stored: pages (shared prefixes) or slots.")
+        str, typer.Option("--store", help="How the KV cache is stored: pages (shared prefixes) or slots.")
     ] = "pages",
     speculate: Annotated[
         str,
@@ -201,7 +201,9 @@ def serve(
                 if source is not None and source.name == "COMMANDLINE"
             }
             if others := sorted(given - set(ENCODER_OPTIONS)):
-                raise RequestError(others[0], "not supported for an encoder, which computes embeddings")
+                raise RequestError(
+                    others[0], "not supported for an encoder, which computes embeddings; omit this option"
+                )
             options = {option: ctx.params[option] for option in ENCODER_OPTIONS}
             options |= {option: value for option, value in ENCODER_DEFAULTS.items() if option not in given}
             start_encoder(**options)

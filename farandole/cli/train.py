@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from farandole.train.config import TrainConfig
-    from farandole.train.start import Order
+    from farandole.train.start import TrainingJobSpec
 
 PRESETS = resources.files("farandole.train") / "presets"
 
@@ -130,7 +130,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     from farandole.launch.limits import offered_ranks
     from farandole.launch.placement import ALONE
     from farandole.train.config import ConfigError
-    from farandole.train.start import check, order, read_request, task_config
+    from farandole.train.start import check, job_spec, read_request, task_config
 
     request = read_request(words, resume)
     placement = find_placement(os.environ)
@@ -167,7 +167,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
         for name, text in summary(start).items():
             typer.echo(f"{name:<14} {text}")
         return 0
-    return _launch(order(start), start.ranks)
+    return _launch(job_spec(start), start.ranks)
 
 
 def _check_task(config: TrainConfig) -> None:
@@ -189,12 +189,12 @@ def _check_task(config: TrainConfig) -> None:
         make_task(config, show)
 
 
-def _launch(order: Order, ranks: int) -> int:
+def _launch(job_spec: TrainingJobSpec, ranks: int) -> int:
     """Run the ranks, and then print the next command."""
     from farandole.launch.local import launch
 
-    status = launch("farandole.train.run", [order.dump()], ranks=ranks, module=True)
-    _print_next_step(order.run, status)
+    status = launch("farandole.train.run", [job_spec.dump()], ranks=ranks, module=True)
+    _print_next_step(job_spec.run, status)
     return status
 
 

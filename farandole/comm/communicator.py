@@ -140,7 +140,7 @@ class Communicator:
     ) -> Tensor:
         """Return an uninitialized tensor in shared memory, separate for each rank.  This is a collective call.
 
-        Every rank passes the same shape and type.  If the group cannot share memory (because it uses another backend,
+        Every rank passes the same shape and dtype.  If the group cannot share memory (because it uses another backend,
         spans several hosts, or `device` is not the CPU), the tensor is in private memory.
         """
         if self.dispatcher.core.returns_work or (device is not None and device.type != "cpu"):
@@ -152,7 +152,7 @@ class Communicator:
     ) -> Tensor | None:
         """Return a tensor of zeros whose memory all ranks share.  This is a collective call.
 
-        Every rank passes the same shape and type.  All ranks see the writes of one rank, so synchronize accesses, for
+        Every rank passes the same shape and dtype.  All ranks see the writes of one rank, so synchronize accesses, for
         example with `barrier`.
 
         Returns:
@@ -203,7 +203,7 @@ class Communicator:
         Args:
             tensor: This rank's values.
             op: The reduction.
-            output: A tensor of the same size and type for the results; by default `tensor`.
+            output: A tensor of the same size and dtype for the results; by default `tensor`.
             compression: The compression between hosts, for a sum or an average of fp32, bf16 or fp16 values: a
                 `Compressor` created for this tensor (`Int8().for_tensor(n)`), or settings without error feedback.
             async_op: Return a work object immediately.
@@ -214,7 +214,7 @@ class Communicator:
         Raises:
             ValueError: if both `output` and `compression` are given, or the compression does not support the group, the
                 tensor or `op`.
-            TypeError: if the element type cannot be compressed.
+            TypeError: if the dtype cannot be compressed.
         """
         if output is None and compression is None:
             work: dist.Work | None = self._path(async_op).all_reduce(tensor, op)

@@ -129,7 +129,10 @@ class Core(Protocol):
     # ---- state and shutdown ----
 
     def subgroup(self, members: Sequence[int]) -> Core | None:
-        """Return an implementation for `members`, or None if torch must create the group; only these ranks call this method."""
+        """Return an implementation for `members`, or None if torch must create the group.
+
+        Only these ranks call this method.
+        """
 
     @property
     def closed(self) -> bool:

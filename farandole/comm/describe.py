@@ -246,7 +246,7 @@ def _difference(a: Call, b: Call) -> str:
     reduces_all = a.operation == Operation.ALL_REDUCE
     layout = "compression" if reduces_all else "split of the elements among the ranks"
     parts = {
-        "element type": (a.type, b.type),
+        "dtype": (a.type, b.type),
         "reduction": (a.op, b.op),
         "root": (a.root, b.root),
         "number of elements": (a.count, b.count),

@@ -134,7 +134,7 @@ class Dispatcher:
         return self.made(lambda flags: core.allocate(shape, dtype, flags))
 
     def receive_buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return an uninitialized tensor with the type and device of `like` for the result of a collective."""
+        """Return an uninitialized tensor with the dtype and device of `like` for the result of a collective."""
         if like.is_cpu:
             return self.core.receive_buffer(shape, like.dtype)
         return like.new_empty(shape)

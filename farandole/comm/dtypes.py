@@ -1,4 +1,4 @@
-"""The numbers that identify element types and reductions in the C core."""
+"""The numbers that identify dtypes and reductions in the C core."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALL = _REDUCIBLE + [
 TYPES: dict[torch.dtype, int] = {
     kind: kind.itemsize << 8 | number for number, kind in enumerate(_ALL) if kind.itemsize
 }
-"""The C core's number for each element type: (bytes per element << 8) | code."""
+"""The C core's number for each dtype: (bytes per element << 8) | code."""
 
 TYPE_NAMES = {number: str(kind).removeprefix("torch.") for kind, number in TYPES.items()}
 
@@ -49,7 +49,7 @@ REDUCTIONS: dict[int, int] = {hash(op): number for number, op in enumerate(REDUC
 
 
 def reducible(dtype: torch.dtype, reduction: int) -> bool:
-    """Return whether the C core supports a reduction for a type; floats have no bitwise reductions."""
+    """Return whether the C core supports a reduction for a dtype; floats have no bitwise reductions."""
     if dtype not in _REDUCIBLE:
         return False
     name = REDUCTION_NAMES[reduction]

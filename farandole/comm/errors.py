@@ -31,6 +31,6 @@ class RankLate(CommunicationError):
 
 
 class CallMismatch(CommunicationError):
-    """Raised if ranks made calls with different operations, shapes, types or roots."""
+    """Raised if ranks made calls with different operations, shapes, dtypes or roots."""
 
     _section = "callmismatch"

@@ -205,7 +205,10 @@ class TorchCore:
         return isinstance(self.group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
 
     def _exchange_and_reduce(self, output: Tensor, input: Tensor, reduction: int) -> dist.Work:
-        """Exchange the parts of `input` and reduce this rank's part; torch all-reduces all parts, which sends twice the bytes."""
+        """Exchange the parts of `input` and reduce this rank's part.
+
+        Torch all-reduces all parts, which sends twice the bytes.
+        """
         parts = input.new_empty((self.size, output.numel()))
         inference = torch.is_inference_mode_enabled()  # required for writing inference tensors
 

@@ -116,7 +116,7 @@ class HostGroup:
             return
         if status == Status.UNSUPPORTED:
             raise ValueError(
-                "the C core does not support this reduction for this element type; convert the tensor to another type"
+                "the C core does not support this reduction for this dtype; convert the tensor to another dtype"
             )
         if status == Status.NO_MEMORY:
             raise MemoryError(

@@ -271,11 +271,11 @@ def existing_rank(call: str, what: str, rank: int, size: int) -> int:
 
 
 def same_type(call: str, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError unless all tensors have the same type."""
+    """Raise ValueError unless all tensors have the same dtype."""
     for tensor in tensors[1:]:
         if tensor.dtype is not tensors[0].dtype:
             raise ValueError(
-                f"{call}: expected tensors of one type, got {tensors[0].dtype} and {tensor.dtype}; convert one of them"
+                f"{call}: expected tensors of one dtype, got {tensors[0].dtype} and {tensor.dtype}; convert one of them"
             )
 
 

@@ -173,7 +173,10 @@ class TorchMessage:
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise RankLate(f"a message through torch's transport failed: {error}") from error
+            raise RankLate(
+                f"a message through torch's transport was not complete within {timeout_s:g} s, or its connection failed: "
+                f"{error}; check that the other ranks are running"
+            ) from error
         self._complete()
 
     def _complete(self) -> None:

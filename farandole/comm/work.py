@@ -124,7 +124,10 @@ class FutureWork(FarandoleWork):
         self._first, self._future = first, future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the callback has returned or `timeout` expires; raise the error of the work or of the callback."""
+        """Block until the callback has returned or `timeout` expires.
+
+        Raises the error of the work or of the callback.
+        """
         if timeout is None:
             self._first.wait()
         else:

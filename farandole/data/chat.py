@@ -176,7 +176,7 @@ def prepare_chat(
     try:
         tokenizer = load_tokenizer(file)
     except Exception as error:  # the library raises Exception itself
-        raise DataError(f"{file} is damaged: {error}; restore the file") from None
+        raise DataError(f"cannot load the tokenizer {file}: {error}; check or restore the file") from None
     source = find_source(path, field)
     found: Template | None = None
     missing = ""
@@ -269,14 +269,14 @@ class _Encoder:
             return [(text, [(len(prompt), len(text))])]
         raise DataError(
             f'{where}: expected a field "{self.field}" with messages, or the fields "prompt" and "completion", found: '
-            f"{', '.join(record)}; choose a field with data.field="
+            f"{', '.join(record)}; choose a field with data.field=NAME"
         )
 
     def _check(self, where: str, messages: Any) -> None:
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise DataError(
                 f'{where}: expected a list of messages in "{self.field}", found {type(messages).__name__}; choose a field '
-                "with data.field="
+                "with data.field=NAME"
             )
         for number, message in enumerate(messages):
             if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):

@@ -106,7 +106,9 @@ def prepare_labelled(
     try:
         encoder = load_tokenizer(tokenizer)
     except Exception as error:  # the library raises plain Exception
-        raise DataError(f"{tokenizer} is damaged: {error}; restore the file") from None
+        raise DataError(
+            f"cannot load the tokenizer {tokenizer}: {error}; check or restore the file"
+        ) from None
     encoder.enable_truncation(context)
     encoder.no_padding()
     source = find_source(path, field)
@@ -126,7 +128,7 @@ def prepare_labelled(
     if len(classes) < 2:
         raise DataError(
             f"data.path={path}: expected two or more classes, found {len(classes)}; select the field of the class with "
-            "data.label="
+            "data.label=NAME"
         )
     tokens = np.memmap(folder / "tokens.bin", np.int32, "r")
     if (largest := int(tokens.max())) >= vocabulary:
@@ -177,6 +179,6 @@ def _records(source: Source, field: str, label: str) -> Iterator[tuple[str, str 
         if not isinstance(text, str) or not isinstance(name, str | int):
             raise DataError(
                 f'{where}: expected text in "{field}" and a class in "{label}"; the record has these fields: '
-                f"{', '.join(record)}; select fields with data.field= and data.label="
+                f"{', '.join(record)}; select fields with data.field=NAME and data.label=NAME"
             )
         yield text, name

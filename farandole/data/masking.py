@@ -66,7 +66,8 @@ class Masking:
             raise ValueError(f"expected a non-negative seed, got {self.seed}")
         if len(self._ordinary) == 0:
             raise ValueError(
-                "expected at least one ordinary token in the vocabulary, got only special tokens"
+                f"expected at least one ordinary token in the vocabulary of {self.vocabulary} tokens, got only special "
+                "tokens; increase vocabulary"
             )
 
     def mask(

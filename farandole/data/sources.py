@@ -187,7 +187,10 @@ def _files_of_dataset(folder: Path) -> tuple[Path, ...]:
         files = tuple(folder / each["filename"] for each in found["_data_files"])
         indices = found.get("_indices_data_files")
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{state} is damaged: {error!r}; save the data set again") from None
+        raise DataError(
+            f'{state} is damaged: expected JSON with "_data_files", a list of objects with "filename" '
+            f"({type(error).__name__}: {error}); save the data set again"
+        ) from None
     if indices:
         raise DataError(
             f"{state} has an index of selected rows, which is not supported; call flatten_indices() before save_to_disk"
@@ -224,7 +227,7 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
             if text is not None:
                 raise DataError(
                     f'{where}: expected text in field "{text_field}", found {type(text).__name__}; choose a field with '
-                    "data.field="
+                    "data.field=NAME"
                 )
             raise DataError(
                 f'{where}: expected text in field "{text_field}", found only {", ".join(record)}; choose a field with data.field='
@@ -336,7 +339,9 @@ def _read_arrow(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[s
             mapped.seek(0)
             table = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(mapped).read_all()
     except (arrow.ArrowInvalid, OSError) as error:  # OSError for a truncated file
-        raise DataError(f"{path} is not an Arrow file: {error}; restore or exclude the file") from None
+        raise DataError(
+            f"{path} cannot be read as an Arrow file: {error}; restore or exclude the file"
+        ) from None
     columns = _columns(path, table.schema.names, fields)
     yield from _rows(path, table.select(columns).to_batches())
 
@@ -346,7 +351,7 @@ def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[st
     if not found:
         wanted = " or ".join(f'"{field}"' for field in fields)
         raise DataError(
-            f"{path}: expected a column {wanted}, found only {', '.join(names)}; choose a column with data.field="
+            f"{path}: expected a column {wanted}, found only {', '.join(names)}; choose a column with data.field=NAME"
         )
     return found
 

@@ -69,8 +69,8 @@ class Template:
             program = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template is invalid in line {error.lineno}: {error.message}; correct the template, or choose "
-                "another template with data.template="
+                f"the chat template is invalid on line {error.lineno}: {error.message}; correct the template, or choose "
+                "another file with data.template=FILE"
             ) from None
         self._marks_answers = any(
             isinstance(node.data, str) and _START in node.data
@@ -99,13 +99,13 @@ class Template:
             )
         except jinja2.TemplateError as error:
             raise DataError(
-                f"the chat template rejects the messages: {error}; correct the messages, or choose another template with "
-                "data.template="
+                f"the chat template rejects the messages: {error}; correct the messages, or choose another file with "
+                "data.template=FILE"
             ) from None
         except (TypeError, KeyError, AttributeError) as error:
             raise DataError(
                 f"the chat template cannot render the messages: {error!r}; correct the messages, or choose another "
-                "template with data.template="
+                "file with data.template=FILE"
             ) from None
 
     def answers(
@@ -133,7 +133,7 @@ class Template:
             if not done.startswith(prompt):
                 raise DataError(
                     "the chat template renders the assistant's message without the preceding prompt; choose "
-                    "another template with data.template="
+                    "another file with data.template=FILE"
                 )
             texts.append((done, [(len(prompt), len(done))]))
             spans.append((len(prompt), len(done)))
@@ -194,7 +194,10 @@ def find_template(folder: Path, choice: str = "") -> Template:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`, or {} without this file; raise `DataError` if the file is damaged."""
+    """Return the content of `tokenizer_config.json`, or {} without this file.
+
+    Raises `DataError` if the file is damaged.
+    """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}

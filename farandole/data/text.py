@@ -107,9 +107,10 @@ def prepare_text(
     check_special_tokens(special_tokens)
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
     if not smallest <= vocabulary <= 1 << 24:
-        more = f" with {counted(len(special_tokens), 'special token')}" if special_tokens else ""
+        more = f" + {counted(len(special_tokens), 'special token')}" if special_tokens else ""
         raise DataError(
-            f"expected a byte-level vocabulary{more} of {smallest} to 2^24 tokens, got {vocabulary}"
+            f"expected a vocabulary size from {smallest} ({SMALLEST_VOCABULARY} byte-level tokens{more}) to 2^24, got "
+            f"{vocabulary}"
         )
     source = find_source(path, text_field)
     settings: dict[str, object] = {"vocabulary": vocabulary, "validation_share": validation_share}
@@ -143,7 +144,7 @@ def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str])
     try:
         tokenizer = load_tokenizer(path)
     except Exception as error:  # the library raises Exception itself
-        raise DataError(f"tokenizer {path} is damaged: {error}; restore the file") from None
+        raise DataError(f"cannot load the tokenizer {path}: {error}; check or restore the file") from None
     if tokenizer.get_vocab_size() > vocabulary:
         raise DataError(
             f"tokenizer {path} has {tokenizer.get_vocab_size():,} tokens, but model.vocabulary={vocabulary}; "

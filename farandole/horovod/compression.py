@@ -1,4 +1,4 @@
-"""Gradient compression: communicate gradients in a 16-bit data type.
+"""Gradient compression: communicate gradients in a 16-bit dtype.
 
 The compressors accept tensors of PyTorch and of TensorFlow.
 """
@@ -20,7 +20,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its original data type."""
+        """Return the tensor in its original dtype."""
         raise NotImplementedError
 
 
@@ -39,13 +39,13 @@ class NoneCompressor(Compressor):
 
 
 class _CastCompressor(Compressor):
-    """Casts floating-point tensors to a 16-bit data type, and passes other tensors through unchanged."""
+    """Casts floating-point tensors to a 16-bit dtype, and passes other tensors through unchanged."""
 
     dtype: str
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Cast the tensor to the 16-bit data type.  Return the result and the original data type."""
+        """Cast the tensor to the 16-bit dtype.  Return the result and the original dtype."""
         if isinstance(tensor, torch.Tensor):
             dtype, is_floating = getattr(torch, cls.dtype), tensor.is_floating_point()
         else:
@@ -56,7 +56,7 @@ class _CastCompressor(Compressor):
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its original data type."""
+        """Return the tensor in its original dtype."""
         return tensor if ctx is None else _cast(tensor, ctx)
 
 

@@ -1,6 +1,6 @@
 """Execute the requests that all ranks have submitted: fuse all-reduces, and run collectives on the data group.
 
-Tensor fusion copies all-reduces with the same data type, operation, scale factors and device into one buffer.  The
+Tensor fusion copies all-reduces with the same dtype, operation, scale factors and device into one buffer.  The
 agreed request list determines which tensors are fused, so all ranks fuse the same tensors.
 """
 
@@ -55,7 +55,7 @@ class Pack:
 def pack(ready: Iterable[Ready], threshold: int) -> list[Pack]:
     """Combine compatible all-reduces into packs of at most `threshold` bytes.
 
-    All-reduces are compatible if their data types, operations, scale factors and devices are equal.  A larger tensor
+    All-reduces are compatible if their dtypes, operations, scale factors and devices are equal.  A larger tensor
     gets a pack to itself.  The packs are ordered by their first members.
     """
     packs: list[Pack] = []
@@ -122,7 +122,7 @@ def split_evenly(total: int, parts: int) -> list[int]:
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
-    """Return the Adasum of two tensors with equal shapes and data types.  The coefficients are computed in float64."""
+    """Return the Adasum of two tensors with equal shapes and dtypes.  The coefficients are computed in float64."""
     one, other = a.reshape(-1).double(), b.reshape(-1).double()
     dot, a_square, b_square = one @ other, one @ one, other @ other
     a_weight = torch.where(a_square > 0, 1 - dot / (2 * a_square), 1.0)

@@ -235,7 +235,10 @@ class Negotiator:
         self._announced.clear()
 
     def invalidate_older_than(self, before: float) -> None:
-        """Announce older cached requests by name, so that the table shows the missing ranks."""
+        """Announce this rank's cached requests submitted before the time `before` (`time.monotonic()`) by name.
+
+        `table` of all ranks then shows which ranks have not submitted them.
+        """
         for slot in [slot for slot, request in self._hits.items() if request.submitted < before]:
             self._invalidated.append(slot)
             self._announce_again(slot)

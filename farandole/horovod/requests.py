@@ -46,7 +46,7 @@ class MismatchError(HorovodInternalError):
 
 
 class Signature(NamedTuple):
-    """The request properties that ranks compare.  A grouped operation has several shapes and data types."""
+    """The request properties that ranks compare.  A grouped operation has several shapes and dtypes."""
 
     kind: str
     dtypes: tuple[torch.dtype, ...] = ()

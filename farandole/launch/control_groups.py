@@ -71,7 +71,10 @@ def processor_quota() -> float | None:
 
 
 def oom_kills() -> int | None:
-    """Return the number of processes in this control group that the kernel has killed for lack of memory; None if unknown."""
+    """Return the number of processes in this control group that the kernel has killed for lack of memory.
+
+    The result is None if unknown.
+    """
     for folder in _folders("memory"):
         for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
             kills = read_field(folder / name, "oom_kill")

@@ -152,7 +152,7 @@ def parse_rendezvous(
     """
     if nodes < 1 or not 0 <= node_rank < nodes:
         raise LaunchError(
-            f"--node-rank {node_rank} is out of range for --nodes {nodes}: hosts are numbered from 0 to "
+            f"--node-rank {node_rank} is out of range for --nodes {nodes}: expected a number from 0 to "
             f"{max(nodes, 1) - 1}"
         )
     config = RendezvousConfig(nodes, node_rank, interfaces=interfaces, timeout_s=timeout_s)

@@ -37,7 +37,10 @@ class SameHost:
 
 @dataclass(frozen=True)
 class NoRendezvous:
-    """The ranks are on several hosts, but no environment variable specifies a rendezvous; `advice` suggests variables to set."""
+    """The ranks are on several hosts, but no environment variable specifies a rendezvous.
+
+    `advice` suggests variables to set.
+    """
 
     advice: str
 

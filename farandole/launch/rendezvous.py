@@ -39,7 +39,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
         """The failure that another host's launcher published."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the launchers of all hosts."""
+        """Wait for the launchers of all hosts, and return this launcher's index, their number and their store."""
         config = self._config
         if config.nodes == 1 and not config.addresses:
             self._store = loopback_store()

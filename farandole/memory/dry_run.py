@@ -256,9 +256,9 @@ def _undone(model: nn.Module) -> Iterator[None]:
 def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Count the floating-point operations of one call to the operator `kind` if it is a matrix product or attention.
 
-    The counts match torch's `FlopCounterMode`, which covers neither in-place products nor fused CPU attention.  CPU
-    attention is counted like the other attention kernels: two products in the forward pass and five in the backward
-    pass, which recomputes scores (Dao et al., 2022, "FlashAttention").
+    For the operators that torch's `FlopCounterMode` supports, the counts are equal.  In-place products and fused CPU
+    attention, which it does not support, are also counted: attention as two products in the forward pass and five
+    in the backward pass, which recomputes scores (Dao et al., 2022, "FlashAttention").
     """
     if kind in FUSED_ATTENTION:
         return _attention_flops(args[0], args[1], args[2], score_products=1, value_products=1)

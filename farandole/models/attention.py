@@ -112,7 +112,10 @@ def masked_attention(
     dropout: float = 0.0,
     heads: ShardedDropout | None = None,
 ) -> Tensor:
-    """Return the attention output over the positions where `mask` is true; a mask of None stands for the causal mask."""
+    """Return the attention output over the positions where `mask` is true.
+
+    A mask of None stands for the causal mask.
+    """
     groups = query.shape[1] // key.shape[1]
     on_cpu = query.device.type == "cpu"
     if groups > 1 and on_cpu:

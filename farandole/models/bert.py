@@ -274,7 +274,7 @@ def initialise(block: nn.Module, generator: torch.Generator) -> None:
     """Initialize one block: normal weights with standard deviation 0.02, zero biases, and identity normalization.
 
     Random numbers are drawn in fp32 on the generator's device, so the weights do not depend on the block's device or
-    data type.  A head's `weight` is not changed, because the embedding owns the weight.
+    dtype.  A head's `weight` is not changed, because the embedding owns the weight.
 
     Raises:
         ValueError: if the block is on the meta device.

@@ -25,7 +25,10 @@ def repetitions() -> int:
 
 
 def chunks(length: int, size: int, like: Tensor) -> Iterator[slice]:
-    """Yield the slices of `size` elements of a dimension with `length` elements; `like` is a tensor of the computation."""
+    """Yield the slices of `size` elements of a dimension with `length` elements.
+
+    `like` is a tensor of the computation.
+    """
     if not isinstance(like, FakeTensor):
         yield from (slice(start, min(start + size, length)) for start in range(0, length, size))
         return

@@ -47,7 +47,7 @@ def dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
 
 
 def _draw_mask(like: Tensor, shape: Sequence[int], probability: float) -> Tensor:
-    """Return a mask with the type of `like`, with zeros, and 1 / (1 - probability) elsewhere."""
+    """Return a mask with the dtype of `like`, with zeros, and 1 / (1 - probability) elsewhere."""
     own = _own.get()
     if own is None:
         return F.dropout(like.new_ones(shape), probability)

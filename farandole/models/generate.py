@@ -67,7 +67,10 @@ def generate(
 
 
 def _last_position(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Keep the last position of (batch, positions, width); if tokens are split over processes, it may be on another process."""
+    """Keep the last position of (batch, positions, width).
+
+    If tokens are split over processes, the last position may be on another process.
+    """
     return (inputs[0][:, -1:], *inputs[1:]) if inputs[0].dim() == 3 else inputs
 
 

@@ -3,7 +3,7 @@
 `F.cross_entropy` writes and reads fp32 log-probabilities for the whole batch, in the forward pass and again in the
 backward pass.  For 2,048 positions and a vocabulary of 4,096, these are four passes over 32 MiB.  This implementation
 computes the loss and its gradient together, for chunks of rows that fit in the cache, and stores the gradient in the
-logits' data type.  On a CPU, it takes half the time and a third of the memory, with the same result.
+logits' dtype.  On a CPU, it takes half the time and a third of the memory, with the same result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         (outer,) = grad_outputs
         if outer.device.type == "cpu":
-            factor = outer.item()  # a Python number is not rounded to the gradient's data type
+            factor = outer.item()  # a Python number is not rounded to the gradient's dtype
             return gradient if factor == 1.0 else gradient * factor, None, None, None
         return gradient.float().mul(outer).to(gradient.dtype), None, None, None
 
@@ -61,7 +61,7 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
     """Return the mean negative log-likelihood of `targets`, in nats per token, as an fp32 scalar.
 
     Args:
-        logits: (..., vocabulary) in any floating type.
+        logits: (..., vocabulary) in any floating-point dtype.
         targets: int64 of shape (...).
         chunk_bytes: the size of a chunk in fp32, by default `CHUNK_BYTES`.
     """
@@ -77,8 +77,8 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """Return the summed negative log-likelihood of `targets` (nats, an fp32 scalar), and the number of targets.
 
-    Logits and targets have the same shapes and types as for `next_token_loss`.  For fp16 logits, the function stores
-    the gradient of the sum, because the gradient of the mean would underflow.  For other types, it stores the gradient
+    Logits and targets have the same shapes and dtypes as for `next_token_loss`.  For fp16 logits, the function stores
+    the gradient of the sum, because the gradient of the mean would underflow.  For other dtypes, it stores the gradient
     of the mean, which avoids another pass if the sum is divided by the count.
     """
     count = targets.numel()
@@ -95,27 +95,30 @@ class VocabularyShard:
 
     Args:
         first: the first token of this process's shard.
-        words: the number of tokens in the vocabulary.
+        size: the number of tokens in the vocabulary.
         largest: the number of tokens in the largest shard.
         gather: `gather(statistics)` returns the statistics of all shards, stacked along a new dimension 0.
     """
 
     first: int
-    words: int
+    size: int
     largest: int
     gather: Callable[[Tensor], Tensor]
 
     def check(self, tokens: Tensor) -> None:
-        """Raise IndexError if tokens are not in the vocabulary; on an accelerator, a kernel fails instead, as in `F.embedding`."""
+        """Raise IndexError if tokens are not in the vocabulary.
+
+        On an accelerator, a kernel fails instead, as in `F.embedding`.
+        """
         if isinstance(tokens, FakeTensor) or not tokens.numel():
             return
         if tokens.device.type != "cpu":
-            torch._assert_async(((tokens >= 0) & (tokens < self.words)).all())
+            torch._assert_async(((tokens >= 0) & (tokens < self.size)).all())
             return
         least, most = (int(each) for each in tokens.aminmax())
-        if least < 0 or most >= self.words:
+        if least < 0 or most >= self.size:
             raise IndexError(
-                f"expected tokens from 0 to {self.words - 1}, the model's vocabulary, got {least if least < 0 else most}"
+                f"expected tokens from 0 to {self.size - 1}, the model's vocabulary, got {least if least < 0 else most}"
             )
 
     def local(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -142,8 +145,8 @@ def _chunk_rows(logits: Tensor) -> int:
 
 def _head_rows(hidden: Tensor, weight: Tensor, chunk_bytes: int, shard: VocabularyShard | None) -> int:
     """Return the number of rows in a chunk of logits, which is equal for all shards because each chunk gathers statistics."""
-    words = len(weight) if shard is None else shard.largest
-    return max(1, chunk_bytes // (words * hidden.element_size()))
+    size = len(weight) if shard is None else shard.largest
+    return max(1, chunk_bytes // (size * hidden.element_size()))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -205,7 +208,7 @@ class _HeadLoss(torch.autograd.Function):
         factor = grad_outputs[0] * ctx.divisor
         number = (
             0.5 if isinstance(factor, FakeTensor) else factor.item()
-        )  # a Python number is not rounded to the gradient's data type
+        )  # a Python number is not rounded to the gradient's dtype
         if abs(number - 1) >= 2**-22:
             for gradient in gradients:
                 if gradient is not None:
@@ -286,10 +289,10 @@ def head_loss(
         rows = (targets >= 0).nonzero()[:, 0]
         if len(rows) < len(targets):
             hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
-        words = len(weight) if shard is None else shard.words
-        if len(targets) and (most := int(targets.max())) >= words:
+        size = len(weight) if shard is None else shard.size
+        if len(targets) and (most := int(targets.max())) >= size:
             raise IndexError(
-                f"expected targets below {words}, the size of the vocabulary, or negative targets, which are ignored; got {most}"
+                f"expected targets below {size}, the size of the vocabulary, or negative targets, which are ignored; got {most}"
             )
     if before is not None:
         hidden = before(hidden)

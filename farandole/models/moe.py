@@ -163,8 +163,8 @@ class GroupedRouter(Router):
         super().__init__(width, experts, top)
         if experts % groups or top_groups > groups or top > experts // groups * top_groups:
             raise ValueError(
-                f"expected groups of equal size with at least {top} experts in {top_groups} of them, got "
-                f"experts={experts}, groups={groups}"
+                f"expected experts={experts} to be a multiple of groups={groups}, and at least top={top} experts in "
+                f"top_groups={top_groups} of the groups; change one of these numbers"
             )
         self.register_buffer("bias", torch.zeros(experts))
         self.groups, self.top_groups = groups, top_groups
@@ -233,7 +233,7 @@ def take_loads(
     all_reduce: Callable[[Tensor], object] | None = None,
     experts: Mapping[str, int] | None = None,
 ) -> dict[str, RouterLoad]:
-    """Return the loads of all routers by name since the last call, and balance the experts of grouped routers.
+    """Return the loads of all routers by name since the last call, reset them, and balance the experts of grouped routers.
 
     Call this function once per step, on all processes.
 

@@ -91,7 +91,7 @@ class VectorLevel(IntEnum):
 
 
 class WeightType(IntEnum):
-    """The types of packed weights."""
+    """The number formats of packed weights."""
 
     F32 = 0
     BF16 = 1

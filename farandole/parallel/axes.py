@@ -97,7 +97,7 @@ class AxisCommunicator:
         return self._connected.all_to_all(output, input, async_op=async_op)
 
     def receive_buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return an uninitialized tensor with the type and device of `like` for the result of a collective."""
+        """Return an uninitialized tensor with the dtype and device of `like` for the result of a collective."""
         if isinstance(like, FakeTensor):
             return like.new_empty(shape)
         return self._connected.dispatcher.receive_buffer(shape, like)
@@ -167,7 +167,10 @@ class Position:
         return self.mesh.peers(self.cell, axis)
 
     def comm(self, *axes: str) -> AxisCommunicator | None:
-        """Return the communicator of the ranks along these axes; None for a single rank, or if ranks do not communicate."""
+        """Return the communicator of the ranks along these axes.
+
+        The result is None for a single rank, or if ranks do not communicate.
+        """
         peers = self.mesh.peers(self.cell, *axes)
         if len(peers) == 1 or (self.groups is None and self.sent is None):
             return None

@@ -40,7 +40,7 @@ Change = Callable[[Tensor], object]
 
 
 class Bucket:
-    """The gradients of the parameters of `plan`, reduced in the type of master weights.
+    """The gradients of the parameters of `plan`, reduced in the dtype of master weights.
 
     Args:
         number: the index of this rank's shard.
@@ -276,7 +276,10 @@ class Bucket:
             yield self.reduced
 
     def change(self, change: Change, factor: float | None = None) -> None:
-        """Apply `change` to the result now, or when it is next read; `factor` is the factor by which its norms change, if known."""
+        """Apply `change` to the result now, or when it is next read.
+
+        `factor` is the factor by which its norms change, if known.
+        """
         if not self._in_record:
             change(self.reduced)
             return
@@ -289,7 +292,10 @@ class Bucket:
 
     @property
     def norms(self) -> dict[int, Tensor] | None:
-        """The Euclidean norms of the parameters' parts in the result, by parameter index; None if the norms are not known."""
+        """The Euclidean norms of the parameters' parts in the result, by parameter index.
+
+        The value is None if the norms are not known.
+        """
         if not self._in_record or self._factor is None:
             return None
         return {index: norm * self._factor for index, norm in self._norms.items()}
@@ -367,7 +373,10 @@ class Bucket:
         return self._gradient_view(index)
 
     def own_gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the buffer before the reduction, and this rank's gradients in it by parameter index; other elements are undefined."""
+        """Return the buffer before the reduction, and this rank's gradients in it by parameter index.
+
+        Other elements are undefined.
+        """
         whole = self._acquire()
         return whole, {index: view for index, view in enumerate(self._views) if self.received[index]}
 

@@ -94,7 +94,7 @@ class ReplicatedBuffers:
 
 
 def _alike(buffers: Iterable[Tensor]) -> list[Sequence[Tensor]]:
-    """Return the buffers in groups with the same type and device."""
+    """Return the buffers in groups with the same dtype and device."""
     found: dict[object, list[Tensor]] = {}
     for buffer in buffers:
         found.setdefault((buffer.dtype, buffer.device), []).append(buffer)

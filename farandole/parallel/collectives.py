@@ -59,7 +59,10 @@ def sum_of_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def gather_and_reduce(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
-    """Concatenate the shards of all ranks to `rows` rows; the gradient is this rank's shard of the sum of all ranks' gradients."""
+    """Concatenate the shards of all ranks to `rows` rows.
+
+    The gradient is this rank's shard of the sum of all ranks' gradients.
+    """
     return shard if comm is None else _GatherAndReduce.apply(shard, rows, comm)
 
 

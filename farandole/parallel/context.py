@@ -226,7 +226,9 @@ def _arguments(
 def _sum_of_all(
     total: Tensor, count: Tensor | float, comm: AxisCommunicator
 ) -> tuple[Tensor, Tensor | float]:
-    """Return the sums over all ranks of a sum of losses and a count; all ranks get the values of the complete sequences.
+    """Return the sums over all ranks of a sum of losses and a count.
+
+    All ranks get the values of the complete sequences.
 
     The gradient is the gradient of this rank's sum times the number of ranks.  The engine averages gradients over the
     ranks, which gives the gradient of the complete sum.

@@ -64,7 +64,10 @@ class StepEvents(Protocol):
 
 @dataclass
 class _Queue:
-    """The buckets of one group of ranks, in reduction order.  `current[:next]` have already been reduced in this pass."""
+    """The buckets of one group of ranks, in reduction order.
+
+    `current[:next]` have already been reduced in this pass.
+    """
 
     ranks: tuple[int, ...]
     order: list[int] = field(default_factory=list)
@@ -82,8 +85,8 @@ class GradientReducer:
         buffers: the buffers of the model.
         comm: the communicator of all ranks.
         norms: the norms of averaged gradients, which are invalidated when gradients change.
-        every_pass: whether each backward pass is reduced, because unsharded gradients are not kept.
-            A pipeline reduces the passes of its stages instead, within `completing`.
+        every_pass: whether gradients are reduced after each backward pass, because unsharded gradients are not kept.
+            A pipeline reduces the gradients of each stage after each pass of the stage instead, within `completing`.
         gatherer: gathers weights, if they are sharded.
         loss_parameters: the parameters that are hidden until a backward pass begins.
     """
@@ -161,7 +164,10 @@ class GradientReducer:
 
     @contextmanager
     def completing(self, parameters: Collection[int]) -> Iterator[None]:
-        """Start reductions within `no_sync`, for parameters whose gradients this context completes; see `Engine.completing`."""
+        """Start reductions within `no_sync`, for parameters whose gradients this context completes.
+
+        See `Engine.completing`.
+        """
         self._completing = parameters
         for queue in self._queues.values():
             self._begin_part(queue)
@@ -332,7 +338,7 @@ class GradientReducer:
 
     @property
     def _reduces(self) -> bool:
-        """Whether the current backward pass is reduced."""
+        """Whether the gradients of the current backward pass are reduced."""
         return self._every_pass or not self._accumulating
 
     def _begin_pass(self) -> None:

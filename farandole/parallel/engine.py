@@ -89,7 +89,7 @@ class Engine:
         bucket_bytes: the approximate size of a gradient bucket in bytes.
         compression: the compression for gradients between hosts; requires `zero=0`.
         zero: the ZeRO stage: 1 shards optimizer states and master weights, 2 also gradients, 3 also weights.
-        dtype: the type in which the model computes (bf16, fp16).  Master weights and their gradients keep the original type
+        dtype: the dtype in which the model computes (bf16, fp16).  Master weights and their gradients keep the original dtype
             of the parameters.
         offload: "host" or "disk:FOLDER": where master weights and optimizer states are stored between steps.
         offloaded: "gradients" (with `zero` >= 2) or "parameters" (with `zero=3`), to also offload gradients or
@@ -209,7 +209,7 @@ class Engine:
             weights.use_weights()
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Return the model's output; floating-point inputs are cast to the model's type."""
+        """Return the model's output; floating-point inputs are cast to the model's dtype."""
         if self._reducer.all_cleared:
             self._reducer.begin_step()  # frees gradient memory for activations
         if self._dtype is not None:
@@ -283,7 +283,10 @@ class Engine:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether means include this rank's losses.  If several ranks compute the same loss, one rank's loss is included."""
+        """Whether this rank's loss enters the mean loss over all ranks.
+
+        If several ranks compute the same loss, this is true for exactly one of them.
+        """
         return self._mean.counts
 
     def join_forward(self) -> None:
@@ -484,10 +487,12 @@ class Engine:
         return self._whole.edit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`.  This is a collective call.
+        """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`.
 
-        If the model is divided into stages, the state contains the stages of this rank.  Parameters have the type of the
-        master weights or, if optimizer states are offloaded, the type in which the model computes.
+        This is a collective call.
+
+        If the model is divided into stages, the state contains the stages of this rank.  Parameters have the dtype of the
+        master weights or, if optimizer states are offloaded, the dtype in which the model computes.
         """
         self._end_pass()
         return self._whole.state_dict()
@@ -567,7 +572,7 @@ class Engine:
         call.
 
         Args:
-            dtype: the type of floating-point tensors; by default the type of the master weights.
+            dtype: the dtype of floating-point tensors; by default the dtype of the master weights.
             file_bytes: the maximum file size in bytes; a larger model is written to several files with an index.
 
         Raises:
@@ -584,7 +589,7 @@ class Engine:
         model was created.  No rank holds the unsharded model.
 
         Args:
-            dtype: the type of floating-point weights; by default the type of the master weights.
+            dtype: the dtype of floating-point weights; by default the dtype of the master weights.
             file_bytes: the maximum file size in bytes; a larger model is written to several files with an index.
 
         Raises:
@@ -630,7 +635,9 @@ class Engine:
         return found
 
     def load_weights(self, path: str | Path) -> None:
-        """Load parameters and buffers from a safetensors file, or from the files in a folder.  This is a collective call.
+        """Load parameters and buffers from a safetensors file, or from the files in a folder.
+
+        This is a collective call.
 
         Each rank reads only its own shards.  Optimizer states are unchanged.
 

@@ -92,7 +92,10 @@ class ExpertExchange:
 
 
 def transpose_blocks(rows: Tensor, counts: list[list[int]]) -> Tensor:
-    """Reorder blocks of `rows` (rows, width): block (i, j) has counts[i][j] rows; the input is sorted by i, the result by j."""
+    """Reorder blocks of `rows` (rows, width): block (i, j) has counts[i][j] rows.
+
+    The input is sorted by i, the result by j.
+    """
     if len(counts) == 1 or len(counts[0]) == 1:
         return rows
     transposed: Tensor = _TransposeBlocks.apply(rows, counts)
@@ -100,7 +103,10 @@ def transpose_blocks(rows: Tensor, counts: list[list[int]]) -> Tensor:
 
 
 class _TransposeBlocks(torch.autograd.Function):
-    """Copies each row once in each pass; the backward pass of `index_select` would first clear its result and then add to it."""
+    """Copies each row once in each pass.
+
+    The backward pass of `index_select` would first clear its result and then add to it.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: list[list[int]]) -> Tensor:

@@ -45,7 +45,10 @@ def first_of(batch: Any) -> Any:
 
 
 def scalar_sum(result: tuple[Tensor, Tensor | float]) -> tuple[Tensor, Tensor | float]:
-    """Return the result of a loss function, with a sum in at least fp32; raise ValueError if the sum is not a scalar."""
+    """Return the result of a loss function, with a sum in at least fp32.
+
+    Raises ValueError if the sum is not a scalar.
+    """
     total, count = result
     if total.dim():
         raise ValueError(
@@ -141,7 +144,7 @@ class GlobalMean:
                 found = ", ".join(f"{counts[rank]} on rank {rank}" for rank in ranks)
                 raise ValueError(
                     "expected the same number of micro-batches on ranks that share layers, stages, sequences or experts, got "
-                    f"{found}; pass equally many batches on these ranks"
+                    f"{found}; pass the same number of batches on these ranks"
                 )
         return max(counts)
 

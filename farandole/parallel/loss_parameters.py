@@ -40,7 +40,10 @@ ADVICE = (
 
 
 def reason_to_refuse(layout: Layout, mesh: Mesh, rank: int) -> str | None:
-    """Return why a loss function on `rank` cannot use a parameter that the rank stores; None if it can use the parameter."""
+    """Return why a loss function on `rank` cannot use a parameter that the rank stores.
+
+    The result is None if it can use the parameter.
+    """
     if layout.shards:
         axes = " and ".join(axis for axis, _ in layout.shards)
         return f"this rank has only its part of the parameter ({axes} parallelism)"

@@ -42,7 +42,7 @@ class LossScaler:
     overflow, the scale is doubled.  At `minimum`, the scale stays constant and `stuck` counts consecutive overflows.
     All ranks pass the same argument to `update`, so their scales are equal.
 
-    With `enabled=False`, the scale is 1, for types that need no scaling.
+    With `enabled=False`, the scale is 1, for dtypes that need no scaling.
 
     Raises:
         ValueError: if `growth_interval` is less than 1, or `minimum` is not between 0 and `scale`.
@@ -59,9 +59,7 @@ class LossScaler:
         if growth_interval < 1:
             raise ValueError(f"expected growth_interval of at least 1 step, got {growth_interval}")
         if not 0 < minimum <= scale:
-            raise ValueError(
-                f"scale={scale:g} with minimum={minimum:g}: expected a minimum between 0 and the scale"
-            )
+            raise ValueError(f"scale={scale:g} with minimum={minimum:g}: expected 0 < minimum <= scale")
         self.enabled = enabled
         self.scale = scale if enabled else 1.0
         self.growth_interval, self.minimum = growth_interval, minimum

@@ -137,7 +137,7 @@ def parallelize(
 
 
 def _compute_type(plan: Plan) -> torch.dtype | None:
-    """Return the type in which the model computes; None for the types of its parameters."""
+    """Return the dtype in which the model computes; None for the dtypes of its parameters."""
     return None if plan.precision == "fp32" else TYPES[plan.precision]
 
 
@@ -152,8 +152,8 @@ def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
     odd = [(n, p.dtype) for n, p in model.named_parameters() if p.is_floating_point() and p.dtype not in wide]
     if plan.precision == "fp32" and odd:
         raise PlanError(
-            f"precision='fp32' requires fp32 parameters, but {odd[0][0]} has type {odd[0][1]}: create the model in fp32, "
-            "the type of the master weights for lower precisions"
+            f"precision='fp32' requires fp32 parameters, but {odd[0][0]} has dtype {odd[0][1]}: create the model in fp32, "
+            "the dtype of the master weights for lower precisions"
         )
     if diagnose and plan.precision != "fp16":
         raise PlanError(

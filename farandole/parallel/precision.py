@@ -57,7 +57,7 @@ def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
     """Convert the linear layers and experts in `model` to 8-bit matrix products, and return their names.
 
     Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  Each expert scales its
-    weights and its rows separately.  With `emulate`, values are rounded to 8 bits and multiplied in their original type,
+    weights and its rows separately.  With `emulate`, values are rounded to 8 bits and multiplied in their original dtype,
     slowly and on any device.
 
     Raises:

@@ -27,7 +27,7 @@ from farandole._troubleshooting import see
 from farandole.layout import Layout
 from farandole.mesh import Cell, Groups
 from farandole.parallel.axes import own_part
-from farandole.parallel.checkpoint.ranges import Place
+from farandole.parallel.checkpoint.ranges import TensorBoxes
 from farandole.parallel.data import has_engine
 from farandole.parallel.zero.gathered_weights import GatheredWeights
 from farandole.parallel.zero.gatherer import Gatherer
@@ -127,7 +127,10 @@ class WholeParameters:
     # ---- announced changes ----
 
     def _agree_to_load(self, module: nn.Module, state: Iterable[str]) -> None:
-        """Raise RuntimeError unless ranks with the same stages load the same names into the same module.  This is a collective call."""
+        """Raise RuntimeError unless ranks with the same stages load the same names into the same module.
+
+        This is a collective call.
+        """
         names = [self._modules[id(module)], *sorted(state)]
         stages = [cell.pipeline for cell in self._mesh.of_rank(self._comm.rank)]
         advice = "call it on all ranks with the same state, or engine.load_weights(path) on all ranks"
@@ -147,7 +150,10 @@ class WholeParameters:
 
     @contextmanager
     def masters(self) -> Iterator[None]:
-        """Return a context in which parameters are unsharded copies in the master weights' type.  This is a collective call."""
+        """Return a context in which parameters are unsharded copies in the master weights' dtype.
+
+        This is a collective call.
+        """
         if self._editing:
             raise RuntimeError(
                 "edit_parameters() cannot be nested, or called while a state is being loaded: first exit the other "
@@ -188,7 +194,10 @@ class WholeParameters:
         self.remember()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state with unsharded parameters in the type of the master weights, as copies.  This is a collective call."""
+        """Return the model's state with unsharded parameters in the dtype of the master weights, as copies.
+
+        This is a collective call.
+        """
         with self.masters():
             state = self._model.state_dict()
             return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
@@ -232,7 +241,7 @@ class WholeParameters:
         if group.comm is None:
             return value
         complete = value.new_zeros(layout.shape)
-        place = Place.of_boxes(layout.shape, value.shape, layout.boxes(self._mesh, own))
+        place = TensorBoxes.of_boxes(layout.shape, value.shape, layout.boxes(self._mesh, own))
         for local, box in place.regions:
             holders = [cell for cell in layout.replicas(self._mesh, box) if cell in group.cells]
             if holders[0] == own:  # one rank contributes each element
@@ -248,7 +257,10 @@ class WholeParameters:
         return own_part(parameter.data, layout, self._mesh, self._cell(layout))
 
     def _cell(self, layout: Layout) -> Cell:
-        """Return a cell of this rank that stores a parameter; in a mirrored pipeline, a rank has cells of two stages."""
+        """Return a cell of this rank that stores a parameter.
+
+        In a mirrored pipeline, a rank has cells of two stages.
+        """
         cells = self._mesh.of_rank(self._comm.rank)
         return next(cell for cell in cells if cell.pipeline in layout.stages)
 

@@ -101,7 +101,9 @@ class _StageEstimates:
         self._steps: dict[object, PipelineStep] = {}
 
     def estimate(self, plan: Plan) -> Estimate:
-        """Return the estimate of a plan; the stages are not traced if their weights, gradients and optimizer states do not fit.
+        """Return the estimate of a plan.
+
+        The stages are not traced if their weights, gradients and optimizer states do not fit.
 
         Raises:
             PlanError: if the plan is invalid for the model or the number of micro-batches.

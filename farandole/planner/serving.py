@@ -259,7 +259,7 @@ def estimate_serving(
 
 
 def kv_memory(part: ServedPart, machine: ServingMachine, weight_bytes: int) -> int:
-    """Return the bytes of a rank's memory that remain for keys and values."""
+    """Return the bytes of a rank's memory that remain for the KV cache."""
     return max(0, machine.memory - machine.process - weight_bytes)
 
 

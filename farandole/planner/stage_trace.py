@@ -102,7 +102,10 @@ class StageTrace:
 
 
 class StageTracer:
-    """Traces the stages of models with the same loss; a stage with the same blocks as an earlier stage is not traced again."""
+    """Traces the stages of models with the same loss.
+
+    A stage with the same blocks as an earlier stage is not traced again.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[dict[Any, float], Shapes, bool]] = {}

@@ -206,11 +206,11 @@ def _add_lora(model: nn.Module, lora: LoRA) -> None:
 
 def _without_values(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device."""
-    twins: dict[int, Any] = {
+    meta_copies: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }
-    twins |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    return copy.deepcopy(model, twins)
+    meta_copies |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, meta_copies)
 
 
 def weight_type(plan: Plan) -> torch.dtype | None:

@@ -4,7 +4,7 @@ request.py     the parameters and the outputs of a request
 engine.py      the generation engine: schedule, run, post-process
 admission.py   limits the batch so that step times meet a target
 runner.py      runs a model on tokens of many sequences
-store.py       keys and values of all running sequences: contiguous slots, or pages with shared prefixes
+store.py       the KV cache of all running sequences: contiguous slots, or pages with shared prefixes
 rows.py        products and attention whose results do not depend on the other rows of a batch
 sampling.py    draws the next tokens of all sequences
 constraint.py  constrains the tokens to a schema, a regular expression or a grammar

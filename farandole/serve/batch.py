@@ -89,13 +89,19 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
-            raise DataError(f"{path}, line {number}: expected a JSON object, got an empty line")
+            raise DataError(
+                f"{path}, line {number}: expected a JSON object, got an empty line; remove the line"
+            )
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{path}, line {number}: expected a JSON object: {error}") from None
+            raise DataError(
+                f"{path}, line {number}: expected a JSON object, got text that is not JSON ({error}); correct the line"
+            ) from None
         if not isinstance(record, dict):
-            raise DataError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}")
+            raise DataError(
+                f"{path}, line {number}: expected a JSON object, got {type(record).__name__}; correct the line"
+            )
         records.append(record)
     return records
 
@@ -105,7 +111,8 @@ def _parse(llm: LLM, record: dict[str, Any], defaults: Sampling, where: str) -> 
         near = difflib.get_close_matches(unknown[0], [*OWN, *_ALLOWED], 1)
         raise DataError(f"{where}: unknown field {unknown[0]}" + (f"; nearest: {near[0]}" if near else ""))
     if ("prompt" in record) == ("messages" in record):
-        raise DataError(f"{where}: expected either prompt or messages")
+        both = "both" if "prompt" in record else "neither"
+        raise DataError(f"{where}: expected either prompt or messages, got {both}")
     try:
         changes = {name: value for name, value in record.items() if name in _ALLOWED}
         if isinstance(changes.get("stop"), str):
@@ -116,7 +123,7 @@ def _parse(llm: LLM, record: dict[str, Any], defaults: Sampling, where: str) -> 
         prompt: Any = llm.render(record["messages"]) if "messages" in record else record["prompt"]
         is_text = isinstance(prompt, str)
         if not is_text and not (isinstance(prompt, list) and all(type(each) is int for each in prompt)):
-            raise RequestError("prompt", "expected text or a list of tokens")
+            raise RequestError("prompt", f"expected text or a list of tokens, got {prompt!r:.100}")
         encoded = llm.encode(prompt)
         llm.engine.check(encoded, sampling)
     except (RequestError, DataError, TypeError, ValueError, AttributeError) as error:

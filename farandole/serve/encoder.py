@@ -97,9 +97,15 @@ def read_encoder(path: Path, *, precision: str = "fp32", context: int | None = N
     pooling = _read_pooling(path)
     settings = _read_json(path / "sentence_bert_config.json") or {}
     if settings.get("do_lower_case"):
-        raise FolderError(f"{path}/sentence_bert_config.json: do_lower_case=true is not supported")
+        raise FolderError(
+            f"{path}/sentence_bert_config.json: do_lower_case=true is not supported; use a model whose tokenizer.json "
+            "lowercases the text"
+        )
     if (_read_json(path / "config_sentence_transformers.json") or {}).get("default_prompt_name"):
-        raise FolderError(f"{path}/config_sentence_transformers.json: default_prompt_name is not supported")
+        raise FolderError(
+            f"{path}/config_sentence_transformers.json: default_prompt_name is not supported; remove it, and add the "
+            "prompt to the inputs"
+        )
     default = min(limit, settings.get("max_seq_length") or limit)
     # a head that the folder lacks is drawn, and not used
     model = from_pretrained(path, dtype=PRECISIONS[precision], classes=1).eval()
@@ -124,11 +130,14 @@ def _read_pooling(path: Path) -> str:
                 names = [mode]
             if len(names) != 1 or names[0] not in POOLINGS:
                 raise FolderError(
-                    f"{path / module['path']}: expected the pooling {' or '.join(POOLINGS)}, got {', '.join(names)}"
+                    f"{path / module['path']}: expected the pooling {' or '.join(POOLINGS)}, got {', '.join(names) or 'none'}"
                 )
             found = names[0]
         elif kind not in ("Transformer", "Normalize"):
-            raise FolderError(f"{path}/modules.json: the module {kind} is not supported")
+            raise FolderError(
+                f"{path}/modules.json: the module {kind} is not supported; supported are Transformer, Pooling and "
+                "Normalize"
+            )
     return found
 
 

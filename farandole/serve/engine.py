@@ -28,6 +28,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from farandole.data.wording import counted
 from farandole.models.sequence import Transformer
 from farandole.serve.admission import Admission, Target
 from farandole.serve.constraint import Grammars
@@ -97,7 +98,7 @@ class GenerationEngine:
         tokenizer: converts tokens to text; without a tokenizer, outputs have no text.
         end_tokens: the model's end-of-sequence tokens.
         store: "slots" or "pages"; see `store.py`.
-        kv_positions: the number of positions whose keys and values fit in memory, for all sequences together.
+        kv_positions: the size of the KV cache in positions, for all sequences together.
         max_running: the maximum number of sequences in the batch.
         max_waiting: the maximum number of sequences that wait to join the batch.
         token_budget: the maximum number of tokens per step, at least `max_running`.
@@ -212,7 +213,8 @@ class GenerationEngine:
     def queue_full(self, waiting: int, more: int) -> QueueFullError:
         """Return the error for `more` sequences that do not fit in the queue."""
         return QueueFullError(
-            f"{waiting} sequences are waiting, and at most {self.max_waiting} may wait",
+            f"{counted(more, 'new sequence')} would exceed the queue: {waiting} are waiting, and at most {self.max_waiting} "
+            "may wait; try again later",
             self.admission.until_ended(waiting + more - self.max_waiting),
         )
 
@@ -254,13 +256,15 @@ class GenerationEngine:
             asked = "" if sampling.max_tokens is None else f" and max_tokens={most}"
             raise RequestError(
                 "max_tokens" if limit > 0 else "prompt",
-                f"a prompt of {len(prompt)} tokens{asked} does not fit in the context of {self.context} tokens",
+                f"a prompt of {len(prompt)} tokens{asked} does not fit in the context of {self.context} tokens; shorten "
+                "the prompt" + (", or reduce max_tokens" if asked else ""),
             )
         length = self._positions(len(prompt), most)
         if length > self.store.capacity:
             raise RequestError(
                 "max_tokens" if len(prompt) <= self.store.capacity else "prompt",
-                f"{length} positions do not fit in the memory for keys and values, {self.store.capacity} positions",
+                f"{length} positions do not fit in the KV cache of {self.store.capacity} positions; shorten the prompt, "
+                "reduce max_tokens, or start the engine with more memory for the cache",
             )
         return most
 
@@ -466,7 +470,7 @@ class GenerationEngine:
         return list(outputs.values())
 
     def _commit(self, sequence: _Sequence, count: int) -> None:
-        """Record that the next `count` tokens have keys and values."""
+        """Record that the KV cache contains the next `count` tokens."""
         assert sequence.blocks is not None
         sequence.computed += count
         self.store.commit(sequence.blocks, sequence.tokens, sequence.computed)
@@ -568,5 +572,5 @@ class GenerationEngine:
 
     @staticmethod
     def _positions(prompt: int, most: int) -> int:
-        """Return the number of positions with keys and values.  The last token needs none."""
+        """Return the number of positions in the KV cache.  The last token needs none."""
         return prompt + max(most - 1, 0)

@@ -124,7 +124,9 @@ def _hugging_face(path: Path, precision: str, lazy: bool) -> tuple[Transformer, 
         getattr(origin.config, "context", 0),
     )
     if not limit:
-        raise FolderError(f"{path / CONFIG} has no max_position_embeddings, which limits the context")
+        raise FolderError(
+            f"{path / CONFIG} does not state the largest context: add the model's max_position_embeddings"
+        )
     model = from_pretrained(path, dtype=PRECISIONS[precision], lazy=lazy).eval()
     return model, tokenizer, int(limit), ""
 
@@ -142,7 +144,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = load_tokenizer(path / TOKENIZER)
     except Exception as error:  # the library raises plain Exception
-        raise FolderError(f"{path / TOKENIZER} is damaged: {error}; download the file again") from None
+        raise FolderError(
+            f"cannot load the tokenizer {path / TOKENIZER}: {error}; check the file, or download it again"
+        ) from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -219,7 +219,7 @@ class Progress:
         prompt: the number of tokens in the prompt.
         generated: the number of generated tokens.
         most: the maximum number of generated tokens.
-        stored: the number of positions with keys and values.
+        stored: the number of the sequence's positions in the KV cache.
         blocks: the indices of the sequence's blocks in the store.
     """
 

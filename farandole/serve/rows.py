@@ -303,4 +303,6 @@ def write_positions(
 
 def _check(status: int) -> None:
     if status != native.Status.OK:
-        raise MemoryError(f"the C core returned {native.Status(status).name}")
+        raise MemoryError(
+            f"a kernel of the C core failed with {native.Status(status).name}: out of memory; use a smaller batch"
+        )

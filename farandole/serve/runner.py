@@ -171,7 +171,7 @@ class Runner:
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
 
     def _check_weights(self, weights: str) -> None:
-        """Raise RequestError if the weights cannot be converted to this type."""
+        """Raise RequestError if the weights cannot be converted to the format `weights`."""
         if weights not in WEIGHTS:
             raise RequestError("weights", f"expected one of {', '.join(WEIGHTS)}, got {weights!r}")
         if self.adapters:
@@ -191,7 +191,7 @@ class Runner:
                 self._rows.convert(module.weight, kind, release=release and not is_tied)
 
     def memory(self) -> Memory:
-        """Return new memory for the model's keys and values."""
+        """Return a new KV cache for the model."""
         return Memory(self.shapes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -218,7 +218,10 @@ class Runner:
             return self._logits(hidden[:, selected], info).float()
 
     def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Updates, Tensor]]:
-        """Return the adapters of the spans, with the indices of their rows; `counts` are the numbers of rows of the spans."""
+        """Return the adapters of the spans, with the indices of their rows.
+
+        `counts` are the numbers of rows of the spans.
+        """
         rows: dict[str, list[int]] = {}
         end = 0
         for span, count in zip(spans, counts, strict=True):

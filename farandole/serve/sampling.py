@@ -25,14 +25,14 @@ class Draw:
         sampling: the request's parameters.
         choice: the index of the sequence in its request.
         generated: the number of generated tokens.
-        seat: the sequence's row in the sampler's tables, from `Sampler.add`.
+        table_row: the sequence's row in the sampler's tables, from `Sampler.add`.
         ends: the tokens that may not be selected before the minimum number of tokens.
         matcher: the constraint of the text.
     """
 
     sampling: Sampling
     choice: int
-    seat: int
+    table_row: int
     ends: Sequence[int] = ()
     matcher: Matcher | None = None
     generated: int = 0
@@ -64,7 +64,7 @@ class _Batch:
         self.most_k = max(each.top_k for each in samplings)
         self.any_p = any(each.top_p < 1 for each in samplings)
         self.any_min_p = any(each.min_p > 0 for each in samplings)
-        self.seats = torch.tensor([draw.seat for draw in self.draws])
+        self.table_rows = torch.tensor([draw.table_row for draw in self.draws])
         self.unfinished = any(each.min_tokens for each in samplings)
         self.any_constraint = any(draw.matcher is not None for draw in self.draws)
 
@@ -74,43 +74,43 @@ class Sampler:
 
     Args:
         vocabulary: the number of tokens.
-        seats: the maximum number of sequences, which is the number of rows of the tables.
+        table_rows: the maximum number of sequences, which is the number of rows of the tables.
         grammars: the grammars that compute the masks of constrained sequences.
     """
 
-    def __init__(self, vocabulary: int, seats: int, grammars: Grammars | None = None) -> None:
-        self._vocabulary, self._seats, self._grammars = vocabulary, seats, grammars
-        self._free = list(range(seats - 1, -1, -1))
-        self._counts: Tensor | None = None  # int32 (seats, vocabulary), generated tokens
-        self._prompted: Tensor | None = None  # bool (seats, vocabulary), tokens of the prompt
-        self._bias: Tensor | None = None  # fp32 (seats, vocabulary)
+    def __init__(self, vocabulary: int, table_rows: int, grammars: Grammars | None = None) -> None:
+        self._vocabulary, self._table_rows, self._grammars = vocabulary, table_rows, grammars
+        self._free = list(range(table_rows - 1, -1, -1))
+        self._counts: Tensor | None = None  # int32 (table_rows, vocabulary), generated tokens
+        self._prompted: Tensor | None = None  # bool (table_rows, vocabulary), tokens of the prompt
+        self._bias: Tensor | None = None  # fp32 (table_rows, vocabulary)
         self._batch: _Batch | None = None
 
     def add(self, sampling: Sampling, choice: int, prompt: Sequence[int], ends: Sequence[int]) -> Draw:
         """Add a sequence."""
-        seat = self._free.pop()
+        table_row = self._free.pop()
         if sampling.has_penalties:
             if self._counts is None or self._prompted is None:
-                self._counts = torch.zeros(self._seats, self._vocabulary, dtype=torch.int32)
-                self._prompted = torch.zeros(self._seats, self._vocabulary, dtype=torch.bool)
-            self._counts[seat] = 0
-            self._prompted[seat] = False
-            self._prompted[seat, torch.tensor(prompt)] = True
+                self._counts = torch.zeros(self._table_rows, self._vocabulary, dtype=torch.int32)
+                self._prompted = torch.zeros(self._table_rows, self._vocabulary, dtype=torch.bool)
+            self._counts[table_row] = 0
+            self._prompted[table_row] = False
+            self._prompted[table_row, torch.tensor(prompt)] = True
         if sampling.logit_bias:
             if self._bias is None:
-                self._bias = torch.zeros(self._seats, self._vocabulary)
-            self._bias[seat] = 0
+                self._bias = torch.zeros(self._table_rows, self._vocabulary)
+            self._bias[table_row] = 0
             for token, bias in sampling.logit_bias.items():
-                self._bias[seat, token] = bias
+                self._bias[table_row, token] = bias
         matcher = None
         if sampling.is_constrained:
             assert self._grammars is not None
             matcher = self._grammars.matcher(sampling)
-        return Draw(sampling, choice, seat, ends, matcher)
+        return Draw(sampling, choice, table_row, ends, matcher)
 
     def remove(self, draw: Draw) -> None:
         """Remove a sequence."""
-        self._free.append(draw.seat)
+        self._free.append(draw.table_row)
 
     def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         """Return a token for each row of `logits`, and update the sequences' penalties.  `logits` is overwritten."""
@@ -124,7 +124,7 @@ class Sampler:
         if batch.any_penalty:
             assert self._counts is not None
             rows = [row for row, draw in enumerate(draws) if draw.sampling.has_penalties]
-            self._counts[batch.seats[rows], tokens[rows]] += 1
+            self._counts[batch.table_rows[rows], tokens[rows]] += 1
         found: list[int] = tokens.tolist()
         return found
 
@@ -132,13 +132,13 @@ class Sampler:
         if batch.any_bias:
             assert self._bias is not None
             rows = [row for row, draw in enumerate(batch.draws) if draw.sampling.logit_bias]
-            logits[rows] += self._bias[batch.seats[rows]]
+            logits[rows] += self._bias[batch.table_rows[rows]]
         if batch.any_penalty:
             assert self._counts is not None and self._prompted is not None
             rows = [row for row, draw in enumerate(batch.draws) if draw.sampling.has_penalties]
-            seats, chosen = batch.seats[rows], logits[rows]
-            counts = self._counts[seats]
-            seen, repetition = (counts > 0) | self._prompted[seats], batch.repetition[rows]
+            table_rows, chosen = batch.table_rows[rows], logits[rows]
+            counts = self._counts[table_rows]
+            seen, repetition = (counts > 0) | self._prompted[table_rows], batch.repetition[rows]
             penalized = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
             chosen = torch.where(seen, penalized, chosen)
             chosen -= batch.presence[rows] * (counts > 0) + batch.frequency[rows] * counts

@@ -28,7 +28,10 @@ class TextStream:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Add a token, and return the text that becomes complete.  Afterwards, `stopped` is true if a stop string was found."""
+        """Add a token, and return the text that becomes complete.
+
+        Afterwards, `stopped` is true if a stop string was found.
+        """
         self._tokens.append(token)
         new = self._stream.step(self._tokenizer, token)
         return self._advance(new) if new else ""

@@ -93,7 +93,9 @@ def _warn_context(context: int, trained: int, folder: str) -> None:
 
 
 def open_folder_model(config: TrainConfig, classes: int | None = None, **changes: Any) -> Transformer:
-    """Create the folder's model on the meta device, with `changes` to its configuration; `parallelize` reads the weights.
+    """Create the folder's model on the meta device, with `changes` to its configuration.
+
+    `parallelize` reads the weights.
 
     With `model.pretrained=false`, the weights are random.
 

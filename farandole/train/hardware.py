@@ -71,7 +71,10 @@ _SIZE = {"cpu": 1024, "cuda": 8192}
 
 
 def measured_flops(precision: Precision, device: torch.device, comm: Communicator) -> float:
-    """Return the total floating-point operations per second of matrix products that run on all ranks at once.  Collective call."""
+    """Return the total floating-point operations per second of matrix products that run on all ranks at once.
+
+    Collective call.
+    """
     use_fast_products()
     size = _SIZE.get(device.type, 2048)
     dtype = TYPES[precision]

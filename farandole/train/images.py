@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from farandole.data.cache import Progress
 from farandole.data.errors import DataError
 from farandole.data.sampler import mix, permute
+from farandole.data.wording import counted
 from farandole.models.resnet import build_resnet, resnet_config
 from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.tasks import Mean, Task
@@ -49,10 +50,13 @@ class _Folder:
             for file in sorted((path / name).rglob("*"))
             if file.suffix.lower() in SUFFIXES
         ]
-        if len({number for _, number in found}) < 2:
+        used = {self.classes[number] for _, number in found}
+        if len(used) < 2:
             raise DataError(
-                f"data.path={path}: expected one subfolder of images ({', '.join(sorted(SUFFIXES))}) for each of two or "
-                f"more classes, found {len(found)} images in folders {', '.join(self.classes[:5]) or '(none)'}"
+                f"data.path={path}: expected images ({', '.join(sorted(SUFFIXES))}) in at least two subfolders, one per "
+                f"class; found images in {len(used)} of {counted(len(self.classes), 'subfolder')}"
+                + "".join(f": {name}" for name in used)
+                + "; add images of another class"
             )
         self._files = [file for file, _ in found]
         self.labels = np.array([number for _, number in found])
@@ -76,18 +80,22 @@ class _Arrays:
             with np.load(path) as arrays:
                 images, labels = arrays["images"], arrays["labels"]
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"data.path={path}: expected arrays 'images' and 'labels': {error}") from error
+            raise DataError(
+                f"data.path={path}: expected an .npz file with the arrays 'images' and 'labels'; reading it failed: {error}"
+            ) from error
         grey = images.ndim == 3
         if images.dtype != np.uint8 or not (grey or (images.ndim == 4 and images.shape[-1] == 3)):
             raise DataError(
                 f"data.path={path}: expected images (n, height, width) or (n, height, width, 3) of uint8, got "
                 f"{images.shape} of {images.dtype}"
             )
-        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
+        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
             raise DataError(
-                f"data.path={path}: expected {len(images)} non-negative integer labels, got {labels.shape} of "
+                f"data.path={path}: expected integer labels of shape ({len(images)},), got {labels.shape} of "
                 f"{labels.dtype}"
             )
+        if labels.min(initial=0) < 0:
+            raise DataError(f"data.path={path}: expected labels of at least 0, got {labels.min()}")
         self._images = np.repeat(images[..., None], 3, axis=-1) if grey else images
         self.labels = labels.astype(np.int64)
         self.classes = [str(number) for number in range(int(self.labels.max(initial=0)) + 1)]

@@ -176,7 +176,10 @@ def _plan_of(config: TrainConfig) -> Plan:
 
 
 def _upper_bound(config: TrainConfig, ranks: int) -> float:
-    """Return an upper bound for a rank's memory in bytes; a pipeline rank may hold the activations of all micro-batches."""
+    """Return an upper bound for a rank's memory in bytes.
+
+    A pipeline rank may hold the activations of all micro-batches.
+    """
     count, samples = config.micro_batches(ranks)
     model = config.model
     tokens = samples * model.context * (count if config.plan.pipeline > 1 else 1)

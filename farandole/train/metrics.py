@@ -147,7 +147,10 @@ def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records in a `metrics.jsonl` or `samples.jsonl` file in order.  Lines that a killed run left incomplete are ignored."""
+    """Return the records in a `metrics.jsonl` or `samples.jsonl` file in order.
+
+    Lines that a killed run left incomplete are ignored.
+    """
     if not path.exists():
         return []
     records = []

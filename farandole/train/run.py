@@ -2,8 +2,8 @@
 
 Rank 0 prints and writes.  All ranks make the same decisions at the same steps.
 
-Under farandole's launcher, each rank runs `python -m farandole.train.run ORDER` after the launching process has checked
-ORDER.  Under another launcher, each rank parses the command itself and calls `join`.
+Under farandole's launcher, each rank runs `python -m farandole.train.run JOB_SPEC` after the launching process has checked
+JOB_SPEC.  Under another launcher, each rank parses the command itself and calls `join`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from farandole.train.hardware import PrecisionChoice, choose_precision, measured
 from farandole.train.memory import check_memory
 from farandole.train.observer import Observer
 from farandole.train.run_folder import RunLock, read_metadata
-from farandole.train.start import REFUSALS, Order, Request, check, order, task_config
+from farandole.train.start import REFUSALS, Request, TrainingJobSpec, check, job_spec, task_config
 from farandole.train.tasks import make_task
 from farandole.train.trainer import Trainer
 
@@ -175,8 +175,8 @@ def _errors_only() -> Iterator[None]:
 
 
 def main(text: str) -> None:
-    """Run the order `text`, in JSON, on this rank."""
-    given = Order.load(text)
+    """Run the job specification `text` (JSON), on this rank."""
+    given = TrainingJobSpec.load(text)
     with farandole.init() as runtime:
         _run(given, runtime)
 
@@ -192,8 +192,8 @@ def join(request: Request) -> Path:
     return given.run
 
 
-def _agree(request: Request, runtime: Runtime) -> Order:
-    """Return rank 0's order for the request.  If rank 0 rejects the request, end all ranks."""
+def _agree(request: Request, runtime: Runtime) -> TrainingJobSpec:
+    """Return rank 0's job specification for the request.  If rank 0 rejects the request, end all ranks."""
     text, refused = "", ""
     if runtime.rank == 0:
         try:
@@ -201,18 +201,18 @@ def _agree(request: Request, runtime: Runtime) -> Order:
             prepared = task_config(start.config, start.checkpoint)
             check_memory(prepared, runtime.local_size)
             make_task(prepared)
-            text = order(start).dump()
+            text = job_spec(start).dump()
         except REFUSALS as refusal:
             refused = str(refusal)
     text = runtime.comm.broadcast_object(text)
     if text:
-        return Order.load(text)
+        return TrainingJobSpec.load(text)
     if runtime.rank == 0:
         raise ConfigError(refused)
     sys.exit(2)  # rank 0 prints the reason
 
 
-def _run(given: Order, runtime: Runtime) -> None:
+def _run(given: TrainingJobSpec, runtime: Runtime) -> None:
     """Train.  Exit with a message for user errors, or with the signal's status after a signal."""
     pause_collection()  # resumed at the first step
     try:

@@ -7,7 +7,7 @@
         checkpoints/step-000100/
             train.json           step, samples consumed, ranks, precision and configuration, as JSON
             state/               written by `engine.save`: weights, optimizer, loss scale, random generators
-            model.safetensors    parameters and buffers, in the model's data types
+            model.safetensors    parameters and buffers, in the model's dtypes
             tokenizer.json       for text tasks
             adapter/             with LoRA: the adapters in PEFT's format
 

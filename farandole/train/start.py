@@ -113,22 +113,22 @@ def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
 
 
 @dataclass(frozen=True)
-class Order:
-    """The job description sent to every rank: train `config` in folder `run`, from `checkpoint` if given."""
+class TrainingJobSpec:
+    """The job specification sent to every rank: train `config` in folder `run`, from `checkpoint` if given."""
 
     config: TrainConfig
     run: Path
     checkpoint: Path | None = None
 
     def dump(self) -> str:
-        """Return the order as JSON."""
+        """Return the job specification as JSON."""
         return json.dumps([self.config.model_dump(), str(self.run), str(self.checkpoint or "")])
 
     @staticmethod
-    def load(text: str) -> Order:
-        """Parse the order from JSON."""
+    def load(text: str) -> TrainingJobSpec:
+        """Parse the result of `dump`."""
         config, run, checkpoint = json.loads(text)
-        return Order(parse_config(config), Path(run), Path(checkpoint) if checkpoint else None)
+        return TrainingJobSpec(parse_config(config), Path(run), Path(checkpoint) if checkpoint else None)
 
 
 def read_request(words: Sequence[str], resume: bool) -> Request:
@@ -221,11 +221,11 @@ def default_ranks(config: TrainConfig) -> int:
     return together * max((n for n in range(experts, most + 1, experts) if sizes % n == 0), default=experts)
 
 
-def order(start: Start) -> Order:
-    """Return the job description of a run, and create the folder of a new run.  Raises `ConfigError` on failure."""
+def job_spec(start: Start) -> TrainingJobSpec:
+    """Return the job specification of a run, and create the folder of a new run.  Raises `ConfigError` on failure."""
     if start.checkpoint is not None:
-        return Order(start.config, start.checkpoint.parent.parent, start.checkpoint)
-    return Order(start.config, new_run(start.config))
+        return TrainingJobSpec(start.config, start.checkpoint.parent.parent, start.checkpoint)
+    return TrainingJobSpec(start.config, new_run(start.config))
 
 
 def _resumed(request: Request, ranks: int | None) -> Start:

@@ -163,7 +163,7 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
         tokenizer = load_tokenizer(checkpoint / TOKENIZER)
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(
-            f"checkpoint {checkpoint} is damaged: {error}; use another checkpoint{see('is-damaged')}"
+            f"cannot load the tokenizer {checkpoint / TOKENIZER}: {error}; use another checkpoint{see('is-damaged')}"
         ) from None
     expected = tensors_of(model)
     if weights.keys() != expected.keys():

@@ -18,11 +18,13 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     """Read parameters and buffers from a safetensors file, and merge LoRA adapters into the weights.
 
     Raises:
-        CheckpointError: if the file is damaged.
+        CheckpointError: if the file cannot be read or is damaged.
     """
     try:
         tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error}; check the path and the permissions") from None
+    except SafetensorError as error:
         raise CheckpointError(
             f"checkpoint {file.parent} is damaged: {error}; use another checkpoint{see('is-damaged')}"
         ) from None

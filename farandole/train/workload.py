@@ -64,7 +64,9 @@ def model_of(config: TrainConfig) -> nn.Module:
 
 def _check_task(config: TrainConfig) -> None:
     if config.task not in PLANNED:
-        raise ConfigError(f"task={config.task!r}: the planner supports only task={', '.join(PLANNED)}")
+        raise ConfigError(
+            f"task={config.task!r}: the planner supports only task={', '.join(PLANNED)}; choose one of them"
+        )
 
 
 def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], Any, Callable[[Any], Tensor]]:

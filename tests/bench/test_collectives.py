@@ -199,7 +199,7 @@ def test_sizes():
         ),
         ({"backends": ("gloo",), "dtype": "int8", "reduction": "avg"}, "gloo does not average integers"),
         ({"dtype": "float31"}, "--dtype float31 is unknown; nearest: float32"),
-        ({"reduction": "and"}, "--reduction and requires an integer type: add --dtype int32"),
+        ({"reduction": "and"}, "--reduction and requires an integer dtype: add --dtype int32"),
         ({"min": 256}, "--max 128 bytes is less than --min 256 bytes"),
         (
             {"min": 4, "max": 4, "operations": ("all_gather",)},

@@ -18,18 +18,18 @@ from typer.testing import CliRunner, Result
 from farandole.cli import train as module
 from farandole.cli.main import app
 from farandole.train.config import load_config
-from farandole.train.start import Order
+from farandole.train.start import TrainingJobSpec
 from tests.launch.jobs import run
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Order, int]]:
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[TrainingJobSpec, int]]:
     """Orders that would have been launched, in an empty folder."""
-    orders: list[tuple[Order, int]] = []
+    job_specs: list[tuple[TrainingJobSpec, int]] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "_launch", lambda order, ranks: orders.append((order, ranks)) or 0)
+    monkeypatch.setattr(module, "_launch", lambda job_spec, ranks: job_specs.append((job_spec, ranks)) or 0)
     (tmp_path / "text.txt").write_text("all work and no play makes jack a dull boy\n" * 200)
-    return orders
+    return job_specs
 
 
 def _train(*words: str) -> Result:
@@ -42,18 +42,18 @@ MINE = ("tiny", "data.path=text.txt", "data.cache=cache")
 def test_a_new_run_gets_a_folder_with_its_configuration(launched: list[Any]) -> None:
     result = _train(*MINE, "steps=7", "--ranks", "4")
     assert result.exit_code == 0, result.output
-    ((order, ranks),) = launched
-    assert (ranks, order.config.steps, order.checkpoint) == (4, 7, None)
-    assert order.run.parent == Path("runs")
-    assert order.run.name.startswith("tiny-")
-    assert load_config(str(order.run / "config.toml")) == order.config
-    assert Order.load(order.dump()) == order
+    ((job_spec, ranks),) = launched
+    assert (ranks, job_spec.config.steps, job_spec.checkpoint) == (4, 7, None)
+    assert job_spec.run.parent == Path("runs")
+    assert job_spec.run.name.startswith("tiny-")
+    assert load_config(str(job_spec.run / "config.toml")) == job_spec.config
+    assert TrainingJobSpec.load(job_spec.dump()) == job_spec
 
 
 def test_runs_never_share_a_folder(launched: list[Any]) -> None:
     for _ in range(3):
         assert _train(*MINE).exit_code == 0
-    assert len({order.run for order, _ in launched}) == 3
+    assert len({job_spec.run for job_spec, _ in launched}) == 3
 
 
 def test_a_preset_is_preferred_to_a_folder_of_the_same_name(launched: list[Any]) -> None:
@@ -127,10 +127,10 @@ def test_resume_finds_the_newest_checkpoint_and_its_configuration(launched: list
     ):
         result = _train(*words)
         assert result.exit_code == 0, result.output
-        order, _ = launched.pop()
-        assert order.run == Path("runs/tiny-1")
-        assert order.checkpoint == Path("runs/tiny-1/checkpoints/step-000010")
-        assert order.config.steps == 20
+        job_spec, _ = launched.pop()
+        assert job_spec.run == Path("runs/tiny-1")
+        assert job_spec.checkpoint == Path("runs/tiny-1/checkpoints/step-000010")
+        assert job_spec.config.steps == 20
     assert _train("--resume", "steps=50", "log.every=1").exit_code == 0
     assert launched[0][0].config.steps == 50
     assert _train("--resume", "--ranks", "4", "plan.zero=3").exit_code == 0

@@ -123,7 +123,7 @@ def _changed(**change: object) -> str:
         ("[]", "expected a table written by farandole tune"),
         ("{}", "written by farandole tune .KeyError: 'version'"),
         (_changed(version=2), "expected table version 1, got version 2"),
-        (_changed(links=[]), "expected measurements for"),
+        (_changed(links=[]), "expected measurements of a link, got none"),
         (
             _changed(links=[{"name": "x", "seconds": {"2": {"64": {"ring": 1.0}}}}]),
             "expected measurements for",

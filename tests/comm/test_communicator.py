@@ -329,7 +329,7 @@ def check_invalid(rank: int, size: int) -> None:
             (lambda comm: comm.all_reduce(three, "mean"), "expected the reduction to be one of sum.*, got mean"),
             (lambda comm: comm.all_reduce(three, "and"), "reduction and does not support torch.float32"),
             (lambda comm: comm.all_reduce(three, output=four), "got 3 for the input and 4 for the output"),
-            (lambda comm: comm.all_reduce(three, output=three.long()), "expected tensors of one type, got"),
+            (lambda comm: comm.all_reduce(three, output=three.long()), "expected tensors of one dtype, got"),
             (lambda comm: comm.reduce(three, size), rf"expected the root to be between 0 and .*, got {size}"),
             (lambda comm: comm.broadcast(three, -1), "expected the root to be between 0 and .*, got -1"),
             (lambda comm: comm.all_gather(four, three), f"got 4 for the output and {3 * size} for all inputs together"),

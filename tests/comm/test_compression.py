@@ -297,7 +297,7 @@ def test_a_rank_that_is_killed_is_named_on_both_hosts():
         (lambda: TopK(0), "0 < ratio"),
         (lambda: PowerSGD(0), "rank >= 1"),
         (lambda: compression_named("int4"), "one of none, bf16, fp16, int8"),
-        (lambda: Int8().for_tensor(5, exact=6), "between 0 and count=5, got 6"),
+        (lambda: Int8().for_tensor(5, exact=6), "expected 0 <= exact <= count, got exact=6, count=5"),
         (lambda: PowerSGD().for_tensor(9, [(4, (3, 2))]), "within the first 9 elements"),
         (
             lambda: PowerSGD().for_tensor(9, [(4, (2, 2)), (0, (2, 2))]),

@@ -47,7 +47,7 @@ def check_disagreements(rank: int, size: int) -> None:
         (reduce(), reduce(count=5), r"all_reduce\(sum, 5 x float32\), but .* all_reduce\(sum, 4 x", "number of elements"),
         (reduce(LARGE), reduce(LARGE + 1), r"4000001 x float32\), but .* 4000000 x", "number of elements"),
         (reduce(), reduce(LARGE), r"4000000 x float32\), but .*, 4 x", "number of elements"),
-        (reduce(), reduce(dtype=torch.int64), r"4 x int64\), but .* 4 x float32", "element type"),
+        (reduce(), reduce(dtype=torch.int64), r"4 x int64\), but .* 4 x float32", "dtype"),
         (reduce(), reduce(op=dist.ReduceOp.MAX), r"all_reduce\(max, .*, but .* all_reduce\(sum", "reduction"),
         (broadcast(0), broadcast(other_root + 1), r"from rank 1\), but .* from rank 0", "root"),
         (exchange(0), exchange(1), r"sent 2 elements to rank 0 \(process \d+\), which expected 1, in all_to_all", ""),

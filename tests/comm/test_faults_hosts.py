@@ -69,7 +69,7 @@ CALLS = {
         lambda: dist.all_reduce(torch.ones(5), dist.ReduceOp.MAX),
     ),
     "root": (lambda: dist.broadcast(torch.ones(5), 0), lambda: dist.broadcast(torch.ones(5), 1)),
-    "element type": (
+    "dtype": (
         lambda: dist.broadcast(torch.ones(5), 0),
         lambda: dist.broadcast(torch.ones(5).int(), 0),
     ),

@@ -177,7 +177,7 @@ def test_damaged_folders_of_the_datasets_library_are_refused(tmp_path: Path) -> 
     whole = second.read_bytes()
     for content in (whole[: len(whole) // 2], b"no such thing"):
         second.write_bytes(content)
-        with pytest.raises(DataError, match="data-00001-of-00002.arrow is not an Arrow file"):
+        with pytest.raises(DataError, match="data-00001-of-00002.arrow cannot be read as an Arrow file"):
             _documents(folder)
     second.unlink()
     with pytest.raises(DataError, match="is incomplete: data-00001-of-00002.arrow is missing"):

@@ -27,7 +27,7 @@ from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import state as engine_state
 from farandole.parallel.checkpoint import storage
 from farandole.parallel.checkpoint.errors import CheckpointError, UnreadableError
-from farandole.parallel.checkpoint.ranges import Place, Range
+from farandole.parallel.checkpoint.ranges import Range, TensorBoxes
 from farandole.parallel.engine import Engine
 from tests.comm.hosts import hierarchical_group, on_hosts
 
@@ -251,7 +251,7 @@ def _flat(engine: Engine, rank: int) -> engine_state.State:
             continue
         if isinstance(found, Range):
             count = int(torch.Size(found.place.shape).numel())
-            found = dataclasses.replace(found, place=Place.whole((count,)))
+            found = dataclasses.replace(found, place=TensorBoxes.whole((count,)))
         state[name] = found
     return state
 

@@ -278,17 +278,17 @@ def test_axes_train_as_transformers_in_one_process(
 
 
 def _logits(rank: int, size: int, folder: Path, plan: Plan) -> tuple[Tensor, Tensor, slice]:
-    """Return the logits of all words, and those of this rank's words."""
+    """Return the logits of all tokens, the logits of this rank's vocabulary shard, and the shard."""
     engine = farandole.parallelize(from_pretrained(folder), plan)
     engine.model.eval()
     tokens = batches(97)[0]
     with torch.no_grad(), engine.whole():
         logits = engine(tokens)
-        with sharded_logits(engine.model) as words:
+        with sharded_logits(engine.model) as shard:
             own = engine(tokens)
         assert torch.equal(engine(tokens), logits)
     engine.close()
-    return logits, own, words
+    return logits, own, shard
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -304,11 +304,11 @@ def test_logits_equal_transformers(ranks: Any, tmp_path: Path, family: str) -> N
         (4, Plan(tensor=2, context=2)),
     ]:
         found = ranks(size).run(_logits, folder, plan)
-        for logits, own, words in found:
+        for logits, own, shard in found:
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(own, logits[..., words], atol=0, rtol=0)
+            torch.testing.assert_close(own, logits[..., shard], atol=0, rtol=0)
         if plan.tensor > 1:
-            covered = [range(97)[words] for _, _, words in found[: plan.tensor]]
+            covered = [range(97)[shard] for _, _, shard in found[: plan.tensor]]
             assert [word for each in covered for word in each] == list(range(97))
 
 
@@ -548,7 +548,7 @@ def _integers(folder: Path) -> None:
             lambda f: _change(f, attention_dropout=1.5),
             "attention_dropout=1.5: expected at least 0 and below 1",
         ),
-        (_integers, "has type I64, but the model requires floating-point values"),
+        (_integers, "has dtype I64, but the model requires floating-point values"),
     ],
 )
 def test_damaged_and_unsupported_folders_are_refused(tmp_path: Path, damage: Any, message: str) -> None:

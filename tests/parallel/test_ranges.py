@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from farandole.layout import Layout, Part, Shard
 from farandole.mesh import Mesh
-from farandole.parallel.checkpoint.ranges import Place, Range
+from farandole.parallel.checkpoint.ranges import Range, TensorBoxes
 from farandole.parallel.checkpoint.storage import SavePlanner, read_state
 
 AXES = ("expert", "tensor", "context")
@@ -50,7 +50,7 @@ def _divided(draw: st.DrawFn, mesh: Mesh, layout: Layout) -> list[Range | None]:
     found: list[Range | None] = [None] * mesh.size
     for boxes, ranks in alike.items():
         local = _part(torch.empty(layout.shape, dtype=torch.int32), layout, boxes)
-        place = Place.of_boxes(layout.shape, local.shape, boxes)
+        place = TensorBoxes.of_boxes(layout.shape, local.shape, boxes)
         copies = draw(st.integers(1, len(ranks)))  # as with hybrid sharding
         shards = [ranks[first::copies] for first in range(copies)]
         cuts = st.lists(st.integers(0, local.numel()), min_size=len(shards[0]), max_size=len(shards[0]))

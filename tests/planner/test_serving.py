@@ -133,8 +133,8 @@ def measured(rank: int, size: int) -> Any:
     found = speeds.measure(
         runtime, {"vocabulary": 64, "width": 64, "heads": 2, "inner": 128, "layers": 2}, turns=1
     )
-    order = plan_check.Order(["tiny"], 2, "fp32", {"prompt": 9, "output": 6}, [1, 3], "")
-    return found, plan_check.measure(order, runtime)
+    job_spec = plan_check.ServingCheckJobSpec(["tiny"], 2, "fp32", {"prompt": 9, "output": 6}, [1, 3], "")
+    return found, plan_check.measure(job_spec, runtime)
 
 
 def test_the_measurements(ranks: Any) -> None:

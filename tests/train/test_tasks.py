@@ -286,8 +286,11 @@ def test_invalid_losses_are_refused(ranks: Any, folder: Path, task: str, says: s
     ("words", "says"),
     [
         (["data.path=nowhere"], "task=images needs a folder with one subfolder of images per class"),
-        (["data.path={}/cache"], "expected one subfolder of images"),
-        (["data.path={}/text.txt"], "expected arrays 'images' and 'labels'"),
+        (
+            ["data.path={}/cache"],
+            "images in at least two subfolders, one per class; found images in 0 of 0 subfolders",
+        ),
+        (["data.path={}/text.txt"], "expected an .npz file with the arrays 'images' and 'labels'"),
         (["images.network=resnet19"], "images.network: unknown model 'resnet19'; nearest: resnet18"),
     ],
 )

@@ -55,7 +55,7 @@ class CollectivesSetup:
 
     @property
     def kind(self) -> torch.dtype:
-        """Return the type of the elements."""
+        """Return the dtype of the elements."""
         return DTYPES[self.dtype]
 
     def sizes(self, operation: Operation, ranks: int) -> list[int]:
@@ -88,7 +88,7 @@ class CollectivesSetup:
         check_choice("--reduction", self.reduction, REDUCTION_NAMES)
         if self.reduction in _BITS and self.kind.is_floating_point:
             raise BenchError(
-                f"--reduction {self.reduction} requires an integer type: add --dtype int32, or use --reduction max"
+                f"--reduction {self.reduction} requires an integer dtype: add --dtype int32, or use --reduction max"
             )
         for option, number, least in (
             ("--min", self.min, 1),

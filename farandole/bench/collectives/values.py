@@ -1,7 +1,7 @@
 """Input values and expected results, used to check every element.
 
 Values repeat after a prime number of elements, so that a misplaced part is detected.  They are small integers that
-every type represents exactly, and differ between ranks.
+every dtype represents exactly, and differ between ranks.
 """
 
 from __future__ import annotations

@@ -136,7 +136,10 @@ class Client:
             response = connection.getresponse()
             content = response.read()
             if response.status != 200:
-                raise BenchError(f"{url} answered GET {self._path}/models with status {response.status}")
+                raise BenchError(
+                    f"{url} answered GET {self._path}/models with status {response.status}, expected 200; check --url "
+                    "and --api-key-file"
+                )
             return str(json.loads(content)["data"][0]["id"])
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
             if isinstance(error, BenchError):

@@ -1,6 +1,6 @@
 """Lower bounds of a model's times on this machine, from the number of weights and two measured speeds.
 
-A step reads all weights from memory once and multiplies them with each of its tokens.  Keys, values and attention are
+A step reads all weights from memory once and multiplies them with each of its tokens.  The KV cache and attention are
 not counted, so real times are longer.
 """
 
@@ -66,7 +66,11 @@ class Limit:
 
 
 def measure_limit(model: Transformer) -> Limit:
-    """Count the weights, and measure the speeds of this machine with the threads of this process."""
+    """Return the lower bounds for `model`.
+
+    The function counts the weights, and measures the speed of memory reads and of a matrix product in the model's
+    dtype, with the threads of this process.
+    """
     kind = next(model.parameters()).dtype
     body, head = _weights(model[1:-1]), _weights(model[-1])  # the embedding is a table
     size = (body + head) * kind.itemsize

@@ -1,4 +1,7 @@
-"""Predict how ranks serve a model, for `farandole plan --serve`, and check the prediction."""
+"""Predict the speed of serving a model for each precision and number of ranks (`farandole plan --serve`).
+
+The predictions can be compared with a measurement.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rich.table import Table
 
 from farandole.bench.accelerators import described
 from farandole.bench.planning import CONTEXT_BYTES, PlanSetup, accelerator_named, run_words
-from farandole.bench.serving.plan_check import Measured, Order
+from farandole.bench.serving.plan_check import Measured, ServingCheckJobSpec
 from farandole.bench.serving.speeds import PRECISIONS, speeds
 from farandole.bench.setup import BenchError
 from farandole.data.wording import counted
@@ -92,7 +95,9 @@ def plan_serving(setup: ServingPlanSetup) -> ServingPlan:
     for precision in precisions:
         for tensor in setup.tensor or [n for n in (1, 2, 4, 8) if setup.ranks % n == 0]:
             if setup.ranks % tensor:
-                raise BenchError(f"--tensor {tensor} is not a divisor of --ranks {setup.ranks}")
+                raise BenchError(
+                    f"--tensor {tensor} is not a divisor of --ranks {setup.ranks}; change one of them"
+                )
             try:
                 part = ServedPart.of(model, tensor, precision)
             except PlanError as error:
@@ -111,14 +116,20 @@ def _model(words: Sequence[str]) -> Transformer:
     config = load_config(request.source, request.overrides)
     model = workload_of(config, 1).model
     if config.task not in ("text", "sft") or not isinstance(model, Transformer):
-        raise BenchError(f"--serve: expected a model that generates text, got task={config.task!r}")
+        raise BenchError(
+            f"--serve: expected a model that generates text (task='text' or 'sft'), got task={config.task!r}; choose "
+            "another model or task"
+        )
     return model
 
 
 def _machine(setup: ServingPlanSetup) -> ServingMachine:
     if setup.accelerators is None:
         if torch.cuda.is_available():
-            raise BenchError("--serve measures CPU hosts only; describe the accelerators with --accelerators")
+            raise BenchError(
+                "--serve measures hosts without accelerators only, but this host has CUDA devices; describe them with "
+                "--accelerators"
+            )
         if given := [
             name for name in ("flops", "memory_bandwidth", "bandwidth") if getattr(setup, name) is not None
         ]:
@@ -216,14 +227,25 @@ def check(plan: ServingPlan) -> list[tuple[ServingEstimate, Measured]]:
     first = plan.estimates[0].part
     alike = [one for one in plan.estimates if one.part == first and one.running <= one.fits]
     if plan.setup.accelerators or not alike:
-        raise BenchError("--check requires a plan for this machine that fits")
+        raise BenchError(
+            "--check measures on this machine, but the plans are for --accelerators; omit --check"
+            if plan.setup.accelerators
+            else "--check requires a plan that fits in memory, but no plan fits; use more ranks or a smaller model"
+        )
     words = tuple(run_words(PlanSetup(plan.setup.words)))
     runs = tuple(one.running for one in alike)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "measured.json")
-        order = Order(words, first.tensor, first.precision, asdict(plan.setup.mix), runs, str(answer))
-        if launch("farandole.bench.serving.plan_check", [order.dump()], ranks=plan.setup.ranks, module=True):
-            raise BenchError("--check failed: a rank ended; see its error message above")
+        job_spec = ServingCheckJobSpec(
+            words, first.tensor, first.precision, asdict(plan.setup.mix), runs, str(answer)
+        )
+        status = launch(
+            "farandole.bench.serving.plan_check", [job_spec.dump()], ranks=plan.setup.ranks, module=True
+        )
+        if status:
+            raise BenchError(
+                f"--check failed: a rank ended with exit status {status}; see its error message above"
+            )
         return [
             (one, Measured(**found)) for one, found in zip(alike, json.loads(answer.read_text()), strict=True)
         ]

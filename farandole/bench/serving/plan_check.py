@@ -1,8 +1,8 @@
 """One rank of `farandole plan --serve --check`: serve random prompts with random weights, and measure the speed.
 
-    python -m farandole.bench.serving.plan_check ORDER
+    python -m farandole.bench.serving.plan_check JOB_SPEC
 
-ORDER is JSON.  Rank 0 writes a list of `Measured`, one for each number of running sequences.  The first rank of each
+JOB_SPEC is JSON (`ServingCheckJobSpec`).  Rank 0 writes a list of `Measured`, one for each number of running sequences.  The first rank of each
 replica drives its own engine.
 """
 
@@ -38,7 +38,7 @@ ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Order:
+class ServingCheckJobSpec:
     """The model, the mesh, the requests, and the file for the measurements."""
 
     words: Sequence[str]
@@ -49,7 +49,7 @@ class Order:
     answer: str
 
     def dump(self) -> str:
-        """Return the order as JSON."""
+        """Return the job specification as JSON."""
         return json.dumps(asdict(self))
 
 
@@ -62,39 +62,39 @@ class Measured:
     tokens_per_s: float
 
 
-def measure(order: Order, runtime: Runtime) -> list[Measured]:
+def measure(job_spec: ServingCheckJobSpec, runtime: Runtime) -> list[Measured]:
     """Serve with each number of running sequences; return the measurements of all replicas together."""
     keep_freed_memory()
-    request = read_request(list(order.words), resume=False)
+    request = read_request(list(job_spec.words), resume=False)
     model = build_language_model(load_config(request.source, request.overrides))
     assert isinstance(model, Transformer)
-    model = model.to(TYPES[order.precision]).eval()
-    comm = runtime.comm.split(runtime.rank // order.tensor)
+    model = model.to(TYPES[job_spec.precision]).eval()
+    comm = runtime.comm.split(runtime.rank // job_spec.tensor)
     assert comm is not None
     found: list[Measured] = []
-    if order.tensor > 1:
+    if job_spec.tensor > 1:
         shard_model(model, comm)
     if comm.rank:
         worker = Worker(model, comm)
-        for _ in order.running:
+        for _ in job_spec.running:
             runtime.comm.barrier()
             worker.follow()
             found.append(Measured(0.0, 0.0, 0.0))
     else:
-        runner = Runner(model) if order.tensor == 1 else LocalDriver(model, comm)
-        mix = Mix(**order.mix)
+        runner = Runner(model) if job_spec.tensor == 1 else LocalDriver(model, comm)
+        mix = Mix(**job_spec.mix)
         engine = GenerationEngine(
             runner,
             context=mix.prompt + mix.output,
-            max_running=max(order.running),
-            token_budget=max(256, 2 * max(order.running)),
+            max_running=max(job_spec.running),
+            token_budget=max(256, 2 * max(job_spec.running)),
         )
-        for running in order.running:
+        for running in job_spec.running:
             runtime.comm.barrier()
             found.append(_serve(engine, mix, running))
             if isinstance(runner, LocalDriver):
                 runner.pause()
-    return _together(runtime.comm, found, order.tensor)
+    return _together(runtime.comm, found, job_spec.tensor)
 
 
 def _serve(engine: GenerationEngine, mix: Mix, running: int) -> Measured:
@@ -151,12 +151,12 @@ def _together(comm: Communicator, own: Sequence[Measured], width: int) -> list[M
 
 
 def main(text: str) -> None:
-    """Run an order as one of the launched ranks."""
-    order = Order(**json.loads(text))
+    """Run a job specification as one of the launched ranks."""
+    job_spec = ServingCheckJobSpec(**json.loads(text))
     with farandole.init() as runtime:
-        found = measure(order, runtime)
+        found = measure(job_spec, runtime)
         if runtime.rank == 0:
-            Path(order.answer).write_text(json.dumps([asdict(each) for each in found]))
+            Path(job_spec.answer).write_text(json.dumps([asdict(each) for each in found]))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def _read_key(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError as error:
-        raise BenchError(f"--api-key-file {path}: {error.strerror}") from None
+        raise BenchError(f"--api-key-file {path} cannot be read: {error.strerror}; check the path") from None
 
 
 def _inspect(setup: ServingSetup, folder: Path) -> tuple[Limit, int]:

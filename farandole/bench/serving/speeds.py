@@ -67,7 +67,10 @@ class Speeds:
     process: int
 
     def machine(self, memory: int) -> ServingMachine:
-        """Return this machine, with `memory` bytes per rank.  In fp32, the engine keeps a packed copy of the weights."""
+        """Return this machine, with `memory` bytes per rank.
+
+        In fp32, the engine keeps a packed copy of the weights.
+        """
         return ServingMachine(memory=memory, copies={"fp32": 2}, **vars(self))
 
 

@@ -31,8 +31,8 @@ def all_reduce(
         transport: The transport among the ranks.
         tensor: The values, which are overwritten with the totals.
         combine: The reduction.
-        result: The output tensor, by default `tensor`.  If its type is narrower, results are sent in that type.
-        store: A function that converts totals to results; not needed if totals and results have the same type.
+        result: The output tensor, by default `tensor`.  If its dtype is narrower, results are sent in that dtype.
+        store: A function that converts totals to results; not needed if totals and results have the same dtype.
     """
     parts = split(tensor, transport.size)
     results = parts if result is None else split(result, transport.size)

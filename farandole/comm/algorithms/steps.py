@@ -47,7 +47,10 @@ class Running:
         return self._next is None
 
     def advance(self, deadline: float) -> None:
-        """Wait for the current message, and run until the algorithm must wait again; `deadline` is a `time.monotonic` time."""
+        """Wait for the current message, and run until the algorithm must wait again.
+
+        `deadline` is a `time.monotonic` time.
+        """
         if self._next is not None:
             self._next.wait(max(0.0, deadline - time.monotonic()))
             self._next = next(self._steps, None)

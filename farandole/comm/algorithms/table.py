@@ -71,11 +71,9 @@ class Link:
         )
 
     @property
-    def complete(self) -> bool:
-        """Whether every algorithm has been measured."""
-        return {name for sizes in self.seconds.values() for times in sizes.values() for name in times} == set(
-            COSTS
-        )
+    def measured_algorithms(self) -> set[str]:
+        """The names of the algorithms that have been measured."""
+        return {name for sizes in self.seconds.values() for times in sizes.values() for name in times}
 
     def predict(self, algorithm: str, hosts: int, size: int) -> float:
         """Return the time in seconds of an all-reduce, from measurements if available, else from the cost model."""
@@ -149,18 +147,23 @@ class Table:
                     f"again with farandole tune"
                 )
             links = tuple(_link(each) for each in content["links"])
-            complete = bool(links) and all(link.complete for link in links)
         except TableError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TableError(
-                f"{name}: expected a table written by farandole tune ({type(error).__name__}: {error})"
+                f"{name}: expected a table written by farandole tune ({type(error).__name__}: {error}); create the "
+                "table again with farandole tune"
             ) from error
-        if not complete:
+        if not links:
             raise TableError(
-                f"{name}: expected measurements for {', '.join(COSTS)}, got only some of them; create the table "
-                "again with farandole tune"
+                f"{name}: expected measurements of a link, got none; create the table again with farandole tune"
             )
+        for link in links:
+            if missing := sorted(COSTS.keys() - link.measured_algorithms):
+                raise TableError(
+                    f"{name}: expected measurements for {', '.join(COSTS)}, got none for {', '.join(missing)} (link "
+                    f"{link.name}); create the table again with farandole tune"
+                )
         return Table(links)
 
     @staticmethod
@@ -213,7 +216,9 @@ def _link(content: Mapping[str, Any]) -> Link:
         for hosts, sizes in content["seconds"].items()
     }
     if any(hosts < 2 for hosts in seconds):
-        raise ValueError("expected measurements on 2 or more hosts, got fewer; measure on more hosts")
+        raise ValueError(
+            f"expected measurements on 2 or more hosts, got measurements on {min(seconds)}; measure on more hosts"
+        )
     leaders = {
         int(size): {int(count): _time(each) for count, each in times.items()}
         for size, times in content.get("leaders", {}).items()

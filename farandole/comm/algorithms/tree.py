@@ -56,7 +56,10 @@ def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) ->
 
 
 def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce over a binomial tree; in step k, sums are sent 2^k ranks further.  Cost: log2(p) (latency + S per byte)."""
+    """Reduce over a binomial tree; in step k, sums are sent 2^k ranks further.
+
+    Cost: log2(p) (latency + S per byte).
+    """
     n = transport.size
     place = (transport.rank - root) % n
     spare, distance = torch.empty_like(tensor), 1

@@ -128,8 +128,8 @@ def _inter_node_transport(
         return None
     if options.transport == "nccl" and not has_nccl():
         raise ValueError(
-            "transport='nccl': expected a CUDA device and a torch with NCCL, got no device or no NCCL; use "
-            "transport='tcp'"
+            "transport='nccl': expected a CUDA device and a torch with NCCL, got "
+            f"{'a torch without NCCL' if torch.cuda.is_available() else 'no CUDA device'}; use transport='tcp'"
         )
     number = host.rank
     if number >= min(len(ranks) for ranks in hosts):

@@ -59,6 +59,9 @@ Pair = tuple[Sequence[Tensor], Sequence[Tensor]]
 class FarandoleProcessGroup(dist.ProcessGroup):
     """A process group with the backend `farandole` or `farandole-mpi`, created by `torch.distributed`.
 
+    Like the methods of `torch.distributed.ProcessGroup`, collectives and messages start an operation and return a
+    `Work`.  The operation is complete after `Work.wait`.
+
     Args:
         store: The store through which inner torch groups connect.
         rank: This rank in the group.
@@ -434,7 +437,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Block until every rank has called this method."""
+        """Start a barrier; the returned work completes when every rank has called `barrier`."""
         path = self._path(opts, timeout)
         if path and (work := path.barrier()):
             return work

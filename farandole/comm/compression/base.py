@@ -40,7 +40,7 @@ class Compression(ABC):
                 the last `exact` elements.
         """
         if count < 0 or not 0 <= exact <= count:
-            raise ValueError(f"expected exact to be between 0 and count={count}, got {exact}")
+            raise ValueError(f"expected 0 <= exact <= count, got exact={exact}, count={count}")
         ends = [first + torch.Size(shape).numel() for first, shape in parameters]
         starts = [first for first, _ in parameters]
         if any(a > b for a, b in zip([0, *ends], [*starts, count - exact], strict=True)):

@@ -24,7 +24,7 @@ class Cast(Compression):
     precision than bf16.
 
     Raises:
-        ValueError: if `dtype` is not a 16-bit float type.
+        ValueError: if `dtype` is not a 16-bit floating-point dtype.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -79,7 +79,10 @@ class Codec:
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """Return the encoding of x * factor + residual; store the error in `residual`, and the decoded values in `decoded`."""
+        """Return the encoding of x * factor + residual.
+
+        The error is stored in `residual`, and the decoded values in `decoded`.
+        """
         message = self.message(x.numel())
         status = native.library().frd_encode(
             TYPES[self.dtype],

@@ -1,7 +1,7 @@
 """Operations on tensors among the ranks of an MPI communicator.
 
 MPI runs the reductions whose results match torch's, and `_reduce_here` computes the others.  MPI has no average and no
-16-bit floats (the bf16 type is null in the MPICH wheel, and using it ends the job).  MPI's minimum may drop a NaN on
+16-bit floats (the bf16 datatype is null in the MPICH wheel, and using it ends the job).  MPI's minimum may drop a NaN on
 one rank and keep it on another.  Sums of 8-bit and 16-bit integers wrap around in torch but saturate in Open MPI.
 
 Before version 4, MPI has 32-bit counts.  Longer tensors are split, or sent as messages between each pair of ranks.
@@ -52,7 +52,7 @@ _OPS = {
 }
 _BOOL_OPS = {**_OPS, "sum": "BOR", "product": "BAND", "min": "BAND", "max": "BOR"}
 _UNITS = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
-"""An element type for each width, for data movement without reduction."""
+"""A datatype for each width, for data movement without reduction."""
 
 
 class MpiCore(GroupCore):

@@ -3,7 +3,7 @@
 *Memory.*  Eager tensors are converted through DLPack.  Within a `tf.function`, TensorFlow passes numpy arrays that are
 views of its tensors.  A result shares memory with the TensorFlow tensor if its alignment meets TensorFlow's
 requirement.  Operations return new tensors and do not write to their inputs.  PyTorch cannot compute with uint16,
-uint32 and uint64, so tensors with these types are reinterpreted as signed tensors of the same width.
+uint32 and uint64, so tensors with these dtypes are reinterpreted as signed tensors of the same width.
 
 *Order.*  A node blocks its thread until the other ranks have called the operation, and a process may have only one
 thread for nodes.  The nodes in a graph and in its functions, loops and branches must therefore run one after another,
@@ -46,7 +46,7 @@ SUPPORTED = (
     tf.float64,
     tf.bool,
 )
-"""The data types that can be communicated."""
+"""The dtypes that can be communicated."""
 
 _ALIGNMENT = 64
 """TensorFlow aborts the process if a DLPack tensor's address is not a multiple of this number of bytes."""
@@ -57,7 +57,7 @@ _BFLOAT16 = tf.bfloat16.as_numpy_dtype  # defined by a numpy extension, and not 
 
 
 def check_type(dtype: tf.DType, name: str | None) -> None:
-    """Raise ValueError if tensors with this data type cannot be communicated."""
+    """Raise ValueError if tensors with this dtype cannot be communicated."""
     if dtype not in SUPPORTED:
         given = "" if name is None else f" {name}"
         raise ValueError(
@@ -76,7 +76,7 @@ def from_eager(tensor: tf.Tensor) -> torch.Tensor:
 
 
 def to_eager(tensor: torch.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Return an eager tensor of type `dtype`: the type of `tensor`, or the unsigned type of the same width."""
+    """Return an eager tensor with dtype `dtype`: the dtype of `tensor`, or the unsigned dtype of the same width."""
     # an empty tensor has no memory to share
     if not tensor.numel():
         return tf.zeros(tuple(tensor.shape), dtype)
@@ -96,7 +96,7 @@ def from_numpy(array: Any) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor, dtype: tf.DType) -> Array:
-    """Return an array of type `dtype`: the type of `tensor`, or the unsigned type of the same width."""
+    """Return an array with dtype `dtype`: the dtype of `tensor`, or the unsigned dtype of the same width."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
     array: Array = tensor.contiguous().numpy()
@@ -150,7 +150,7 @@ def call(
     Args:
         function: A function that takes and returns PyTorch tensors.
         inputs: The TensorFlow tensors to convert and pass to `function`.
-        outputs: The result data types and shapes.
+        outputs: The result dtypes and shapes.
 
     Returns:
         The results of `function` as TensorFlow tensors.

@@ -41,7 +41,7 @@ def broadcast_variables(
         inplace: Ignored.  In Horovod, this option avoids a copy.
 
     Raises:
-        ValueError: if an object in `variables` is not a variable, or a variable has an unsupported data type.
+        ValueError: if an object in `variables` is not a variable, or a variable has an unsupported dtype.
     """
     assert isinstance(inplace, bool)
     targets = [tf_variable(variable) for variable in variables]
@@ -49,7 +49,7 @@ def broadcast_variables(
         return
     values = [tf.convert_to_tensor(target) for target in targets]
     for target in targets:
-        if target.dtype not in (tf.uint32, tf.uint64):  # these types can be copied but not reduced
+        if target.dtype not in (tf.uint32, tf.uint64):  # these dtypes can be copied but not reduced
             bridge.check_type(target.dtype, target.name)
     name = name_in_graph("broadcast_variables", None)
 

@@ -38,12 +38,12 @@ def as_tensors(values: Any, kind: str, name: str | None) -> list[tf.Tensor]:
 
 
 def like(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    """Return specs with the tensors' shapes and data types."""
+    """Return specs with the tensors' shapes and dtypes."""
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def any_rows(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    """Return specs with the tensors' shapes and data types, but an unknown first dimension."""
+    """Return specs with the tensors' shapes and dtypes, but an unknown first dimension."""
     for tensor in tensors:
         if tensor.shape.rank == 0:
             raise ValueError("expected a tensor with at least one dimension, got a scalar")
@@ -147,7 +147,7 @@ def broadcast(
     """Return rank `root_rank`'s tensor on all ranks.
 
     Args:
-        tensor: A tensor with the same shape and data type on all ranks.
+        tensor: A tensor with the same shape and dtype on all ranks.
         root_rank: The rank to copy from.  Always a rank in the world, even for other process sets.
         name: The name of the operation.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
@@ -246,7 +246,7 @@ def allreduce(
     """Reduce a tensor or variable across ranks.
 
     Args:
-        tensor: A tensor or variable with the same shape and data type on all ranks, or tf.IndexedSlices.
+        tensor: A tensor or variable with the same shape and dtype on all ranks, or tf.IndexedSlices.
         average: Horovod's older equivalent of `op`: True for Average, False for Sum.
         device_dense: An empty string or the name of a CPU device.
         device_sparse: An empty string or the name of a CPU device.
@@ -341,7 +341,7 @@ def _restored(
     contexts: Sequence[Any],
     compression: type[Compressor],
 ) -> list[tf.Tensor]:
-    """Convert the reduced tensors to the data types of the given tensors."""
+    """Convert the reduced tensors to the dtypes of the given tensors."""
     wide = [compression.decompress(each, ctx) for each, ctx in zip(reduced, contexts, strict=True)]
     return [
         tf.cast(each, tf.uint16) if like.dtype == tf.uint16 else each
@@ -391,7 +391,7 @@ def reducescatter(
     """Reduce a tensor across ranks and scatter the rows of the result.
 
     Args:
-        tensor: A tensor with the same shape and data type on all ranks.
+        tensor: A tensor with the same shape and dtype on all ranks.
         device_dense: An empty string or the name of a CPU device.
         compression: The compressor for the communicated tensor.
         op: Average, Sum, Min, Max or Product.

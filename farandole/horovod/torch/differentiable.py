@@ -60,7 +60,7 @@ def allreduce(
     """Reduce a tensor across ranks.
 
     Args:
-        tensor: A tensor with the same shape and data type on all ranks.
+        tensor: A tensor with the same shape and dtype on all ranks.
         average: Horovod's older equivalent of `op`: True for Average, False for Sum.
         name: The name of the operation.
         compression: The compressor for the communicated tensor.
@@ -156,7 +156,7 @@ def broadcast(
     """Return rank `root_rank`'s tensor on all ranks.
 
     Args:
-        tensor: A tensor with the same shape and data type on all ranks.
+        tensor: A tensor with the same shape and dtype on all ranks.
         root_rank: The rank to copy from.  Always a rank in the world, even for other process sets.
         name: The name of the operation.
         process_set: The participating ranks.
@@ -239,7 +239,7 @@ def reducescatter(
     """Reduce a tensor across ranks and scatter the rows of the result.
 
     Args:
-        tensor: A tensor with the same shape and data type on all ranks.
+        tensor: A tensor with the same shape and dtype on all ranks.
         name: The name of the operation.
         compression: The compressor for the communicated tensor.
         op: Average, Sum, Min, Max or Product.

@@ -54,7 +54,7 @@ def make_request(
         kind: The operation kind.
         inputs: The tensors to read.
         outputs: The tensors to write; `inputs` itself for an in-place operation.
-        signature: The signature of an earlier request for tensors with the same data types and shapes, or None.  An
+        signature: The signature of an earlier request for tensors with the same dtypes and shapes, or None.  An
             earlier signature skips the checks.
         agreed: Additional signature fields.
 
@@ -79,7 +79,10 @@ def make_request(
 def _check(inputs: Sequence[Tensor], kind: str) -> None:
     for tensor in inputs:
         if tensor.dtype not in SUPPORTED:
-            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+            raise ValueError(
+                f"Tensor type {tensor.type()} is not supported. Convert the tensor to another dtype; supported are "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED)}"
+            )
         if tensor.layout is not torch.strided:
             raise ValueError(
                 f"{kind} of a sparse tensor is not supported; use hvd.sparse_allreduce_async or tensor.to_dense()"
@@ -145,7 +148,10 @@ def reduction(
         )
     if average is not None:
         if op is not None:
-            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+            raise ValueError(
+                "The op parameter supersedes average. Please provide only one of them. "
+                f"Got op={op!r}, average={average!r}"
+            )
         return AVERAGE if average else SUM
     if op is None:
         return AVERAGE
@@ -158,8 +164,9 @@ def reduction(
         if problem:
             raise ValueError(problem)
         if not all(tensor.is_floating_point() for tensor in tensors):
+            odd = next(tensor.dtype for tensor in tensors if not tensor.is_floating_point())
             raise ValueError(
-                "Adasum supports floating-point tensors only; convert the tensor or use another op"
+                f"Adasum supports floating-point tensors only, got {odd}; convert the tensor or use another op"
             )
     return op
 
@@ -362,14 +369,22 @@ def _scaled(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start concatenating the tensors from all ranks along dimension 0; return a handle."""
+    """Start concatenating the tensors from all ranks along dimension 0; return a handle.
+
+    Raises:
+        ValueError: if the tensor is a scalar.
+    """
     return submit(process_set, kinds.ALLGATHER, name, _with_rows([tensor], "allgather"), [], the_output)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start concatenating each of several tensors across ranks; return a handle."""
+    """Start concatenating each of several tensors across ranks along dimension 0; return a handle.
+
+    Raises:
+        ValueError: if a tensor is a scalar.
+    """
     group = _with_rows(as_group(tensors, "allgather"), "allgather")
     return submit(process_set, kinds.ALLGATHER, name, group, [], the_outputs)
 
@@ -386,7 +401,11 @@ def _with_rows(tensors: list[Tensor], kind: str) -> list[Tensor]:
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start copying rank `root_rank`'s tensor to a new tensor on all ranks; return a handle."""
+    """Start copying rank `root_rank`'s tensor to a new tensor on all ranks; return a handle.
+
+    Raises:
+        ValueError: if `root_rank` is not in the process set.
+    """
     root = _root(root_rank, process_set)
     outputs = [torch.empty_like(tensor)]
     return submit(process_set, kinds.BROADCAST, name, [tensor], outputs, the_output, root=root)
@@ -395,7 +414,11 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start copying rank `root_rank`'s tensor to all ranks, in place; return a handle."""
+    """Start copying rank `root_rank`'s tensor to all ranks, in place; return a handle.
+
+    Raises:
+        ValueError: if `root_rank` is not in the process set.
+    """
     root, in_place = _root(root_rank, process_set), [tensor]
     return submit(process_set, kinds.BROADCAST, name, in_place, in_place, the_output, root=root)
 
@@ -456,6 +479,9 @@ def reducescatter_async(
     """Start reducing `tensor` across ranks and scattering the rows of the result; return a handle.
 
     If the rows cannot be divided equally, the first ranks get one more row.
+
+    Raises:
+        ValueError: if the tensor is a scalar, or `op` is Adasum.
     """
     agreed = _scattered(op, prescale_factor, postscale_factor, process_set, [tensor])
     return submit(process_set, kinds.REDUCESCATTER, name, [tensor], [], the_output, **agreed)
@@ -469,7 +495,11 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start reducing several tensors and scattering the rows of each result; return a handle."""
+    """Start reducing several tensors across ranks and scattering the rows of each result; return a handle.
+
+    Raises:
+        ValueError: if a tensor is a scalar, or `op` is Adasum.
+    """
     group = as_group(tensors, "reducescatter")
     agreed = _scattered(op, prescale_factor, postscale_factor, process_set, group)
     return submit(process_set, kinds.REDUCESCATTER, name, group, [], the_outputs, **agreed)

@@ -472,7 +472,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op: The gradient reduction: Average, Sum, Min, Max or Product.  Adasum combines parameter changes instead of
             gradients.
         gradient_predivide_factor: A factor that divides the gradients before the sum and multiplies the sum.  Avoids
-            overflow in 16-bit data types.  Requires op=Average.
+            overflow in 16-bit dtypes.  Requires op=Average.
         num_groups: Deprecated; use `groups`.
         groups: The number of groups, or a list of lists of parameters.  Gradients in a group are reduced together.
         sparse_as_dense: Whether to reduce sparse gradients as dense tensors instead of gathering them.

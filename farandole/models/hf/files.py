@@ -1,6 +1,6 @@
 """Read parts of safetensors files at disk speed, and write safetensors files incrementally.
 
-A file consists of the header length (8 bytes), a JSON header (name -> type, shape and byte offsets), and the tensors.
+A file consists of the header length (8 bytes), a JSON header (name -> dtype, shape and byte offsets), and the tensors.
 The safetensors library reads a tensor or slice into new memory.  This module reads in parallel, directly into the
 destination.
 """
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Read:
-    """A request to read `box` of a stored tensor into `target`, which has the box's shape and any data type."""
+    """A request to read `box` of a stored tensor into `target`, which has the box's shape and any dtype."""
 
     entry: Entry
     box: Box
@@ -75,10 +75,10 @@ class Read:
 
 
 def open_folder(folder: Path) -> dict[str, Entry]:
-    """List the tensors in a folder's safetensors files.
+    """Return the tensors in a folder's safetensors files by name.
 
     Raises:
-        FolderError: if a file is missing, truncated or damaged.
+        FolderError: if a file is missing, cannot be read, is truncated or is damaged.
     """
     if not folder.is_dir():
         found = "is not a folder" if folder.exists() else "does not exist"
@@ -87,12 +87,9 @@ def open_folder(folder: Path) -> dict[str, Entry]:
     if single.exists():
         return read_header(single)
     if index.exists():
-        try:
-            places = json.loads(index.read_text())["weight_map"]
-            wanted = sorted(set(places.values()))
-            outside = [name for name in wanted if Path(name).name != name]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FolderError(f"{index} is damaged: {error!r}; download the file again") from None
+        places = _read_index(index)
+        wanted = sorted(set(places.values()))
+        outside = [name for name in wanted if Path(name).name != name]
         if outside:
             raise FolderError(
                 f"{index} is damaged: it names the file {outside[0]}, which is not in the folder; download the file again"
@@ -120,8 +117,25 @@ def open_folder(folder: Path) -> dict[str, Entry]:
     raise FolderError(f"{folder}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
 
 
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file name of each tensor in a folder's index."""
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise FolderError(f"{path} cannot be read: {error.strerror}; check the file") from None
+    except ValueError as error:
+        raise FolderError(f"{path} is damaged: it is not JSON ({error}); download the file again") from None
+    places = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise FolderError(
+            f"{path} is damaged: expected an object 'weight_map' with the file name of each tensor; download the file "
+            "again"
+        )
+    return places
+
+
 def read_header(path: Path) -> dict[str, Entry]:
-    """List the tensors in a safetensors file.
+    """Return the tensors in a safetensors file by name.
 
     Raises:
         FolderError: if the file cannot be read, is truncated or is damaged.
@@ -154,11 +168,12 @@ def read_header(path: Path) -> dict[str, Entry]:
             dtype, shape = _TYPES.get(found["dtype"]), tuple(map(_count, found["shape"]))
         except (KeyError, TypeError, ValueError):
             raise FolderError(
-                f"{path} is damaged: {name} lacks its type, shape or offsets; download the file again"
+                f"{path} is damaged: {name} lacks its dtype, shape or offsets; download the file again"
             ) from None
         if dtype is None:
             raise FolderError(
-                f"{path}: {name} has type {found['dtype']}, which is not supported (supported: {', '.join(_TYPES)})"
+                f"{path}: {name} has dtype {found['dtype']}, which is not supported; convert it to one of "
+                f"{', '.join(_TYPES)}"
             )
         entry = Entry(path, 8 + length + start, dtype, shape)
         if end - start != entry.nbytes:
@@ -304,7 +319,7 @@ def _into(file: int, path: Path, offset: int, target: Tensor) -> None:
 
 
 def _converted(file: int, entry: Entry, offset: int, target: Tensor) -> None:
-    """Read elements into a tensor with another data type, layout or device."""
+    """Read elements into a tensor with another dtype, layout or device."""
     buffer = torch.empty(target.shape, dtype=entry.dtype)
     _into(file, entry.file, offset, buffer.reshape(-1).view(torch.uint8))
     target.detach().copy_(buffer)
@@ -363,7 +378,7 @@ def write_file(
     """Write a safetensors file, a few tensors at a time.
 
     Args:
-        tensors: the data type and shape of each tensor.
+        tensors: the dtype and shape of each tensor.
         values: a function that returns the values of the given tensors.  Each tensor is requested once.
         batch_bytes: the approximate total size of the tensors requested in one call.
 

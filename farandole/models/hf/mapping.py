@@ -83,11 +83,14 @@ class Table:
         self.parts[ours] = (Part(theirs, (), transposed),)
 
     def rows(self, ours: str, theirs: Mapping[str, int]) -> None:
-        """Map a tensor to a concatenation of tensors with the given numbers of rows."""
+        """Map `ours` to a concatenation of tensors in the folder; `theirs` contains their names and numbers of rows."""
         self.parts[ours] = tuple(Part(name, (span,)) for name, span in _spans(theirs))
 
     def stack(self, ours: str, theirs: Sequence[Mapping[str, int]]) -> None:
-        """Map a tensor to a stack of concatenations of tensors with the given numbers of rows."""
+        """Map `ours` of shape (n, rows, ...) to n concatenations.
+
+        `theirs[i]` is as in `rows`, for the slice `ours[i]`.
+        """
         self.parts[ours] = tuple(
             Part(name, (number, span)) for number, rows in enumerate(theirs) for name, span in _spans(rows)
         )

@@ -93,7 +93,7 @@ def from_pretrained(
 
     Args:
         folder: a folder with `config.json` and safetensors files.
-        dtype: the data type for floating-point weights, by default torch's default type (fp32).
+        dtype: the dtype for floating-point weights, by default torch's default dtype (fp32).
         lazy: whether to return a model on the meta device.  `farandole.parallelize` then reads only each rank's shards.
         classes: the number of classes for a classifier head.  Weights that are missing from the folder are initialized
             with `seed`.
@@ -144,8 +144,10 @@ def read_config(folder: str | Path, *, with_weights: bool = True) -> Pretrained:
     except FileNotFoundError:
         found = "does not exist" if not path.exists() else f"has no {CONFIG}"
         raise FolderError(f"{path} {found}: expected a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
-        raise FolderError(f"{file} is damaged: {error}; download the file again") from None
+    except OSError as error:
+        raise FolderError(f"{file} cannot be read: {error.strerror}; check the file") from None
+    except ValueError as error:
+        raise FolderError(f"{file} is damaged: it is not JSON ({error}); download the file again") from None
     if not isinstance(values, dict):
         raise FolderError(
             f"{file} is damaged: expected a JSON object, found {type(values).__name__}; download the file again"
@@ -290,7 +292,7 @@ class Weights:
                     )
                 if entry.dtype.is_floating_point != tensors[ours].is_floating_point():
                     raise FolderError(
-                        f"{entry.file}: {original[part.name]} has type {CODES[entry.dtype]}, but the model requires "
+                        f"{entry.file}: {original[part.name]} has dtype {CODES[entry.dtype]}, but the model requires "
                         f"floating-point values; use a folder with unquantized weights"
                     )
                 used.add(part.name)
@@ -460,7 +462,7 @@ def save_pretrained(
     """Write a model in memory to a new Hugging Face folder.
 
     Args:
-        dtype: the data type for floating-point weights, by default the first weight's type.
+        dtype: the dtype for floating-point weights, by default the first weight's dtype.
         file_bytes: the maximum file size.  A larger model is split into several files with an index.
 
     Raises:

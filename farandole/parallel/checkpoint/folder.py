@@ -175,7 +175,10 @@ def _copy(value: Tensor | Range) -> Tensor | Range:
 
 
 def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Load the engine; see `Engine.load`.  `metadata` replaces the metadata file, which folders of earlier versions lack."""
+    """Load the engine; see `Engine.load`.
+
+    `metadata` replaces the metadata file, which folders of earlier versions lack.
+    """
     from farandole.parallel.checkpoint.storage import load_state, read_metadata
 
     comm = engine.comm
@@ -219,7 +222,10 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
 
 
 def _check_optimizers(engine: Engine, found: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` unless the engine's optimizers match the saved ones; an engine without optimizers always matches."""
+    """Raise `CheckpointError` unless the engine's optimizers match the saved ones.
+
+    An engine without optimizers always matches.
+    """
     own = engine.metadata()
     counts = [[len(groups) for groups in each["groups"]] for each in (own, found)]
     if engine.optimizers and (own["optimizers"] != found["optimizers"] or counts[0] != counts[1]):
@@ -248,7 +254,9 @@ def partial_folder(folder: Path) -> Path:
 
 @contextmanager
 def fail_on_all(comm: Communicator, folder: Path) -> Iterator[None]:
-    """Raise a `CheckpointError` about `folder` on all ranks if any rank fails in the block; all ranks enter the context.
+    """Raise a `CheckpointError` about `folder` on all ranks if any rank fails in the block.
+
+    All ranks enter the context.
 
     Missing or damaged files raise an `UnreadableError`.
     """

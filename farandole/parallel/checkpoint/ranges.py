@@ -1,6 +1,6 @@
 """The parts of global tensors that a rank stores, as boxes for PyTorch's distributed checkpoint format.
 
-A rank's tensor consists of one or several boxes of a global tensor (`Place`).  The rank stores a range of its
+A rank's tensor consists of one or several boxes of a global tensor (`TensorBoxes`).  The rank stores a range of its
 flattened elements (`Range`), which PyTorch saves as boxes.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorBoxes:
     """The position of a rank's tensor in a global tensor of shape `shape`.
 
     The rank's tensor has shape `local` and consists of `regions`: pairs of a local box and the corresponding global box.
@@ -32,14 +32,14 @@ class Place:
     regions: tuple[tuple[Box, Box], ...]
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> Place:
-        """Return the place of a tensor that is complete on this rank."""
+    def whole(shape: Sequence[int]) -> TensorBoxes:
+        """Return the box of a tensor that is complete on this rank."""
         box = _box_of(shape)
-        return Place(tuple(shape), tuple(shape), ((box, box),))
+        return TensorBoxes(tuple(shape), tuple(shape), ((box, box),))
 
     @staticmethod
-    def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> Place:
-        """Return the place of a tensor that consists of several boxes, concatenated along the dimensions in which they differ."""
+    def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> TensorBoxes:
+        """Return the boxes of a tensor that consists of several boxes, concatenated along the dimensions in which they differ."""
         firsts: list[dict[tuple[int, int], int]] = [{} for _ in shape]
         for box in boxes:
             for first, ends in zip(firsts, box, strict=True):
@@ -49,7 +49,7 @@ class Place:
             (tuple((f[e], f[e] + e[1] - e[0]) for f, e in zip(firsts, box, strict=True)), box)
             for box in boxes
         )
-        return Place(tuple(shape), tuple(local), regions)
+        return TensorBoxes(tuple(shape), tuple(local), regions)
 
     @property
     def is_whole(self) -> bool:
@@ -70,7 +70,7 @@ class Range:
     until the next call.
     """
 
-    place: Place
+    place: TensorBoxes
     start: int
     length: int
     dtype: torch.dtype
@@ -78,7 +78,7 @@ class Range:
     load: Callable[[], Tensor] | None = None
 
     @staticmethod
-    def of(values: Tensor, start: int, place: Place) -> Range:
+    def of(values: Tensor, start: int, place: TensorBoxes) -> Range:
         """Return a range for `values`, which are in memory."""
         flat = values.detach().reshape(-1)
         return Range(place, start, flat.numel(), flat.dtype, held=flat)

@@ -43,7 +43,7 @@ from farandole.models.hf.mapping import Part
 from farandole.models.hf.pretrained import Written, describe, tensors_to_write, write_description
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
-from farandole.parallel.checkpoint.ranges import Place, Range
+from farandole.parallel.checkpoint.ranges import Range, TensorBoxes
 from farandole.parallel.checkpoint.state import Stored, state_of, stored_tensors
 from farandole.parallel.lora.adapters import lora_layers
 from farandole.parallel.lora.quantized import is_wrapper
@@ -97,7 +97,7 @@ def write_weights(path: Path, state: Path, types: Mapping[str, torch.dtype]) -> 
     """Write the parameters and buffers in the checkpoint folder `state` to the file `path`.  Call this on one rank.
 
     Args:
-        types: the type of each tensor to convert, by tensor name; other tensors keep their saved types.
+        types: the dtype of each tensor to convert, by tensor name; other tensors keep their saved dtypes.
     """
     saved, reader = _saved(state, types), _StateReader(state, {})
     types = {name: entry.properties.dtype for name, entry in saved.items()} | dict(types)
@@ -121,7 +121,7 @@ def _write(
 
     Args:
         tensors: a function that returns the tensors to write for the model's parameters and buffers.
-        dtype: the type of floating-point tensors; None keeps the saved types.
+        dtype: the dtype of floating-point tensors; None keeps the saved dtypes.
         describe_model: a function that writes further files, given the folder and the weights' type.
     """
     from farandole.parallel.checkpoint.storage import write_state
@@ -240,7 +240,9 @@ class _StateReader:
         entry = self._entries[_PREFIX + name]
         sizes = [end - start for start, end in box]
         values = torch.empty(sizes, dtype=entry.properties.dtype)
-        target = Range.of(values, 0, Place.of_boxes(tuple(entry.size), sizes, [box])) if sizes else values
+        target = (
+            Range.of(values, 0, TensorBoxes.of_boxes(tuple(entry.size), sizes, [box])) if sizes else values
+        )
         read_state(self._folder, {_PREFIX + name: target}, self._metadata)
         return values
 

@@ -1,6 +1,6 @@
 """The saved state of an engine: boxes of globally named tensors, in PyTorch's distributed checkpoint format.
 
-    model.NAME              a parameter in the type that the optimizer updates, frozen or not, or a buffer
+    model.NAME              a parameter in the dtype that the optimizer updates, frozen or not, or a buffer
     optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); numbers are saved unchanged
     random.rankN            the generator of a rank, or of the Nth group of ranks that share samples (tensor and context
                             parallelism), which draw the same numbers; random.cuda.rankN is the generator of its accelerator
@@ -32,7 +32,7 @@ from farandole._troubleshooting import see
 from farandole.memory.offloaded_optimizer import ShardState, UnitReader
 from farandole.mesh import AXES
 from farandole.parallel.checkpoint.errors import CheckpointError
-from farandole.parallel.checkpoint.ranges import Place, Range
+from farandole.parallel.checkpoint.ranges import Range, TensorBoxes
 from farandole.parallel.zero.weights import FlatWeights
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Stored:
     """
 
     name: str
-    place: Place
+    place: TensorBoxes
     start: int
     values: Callable[[], Tensor]
     trained: bool = False
@@ -161,7 +161,7 @@ def stored_tensors(engine: Engine) -> Iterator[Stored]:
     in_buckets = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
     in_buckets |= {id(parameter) for weights in engine.weights for parameter in weights.parameters}
 
-    def place_of(parameter: nn.Parameter) -> tuple[str, Place]:
+    def place_of(parameter: nn.Parameter) -> tuple[str, TensorBoxes]:
         name = names[id(parameter)]
         return name, _place(engine, name, parameter)
 
@@ -224,13 +224,13 @@ class _WeightReader:
         return self._values[name]
 
 
-def _place(engine: Engine, name: str, tensor: Tensor) -> Place:
-    """Return the place of a tensor on this rank, from its layout."""
+def _place(engine: Engine, name: str, tensor: Tensor) -> TensorBoxes:
+    """Return the boxes of a tensor on this rank, from its layout."""
     layout = engine.layouts.get(name)
     if layout is None or not layout.shards:
-        return Place.whole(tensor.shape)
+        return TensorBoxes.whole(tensor.shape)
     cell = next(cell for cell in engine.mesh.of_rank(engine.rank) if cell.pipeline in layout.stages)
-    return Place.of_boxes(layout.shape, tensor.shape, layout.boxes(engine.mesh, cell))
+    return TensorBoxes.of_boxes(layout.shape, tensor.shape, layout.boxes(engine.mesh, cell))
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -240,8 +240,8 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _states(engine: Engine) -> Iterator[tuple[str, Place, nn.Parameter, int, dict[str, Any]]]:
-    """Yield (entry name before "/", place, shard, start, states) for all optimizer states in memory."""
+def _states(engine: Engine) -> Iterator[tuple[str, TensorBoxes, nn.Parameter, int, dict[str, Any]]]:
+    """Yield (entry name before "/", boxes, shard, start, states) for all optimizer states in memory."""
     if engine.offloaded:
         return
     places = _places(engine)
@@ -284,8 +284,11 @@ def _empty_as(description: STORAGE_TYPES) -> Tensor:
     return torch.empty(found.size, dtype=found.properties.dtype)
 
 
-def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: int) -> Range | None:
-    """Return an empty range for a tensor's elements; None if the shape differs.  Earlier versions saved flat elements."""
+def _empty_range(description: STORAGE_TYPES, place: TensorBoxes, start: int, length: int) -> Range | None:
+    """Return an empty range for a tensor's elements; None if the shape differs.
+
+    Earlier versions saved flat elements.
+    """
     found = _described(description)
     size = tuple(found.size)
     if size != place.shape:
@@ -297,12 +300,12 @@ def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: i
                 "be loaded only if tensors are not split; load the checkpoint with tensor=1 and expert=1, save it, and load "
                 "the new checkpoint"
             )
-        place = Place.whole(size)
+        place = TensorBoxes.whole(size)
     return Range.of(torch.empty(length, dtype=found.properties.dtype), start, place)
 
 
 def _empty_optimizer_state(
-    description: STORAGE_TYPES, shard: nn.Parameter, start: int, place: Place
+    description: STORAGE_TYPES, shard: nn.Parameter, start: int, place: TensorBoxes
 ) -> Tensor | Range:
     """Return an empty range for an elementwise state, or an empty tensor for another state such as a number."""
     by_element = _described(description).size and _empty_range(description, place, start, shard.numel())
@@ -379,8 +382,8 @@ def offloaded_states(
             yield update, unit, records
 
 
-def _places(engine: Engine) -> dict[int, tuple[str, int, Place]]:
-    """Return the parameter's name, the first element in the parameter, and the parameter's place, for each updated tensor."""
+def _places(engine: Engine) -> dict[int, tuple[str, int, TensorBoxes]]:
+    """Return the parameter's name, the first element in the parameter, and the parameter's boxes, for each updated tensor."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     return {
         id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))

@@ -68,7 +68,10 @@ def write_state(
     group: dist.ProcessGroup,
     planner: SavePlanner | None = None,
 ) -> None:
-    """Write the ranges and tensors in `state` to checkpoint `folder`, and flush its files to the disk.  This is a collective call of `group`."""
+    """Write the ranges and tensors in `state` to checkpoint `folder`, and flush its files to the disk.
+
+    This is a collective call of `group`.
+    """
     writer = FileSystemWriter(folder, sync_files=True)
     dcp.save(dict(state), storage_writer=writer, planner=planner or SavePlanner(), process_group=group)
 

@@ -55,7 +55,10 @@ def describe_adapter(model: nn.Module) -> Adapter | None:
 
 
 def trained_tensors(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
-    """Return, by name, the tensors of an adapter that `model` contains; `model` is a complete model or a rank's stages."""
+    """Return, by name, the tensors of an adapter that `model` contains.
+
+    `model` is a complete model or a rank's stages.
+    """
     wanted = set(adapter.tensors)
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: tensor.detach() for name, tensor in tensors if name in wanted}

@@ -14,7 +14,9 @@ from farandole.parallel.lora.description import Adapter
 def gather_adapter(
     adapter: Adapter, own: Mapping[str, Tensor], comm: Communicator, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the values of `adapter.tensors` on rank 0, and an empty dictionary on other ranks.  This is a collective call.
+    """Return the values of `adapter.tensors` on rank 0, and an empty dictionary on other ranks.
+
+    This is a collective call.
 
     The first rank that has a tensor sends it.
 

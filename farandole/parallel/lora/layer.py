@@ -34,7 +34,7 @@ class AdaptedLayer(nn.Module):
     """Whether `weight` contains the update, W + s B A."""
 
     def update(self) -> Tensor:
-        """Return s B A (..., out, in), in fp32 or in the weight's type if it is wider."""
+        """Return s B A (..., out, in), in fp32 or in the weight's dtype if it is wider."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             return (self.lora_B.to(dtype) @ self.lora_A.to(dtype)).mul_(self.lora.scaling)
@@ -121,7 +121,7 @@ def adapt(layer: Adaptable, lora: LoRA, frozen_weight: Tensor | None = None) -> 
     """Turn `layer` into an `AdaptedLayer` with the same output, and with the weight `frozen_weight` if it is given.
 
     A is initialized like the weight of a new Linear: uniform in +-1/sqrt(in), drawn from torch's global generator.  B
-    is initialized with zeros.  Both are fp32 if the weight is bf16 or fp16, because these types lose small updates.
+    is initialized with zeros.  Both are fp32 if the weight is bf16 or fp16, because these dtypes lose small updates.
     """
     weight = layer.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)

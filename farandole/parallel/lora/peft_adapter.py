@@ -262,8 +262,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             hint = pickled if (folder / "adapter_model.bin").is_file() else ""
             raise AdapterError(f"{folder} is not an adapter: {name} is missing; found: {has}{hint}")
     try:
-        config = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except OSError as error:
+        raise AdapterError(f"{folder / CONFIG} cannot be read: {error.strerror}; check the file") from error
+    except ValueError as error:
         raise AdapterError(
             f"{folder / CONFIG} is damaged: {error}; save or download the adapter again"
         ) from error
@@ -275,7 +277,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:
             named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}; check the file") from error
+    except SafetensorError as error:
         raise AdapterError(
             f"{folder / WEIGHTS} is damaged: {error}; save or download the adapter again"
         ) from error
@@ -320,7 +324,10 @@ _SHOWN = 6
 
 
 class AdapterError(RuntimeError):
-    """Raised if an adapter cannot be written or read or does not match the model; the message contains the adapter and the reason."""
+    """Raised if an adapter cannot be written or read or does not match the model.
+
+    The message contains the adapter and the reason.
+    """
 
 
 @dataclass

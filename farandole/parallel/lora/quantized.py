@@ -16,15 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _NF4_UNIT = 64 * 256
-"""The block size: 64 weights share a scale, and 256 scales share a second-level scale; torchao supports multiples of this size."""
+"""The block size: 64 weights share a scale, and 256 scales share a second-level scale.
+
+Torchao supports multiples of this size.
+"""
 
 
 def quantized_weights(linears: Mapping[str, nn.Linear], base: str) -> dict[str, Tensor]:
-    """Quantize the weight of each layer to the type `base`.
+    """Quantize the weight of each layer to the format `base`.
 
     Raises:
         ImportError: if torchao is missing.
-        ValueError: if a weight cannot be quantized to this type.
+        ValueError: if a weight cannot be quantized to this format.
     """
     try:
         with _quiet():
@@ -58,7 +61,10 @@ def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
 
 
 def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
-    """Return `weight` in torchao's int4 format for its device; in versions up to 0.18, torchao has no such format for CPUs."""
+    """Return `weight` in torchao's int4 format for its device.
+
+    In versions up to 0.18, torchao has no such format for CPUs.
+    """
     group = next((size for size in (128, 64, 32) if weight.shape[1] % size == 0), None)
     if group is None:
         raise ValueError(
@@ -116,7 +122,7 @@ def stored_bytes(tensor: Tensor) -> int:
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear` with a quantized weight: (..., in) to (..., out), in the type of `x` or of autocast."""
+    """Return `F.linear` with a quantized weight: (..., in) to (..., out), in the dtype of `x` or of autocast."""
     result: Tensor = _FrozenLinear.apply(x, weight, bias)
     return result
 

@@ -36,7 +36,9 @@ _AHEAD = 2
 
 
 def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
-    """Return a function that creates records of given sizes in the storage that `Plan.offload` names.  This is a collective call.
+    """Return a function that creates records of given sizes in the storage that `Plan.offload` names.
+
+    This is a collective call.
 
     Calls of the function are collective too, and raise `OffloadError` on all ranks if any rank has too little space.
     """
@@ -54,7 +56,9 @@ def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
 def stores_at(
     place: Place, offloaded: Offloaded, plan: ShardingPlan, comm: Communicator, *, accelerator: bool
 ) -> Stores:
-    """Return the stores for gradients and weights according to `Plan.offload` and `Plan.offloaded`.  This is a collective call.
+    """Return the stores for gradients and weights according to `Plan.offload` and `Plan.offloaded`.
+
+    This is a collective call.
 
     Raises:
         OffloadError: on all ranks, if any rank has too little space.
@@ -170,7 +174,10 @@ class OffloadedUpdate:
         self.state.invalidate()
 
     def load(self, unit: int, states: Sequence[ShardState]) -> None:
-        """Set a unit to the states that `saved` yielded for its shards.  Raise ValueError if the states do not match the shards."""
+        """Set a unit to the states that `saved` yielded for its shards.
+
+        Raises ValueError if the states do not match the shards.
+        """
         with self._shards[unit].values_in_place(write=True):
             self.state.load(unit, states)
 

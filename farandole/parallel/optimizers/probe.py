@@ -18,7 +18,10 @@ from torch.optim import Optimizer
 
 _SHAPES = ((4, 6), (5, 3))
 _CUT = 10
-"""The number of elements of the first matrix in the first shard; the second shard has the other elements and the second matrix."""
+"""The number of elements of the first matrix in the first shard.
+
+The second shard has the other elements and the second matrix.
+"""
 _STEPS = 3
 
 
@@ -80,31 +83,31 @@ def _run(
     parameters: list[nn.Parameter],
     gradients: list[list[Tensor]],
 ) -> None:
-    twin = _twin_of(optimizer, group, parameters)
+    copied = _optimizer_like(optimizer, group, parameters)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
-        type(twin).step(twin)  # some optimizers need a closure, which is to be found out
+        type(copied).step(copied)  # some optimizers need a closure, which is to be found out
 
 
-def _twin_of(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+def _optimizer_like(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
     """Return an optimizer with the same class and settings for other parameters."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # the method of a scheduler, bound to the optimizer itself
+    copied = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    copied.__dict__.pop("step", None)  # the method of a scheduler, bound to the optimizer itself
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        twin.__dict__[hooks] = OrderedDict()
+        copied.__dict__[hooks] = OrderedDict()
     settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if "param_names" in settings:
         settings["param_names"] = [str(number) for number in range(len(parameters))]
-    twin.param_groups = [{**settings, "params": parameters}]
-    twin.state = defaultdict(dict)
+    copied.param_groups = [{**settings, "params": parameters}]
+    copied.state = defaultdict(dict)
     with_state = next((p for p in group["params"] if optimizer.state.get(p)), None)
     # Adagrad creates its state in its constructor; factored states are created in the first step
     if with_state is not None and _is_per_element(optimizer.state[with_state], with_state):
         for parameter in parameters:
-            twin.state[parameter] = _state_like(optimizer.state[with_state], with_state, parameter)
-    return twin
+            copied.state[parameter] = _state_like(optimizer.state[with_state], with_state, parameter)
+    return copied
 
 
 def _is_per_element(state: dict[str, Any], owner: Tensor) -> bool:

@@ -107,7 +107,10 @@ class StochasticRounding:
 
     @contextmanager
     def _masters(self, bucket: OptimizerShards, number: int) -> Iterator[None]:
-        """Return a context in which the tensors of the bucket are fp32; they are rounded to bf16 when the context ends."""
+        """Return a context in which the tensors of the bucket are fp32.
+
+        The tensors are rounded to bf16 when the context ends.
+        """
         assert bucket.weights is not None  # weights were cast
         own = bucket.weights.shard
         master = own.float()

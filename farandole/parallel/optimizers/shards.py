@@ -71,7 +71,15 @@ class OptimizerShards:
     # ---- gradients ----
 
     def set_gradients(self, used: Sequence[bool], norms: GradientNorms) -> None:
-        """Set the `.grad` of all tensors whose parameters were used on any rank."""
+        """Set the `.grad` of the tensors whose parameters were used on any rank, and all other `.grad` to None.
+
+        Args:
+            used: for each parameter of the bucket, whether any rank used the parameter.
+            norms: the norms of the averaged gradients, which sharded gradients return to `torch.nn.utils.clip_grad_norm_`.
+
+        Raises:
+            RuntimeError: if the program assigned a `.grad` to a parameter that no backward pass used on any rank.
+        """
         with unchecked():
             self._set_gradients(used, norms)
 
@@ -271,7 +279,10 @@ class OptimizerShards:
 
     @contextmanager
     def values_in_place(self, *, write: bool) -> Iterator[None]:
-        """Return a context in which the tensors hold the offloaded weights; with `write`, the weights are written back at its end."""
+        """Return a context in which the tensors hold the offloaded weights.
+
+        With `write`, the weights are written back at its end.
+        """
         if self.weights is None or self.weights.has_master_copy or not self.weights.is_offloaded:
             yield
         else:
@@ -414,7 +425,7 @@ class ShardedGradient(Tensor):
     def __new__(
         cls, parameter: Tensor, change: Callable[[Change], None] | None, norms: GradientNorms, name: str
     ) -> ShardedGradient:
-        """Create a placeholder with the parameter's shape, type and device."""
+        """Create a placeholder with the parameter's shape, dtype and device."""
         made: ShardedGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
@@ -446,7 +457,7 @@ class ShardedGradient(Tensor):
         found = next(each for each in _flat(args) if isinstance(each, cls))
         raise RuntimeError(
             f"{function.__name__.split('.')[0]} is not supported for the gradient of {found._name}, because this rank "
-            "does not have the whole gradient in the type of the parameter. Read this rank's part with "
+            "does not have the whole gradient in the dtype of the parameter. Read this rank's part with "
             "engine.gradients(). Compute with the whole gradient through engine.clip(max_norm), "
             "engine.gradient_norm(), engine.scale_gradients(factor), torch.nn.utils.clip_grad_norm_ or "
             "clip_grad_value_. Pass optimizers to engine.optimizer(...)."

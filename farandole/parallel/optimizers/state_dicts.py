@@ -106,7 +106,7 @@ class StateDicts:
         if self._comm is not None and saved == self._description(optimizer, self._comm):
             return state_dict
         raise ValueError(
-            f"this is the state of other shards, saved by rank {saved['rank']} of {saved['ranks']}"
+            f"this is the state of other shards, saved by rank {saved['rank']} of {saved['ranks']} ranks"
         )
 
     def _cut(self, state_dict: dict[str, Any]) -> dict[str, Any]:

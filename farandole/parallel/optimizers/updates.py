@@ -179,7 +179,10 @@ class Updates:
             given = param_group["params"]
             given = [given] if isinstance(given, Tensor) else list(given)
             if any(id(parameter) not in trained for parameter in given):
-                raise ValueError("add_param_group: expected parameters that the engine trains")
+                raise ValueError(
+                    "add_param_group: expected parameters that the engine trains, got a parameter that is frozen or not in "
+                    "the engine's model; set requires_grad before parallelize"
+                )
             shard_of = {id(parameter): shard for parameter, shard, _ in self._tensors_of_shards()}
             plain(changed, {**param_group, "params": [shard_of[id(p)] for p in given if id(p) in shard_of]})
             state_dicts.add_group(given)

@@ -59,7 +59,10 @@ class Plan:
 
 
 class Channel:
-    """One end of a connection.  All methods raise RuntimeError if the other end has died or does not respond in time."""
+    """One end of a connection.
+
+    All methods raise RuntimeError if the other end has died or does not respond in time.
+    """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.peer = peer
@@ -111,7 +114,7 @@ class Channel:
             leave(note, PATIENCE_S)
 
     def close(self) -> None:
-        """Release the group's memory."""
+        """Discard the posted messages and destroy the process group."""
         self._posted.clear()
         dist.destroy_process_group(self._comm.group)
 

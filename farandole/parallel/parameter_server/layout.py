@@ -16,7 +16,7 @@ SMALLEST_BYTES = 1 << 16
 """Smaller tensors are not split, because additional messages would cost more than better balance saves."""
 
 Buffers = dict[torch.dtype, Tensor]
-"""Flat memory for the pieces of one server, one tensor per element type."""
+"""Flat memory for the pieces of one server, one tensor per dtype."""
 
 
 @dataclass(frozen=True, order=True)
@@ -57,7 +57,7 @@ def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) ->
 
 
 class Packing:
-    """The positions of one server's pieces in its buffers: one buffer per type, with consecutive pieces."""
+    """The positions of one server's pieces in its buffers: one buffer per dtype, with consecutive pieces."""
 
     def __init__(self, pieces: Sequence[Piece], parameters: Sequence[Tensor]) -> None:
         self.pieces = list(pieces)
@@ -80,5 +80,8 @@ class Packing:
         return [buffers[dtype][place].view(shape) for dtype, place, shape in self._places]
 
     def part(self, piece: Piece, tensor: Tensor) -> Tensor:
-        """Return the elements of `piece` in its parameter or in a tensor with the same shape; a copy if the tensor is not contiguous."""
+        """Return the elements of `piece` in its parameter or in a tensor with the same shape.
+
+        The result is a copy if the tensor is not contiguous.
+        """
         return tensor if piece.whole else tensor.reshape(-1)[piece.start : piece.stop]

@@ -37,7 +37,10 @@ class Shard:
             _check(self._optimizer, packing)
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
-        """Apply one step with the weighted mean gradient sum(w g) / sum(w); pieces without a gradient are not updated."""
+        """Apply one step with the weighted mean gradient sum(w g) / sum(w).
+
+        Pieces without a gradient are not updated.
+        """
         total = sum(contribution.weight for contribution in contributions)
         for dtype, gradient in self._gradients.items():
             gradient.zero_()

@@ -44,7 +44,7 @@ def measured_division(
         model: a model that `check` accepts.
         example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
             default, and if the model is on the meta device, the cost of a block is that of `balance.parameter_costs`.
-        dtype: the type in which the model computes.
+        dtype: the dtype in which the model computes.
 
     Raises:
         PlanError: as `divided`, or if blocks cannot be measured.
@@ -77,7 +77,7 @@ def divided(
 
     Args:
         example: the input of one micro-batch, which `Plan.stage_bytes` requires.
-        dtype: the type in which the model computes.
+        dtype: the dtype in which the model computes.
         costs: the cost of each block; by default that of `balance.parameter_costs`.
 
     Raises:

@@ -130,7 +130,9 @@ def _least_memory(size: Sequence[Sequence[float]], blocks: int) -> float:
 
 
 def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list[BlockCost]:
-    """Measure each block of `model` on one micro-batch, in training mode; gradients and changes of buffers are discarded.
+    """Measure each block of `model` on one micro-batch, in training mode.
+
+    Gradients and changes of buffers are discarded.
 
     Args:
         example: the arguments of the model: a tensor, or a tuple.

@@ -90,7 +90,9 @@ class BatchNormStatistics:
 
     @torch.no_grad()
     def update(self) -> list[Tensor]:
-        """Update the running statistics at the end of a step.  This is a collective call of the ranks with the same stages.
+        """Update the running statistics at the end of a step.
+
+        This is a collective call of the ranks with the same stages.
 
         Returns:
             The buffers that are equal on all ranks with the same stages.

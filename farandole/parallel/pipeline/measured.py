@@ -28,7 +28,9 @@ _EXCHANGES = 9
 
 
 def measured_timeline(pipeline: Pipeline, comm: Communicator, ranks: Sequence[int] | None = None) -> Timeline:
-    """Return the timeline of the last training step of a pipeline, in seconds.  This is a collective call of all ranks of `comm`.
+    """Return the timeline of the last training step of a pipeline, in seconds.
+
+    This is a collective call of all ranks of `comm`.
 
     Args:
         ranks: the rank in `comm` of each pipeline rank; by default all ranks in order.

@@ -63,7 +63,7 @@ def block_sizes(
     Args:
         model: the complete model.
         example: the input of one micro-batch.
-        dtype: the type in which the model computes; None for the types of its parameters.
+        dtype: the dtype in which the model computes; None for the dtypes of its parameters.
     """
     saved, schedule = saved_bytes(model, example, dtype=dtype), steady(schedule, "stage_bytes=")
     sizes = []

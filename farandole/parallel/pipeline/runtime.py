@@ -104,7 +104,10 @@ class Pipeline:
         self.adapter: Adapter | None = None
         """The LoRA adapter of the complete model."""
         self.spans: list[Span] = []
-        """The actions of this rank in the last step, in seconds of `time.perf_counter`; waiting for messages is idle time."""
+        """The actions of this rank in the last step, in seconds of `time.perf_counter`.
+
+        Waiting for messages is idle time.
+        """
         self.waited_s = 0.0
         """The seconds in which this rank has waited for messages."""
         self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
@@ -165,7 +168,9 @@ class Pipeline:
         return step.failure
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return the model's output on all ranks, in evaluation mode.  This is a collective call of the pipeline's ranks.
+        """Return the model's output on all ranks, in evaluation mode.
+
+        This is a collective call of the pipeline's ranks.
 
         Raises:
             RuntimeError: in training mode, or if gradients are enabled.

@@ -26,7 +26,10 @@ from typing import Any, ClassVar, TypeVar
 
 
 class ScheduleError(ValueError):
-    """Raised if a schedule is unknown, incomplete or deadlocks; the message contains the nearest alternative if there is one."""
+    """Raised if a schedule is unknown, incomplete or deadlocks.
+
+    The message contains the nearest alternative if there is one.
+    """
 
 
 # ---- actions ----

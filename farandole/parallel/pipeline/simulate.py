@@ -221,12 +221,15 @@ def check_complete(schedule: Schedule) -> None:
             results = [(code, action.stage, action.micro_batch) for code in _results(action)]
             where = f"{schedule.name}: {action} on rank {rank}"
             if not set(results) <= expected:
-                raise ScheduleError(f"{where}: there is no such stage or micro-batch")
+                raise ScheduleError(
+                    f"{where}: expected stages from 0 to {schedule.stages - 1} and micro-batches from 0 to "
+                    f"{schedule.micro_batches - 1}"
+                )
             if schedule.rank_of(action.stage, action.micro_batch) != rank:
                 holder = schedule.rank_of(action.stage, action.micro_batch)
-                raise ScheduleError(f"{where}: the stage is on rank {holder}")
+                raise ScheduleError(f"{where}: expected this action on rank {holder}, which has the stage")
             if not done.isdisjoint(results):
-                raise ScheduleError(f"{where} runs twice")
+                raise ScheduleError(f"{where} runs twice; remove one of the two actions")
             for code, stage in inputs_of(action, schedule):
                 needed = (code, stage, action.micro_batch)
                 if schedule.rank_of(stage, action.micro_batch) == rank and needed not in done:

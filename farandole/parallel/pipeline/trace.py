@@ -66,7 +66,10 @@ def duration(
     category: str = "",
     arguments: Mapping[str, Any] | None = None,
 ) -> Event:
-    """Return the event of an interval.  Times are rounded to microseconds, so that intervals remain nested or disjoint."""
+    """Return the event of an interval.
+
+    Times are rounded to microseconds, so that intervals remain nested or disjoint.
+    """
     start_us, end_us = round(start_s * 1e6), round(end_s * 1e6)
     return {
         "name": name,

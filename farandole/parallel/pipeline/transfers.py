@@ -1,7 +1,7 @@
 """Sends and receives between the stages of one step.
 
 Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank of the
-previous stage.  Shapes are found at run time: a header with types and shapes precedes an output.  A gradient has the shapes of
+previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an output.  A gradient has the shapes of
 the output, which its receiver knows, and is accompanied by a flag that says whether the gradient is valid.
 
 A rank that has failed sends an empty tuple as each further output, and invalid gradients (`stage_error`).
@@ -46,7 +46,10 @@ TYPES = (
 
 @dataclass(frozen=True)
 class TensorShape:
-    """The type and shape of a tensor, and whether the tensor requires a gradient.  A None in an output is described by None."""
+    """The dtype and shape of a tensor, and whether the tensor requires a gradient.
+
+    A None in an output is described by None.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,7 +57,7 @@ class TensorShape:
 
     @classmethod
     def of(cls, tensor: Tensor | None) -> TensorShape | None:
-        """Return the type and shape of a tensor."""
+        """Return the dtype and shape of a tensor."""
         return None if tensor is None else cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
     @property
@@ -239,7 +242,7 @@ def encode(shapes: Shapes, *, single: bool) -> Tensor:
     """Return the header of an output.
 
     Raises:
-        TypeError: if the shapes do not fit in a header, or a type is not supported.
+        TypeError: if the shapes do not fit in a header, or a dtype is not supported.
     """
     numbers = [int(single), len(shapes)]
     for shape in shapes:
@@ -248,7 +251,7 @@ def encode(shapes: Shapes, *, single: bool) -> Tensor:
             continue
         if shape.dtype not in TYPES:
             raise TypeError(
-                f"a stage's output has type {shape.dtype}; expected one of {', '.join(map(str, TYPES))}"
+                f"a stage's output has dtype {shape.dtype}; expected one of {', '.join(map(str, TYPES))}"
             )
         numbers += [TYPES.index(shape.dtype), int(shape.requires_grad), len(shape.shape), *shape.shape]
     if len(numbers) > HEADER:

@@ -19,13 +19,13 @@ accordingly.
 
     register(MyAttention, Rule(column={"qkv": my_parts}, row={"out": my_heads}))
 
-The token embedding and the output projection are split along the vocabulary (`Words`).  With targets, no rank holds the
+The token embedding and the output projection are split along the vocabulary (`ParallelVocabulary`).  With targets, no rank holds the
 logits of the whole vocabulary.  Without targets, the model gathers and returns the logits of the whole vocabulary or,
 within `sharded_logits`, returns the logits of this rank's part.
 """
 
 from farandole.parallel.tensor.apply import apply as apply
 from farandole.parallel.tensor.rules import Indivisible, Parts, Rule, register
-from farandole.parallel.tensor.words import sharded_logits
+from farandole.parallel.tensor.vocabulary import sharded_logits
 
 __all__ = ["Indivisible", "Parts", "Rule", "register", "sharded_logits"]

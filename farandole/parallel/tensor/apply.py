@@ -18,7 +18,7 @@ from farandole.parallel.lora.layer import LoRALinear
 from farandole.parallel.tensor.regions import AXIS, Region, SharedBias, enter_at
 from farandole.parallel.tensor.rules import EMBEDDINGS, Indivisible, Rule, rule_of
 from farandole.parallel.tensor.tokens import ShareTokens, TokenBlock, TokenDropout, TokenRegion, Tokens
-from farandole.parallel.tensor.words import EmbedWords, Words
+from farandole.parallel.tensor.vocabulary import ParallelEmbedding, ParallelVocabulary
 from farandole.plan import Plan, PlanError
 
 
@@ -58,8 +58,8 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             path.startswith(f"{other}.") and found[other][1].region for other in found
         ):
             wrap_calls(module, _region(module, rule, comm, plan) if tokens is None else TokenRegion(tokens))
-        if rule.words:
-            _split_words(module, rule, position, layouts, tokens)
+        if rule.vocabulary:
+            _split_vocabulary(module, rule, position, layouts, tokens)
 
 
 def _region(module: nn.Module, rule: Rule, comm: AxisCommunicator | None, plan: Plan) -> Region:
@@ -81,7 +81,7 @@ def _with_equal_gradients(
 
 def _share_tokens(model: nn.Module, found: Mapping[str, tuple[nn.Module, Rule]], tokens: Tokens) -> None:
     """Let each rank process its shard of the tokens between regions."""
-    kinds = [type(module) for module, rule in found.values() if rule.words]
+    kinds = [type(module) for module, rule in found.values() if rule.vocabulary]
     transformers = [module for module in model.modules() if isinstance(module, Transformer)]
     if (
         len(transformers) != 1
@@ -95,7 +95,7 @@ def _share_tokens(model: nn.Module, found: Mapping[str, tuple[nn.Module, Rule]],
         )
     inner = {id(child) for module, rule in found.values() if rule.region for child in module.modules()}
     for module, rule in list(found.values()):
-        if rule.words and type(module) in EMBEDDINGS:
+        if rule.vocabulary and type(module) in EMBEDDINGS:
             inner |= {id(child) for child in module.modules()}
             wrap_calls(module, ShareTokens(tokens))
     for module in model.modules():
@@ -140,20 +140,20 @@ def _split(module: nn.Module, rule: Rule, position: Position, layouts: Layouts) 
         layouts.shard(module.get_parameter(name), AXIS, Shard(dim, parts[name]), position)
 
 
-def _split_words(
+def _split_vocabulary(
     module: nn.Module, rule: Rule, position: Position, layouts: Layouts, tokens: Tokens | None
 ) -> None:
-    comm, words = position.comm(AXIS), None
-    for name in rule.words:
+    comm, vocabulary = position.comm(AXIS), None
+    for name in rule.vocabulary:
         child: Any = getattr(module, name)
         parameter: Any = child.weight if isinstance(child, nn.Embedding) else child
         if parameter is None:
             continue
         layouts.shard(parameter, AXIS, Shard(0), position)
-        words = Words(comm, layouts.of(parameter).shape[0], position, tokens)
+        vocabulary = ParallelVocabulary(comm, layouts.of(parameter).shape[0], position, tokens)
         if isinstance(child, nn.Embedding):
             child.num_embeddings = len(child.weight)
-            child.padding_idx = words.place(child.padding_idx)
-            wrap_calls(child, EmbedWords(words))
-    if words is not None and hasattr(module, "vocabulary"):
-        module.__dict__["vocabulary"] = words
+            child.padding_idx = vocabulary.local_index(child.padding_idx)
+            wrap_calls(child, ParallelEmbedding(vocabulary))
+    if vocabulary is not None and hasattr(module, "vocabulary"):
+        module.__dict__["vocabulary"] = vocabulary

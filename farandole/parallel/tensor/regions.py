@@ -22,7 +22,10 @@ AXIS = "tensor"
 
 
 class ColumnLinear(nn.Linear):
-    """The only layer that uses the input of a region; the input enters here, and the backward pass overlaps (`linear_of_copies`)."""
+    """The only layer that uses the input of a region.
+
+    The input enters here, and the backward pass overlaps (`linear_of_copies`).
+    """
 
     comm: AxisCommunicator
 
@@ -32,7 +35,11 @@ class ColumnLinear(nn.Linear):
 
 
 def enter_at(linear: nn.Module, comm: AxisCommunicator | None) -> bool:
-    """Let the input of a region enter at its column layer, if this pays and the layer is plain; return whether it does."""
+    """Let the input of a region enter at its column layer, so that the backward pass overlaps with communication.
+
+    Returns:
+        Whether the input enters there: False for a subclass of `nn.Linear`, or if `comm` does not overlap.
+    """
     if comm is None or not comm.overlaps or type(linear) is not nn.Linear:
         return False
     linear.__class__ = ColumnLinear

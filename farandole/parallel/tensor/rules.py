@@ -24,7 +24,10 @@ Parts = Callable[[Any, int], Sequence[Part]]
 
 
 class Indivisible(ValueError):
-    """Raised if a module cannot be split over the ranks; `nearest` contains the nearest numbers of ranks that can split it."""
+    """Raised if a module cannot be split over the ranks.
+
+    `nearest` contains the nearest numbers of ranks that can split it.
+    """
 
     def __init__(self, what: str, nearest: Iterable[int]) -> None:
         super().__init__(what)
@@ -39,7 +42,7 @@ class Rule:
         column: the linear layers whose outputs are split, by path, with the parts of the outputs.
         row: the linear layers whose inputs are split, by path, with the parts of the inputs.
         tensors: other split parameters of the module: the dimension and its parts.
-        words: the embeddings (by path) and parameters that are split along the vocabulary.
+        vocabulary: the embeddings (by path) and parameters that are split along the vocabulary.
         region: whether the module is a region.  A module that is not a region does not communicate, or is inside
             another region.
         inputs: the number of leading arguments that enter the region.
@@ -52,7 +55,7 @@ class Rule:
     column: Mapping[str, Parts] = field(default_factory=dict)
     row: Mapping[str, Parts] = field(default_factory=dict)
     tensors: Mapping[str, tuple[int, Parts]] = field(default_factory=dict)
-    words: Sequence[str] = ()
+    vocabulary: Sequence[str] = ()
     region: bool = True
     inputs: int = 1
     overlaps: bool = False
@@ -182,13 +185,13 @@ RULES: dict[type[nn.Module], Rule] = {
         {"query": _t5_heads(1), "kv": _t5_heads(2)}, {"out": _t5_heads(1)}, inputs=2, adjust=_share_dropout
     ),
     RelativeBias: Rule(tensors={"biases.weight": (1, _bias_heads)}, region=False),
-    Embedding: Rule(words=("tokens",), region=False),
-    BERTEmbedding: Rule(words=("tokens",), region=False),
-    T5Embedding: Rule(words=("tokens",), region=False),
-    Head: Rule(words=("weight", "bias"), region=False),
-    PredictionHead: Rule(words=("weight", "bias"), region=False),
-    MaskedTokenHead: Rule(words=("weight", "bias"), region=False),
-    T5Head: Rule(words=("weight",), region=False),
+    Embedding: Rule(vocabulary=("tokens",), region=False),
+    BERTEmbedding: Rule(vocabulary=("tokens",), region=False),
+    T5Embedding: Rule(vocabulary=("tokens",), region=False),
+    Head: Rule(vocabulary=("weight", "bias"), region=False),
+    PredictionHead: Rule(vocabulary=("weight", "bias"), region=False),
+    MaskedTokenHead: Rule(vocabulary=("weight", "bias"), region=False),
+    T5Head: Rule(vocabulary=("weight",), region=False),
 }
 """The rule for each kind of module; a subclass needs its own rule."""
 

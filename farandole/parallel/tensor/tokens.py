@@ -24,7 +24,9 @@ from farandole.parallel.tensor.regions import leading
 
 
 class Tokens:
-    """The tokens of a forward pass, which are divided over ranks; tokens (batch, positions) are numbered in row-major order.
+    """The tokens of a forward pass, which are divided over ranks.
+
+    Tokens (batch, positions) are numbered in row-major order.
 
     The shape is taken from the `SequenceInfo` of the forward pass, because passes may overlap (a recomputation runs a
     block of an earlier pass) and because a pipeline stage may have no embedding.

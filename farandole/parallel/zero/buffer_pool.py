@@ -77,7 +77,10 @@ class BufferPool:
         return [*found, user] if user is not None and user.in_flight and user not in found else found
 
     def first_to_launch(self) -> Bucket | None:
-        """Return the oldest bucket that waits for the start of its reduction, if too many buckets wait; otherwise None."""
+        """Return the oldest bucket that waits for the start of its reduction, if too many buckets wait.
+
+        The result is None otherwise.
+        """
         waiting = [bucket for bucket in self._holders if not bucket.was_reduced]
         complete = sum(bucket.ready for bucket in waiting)
         return waiting[0] if complete >= DEPTH or len(waiting) > _UNREDUCED else None

@@ -37,7 +37,7 @@ class Stores:
 
 
 @dataclass
-class Built:
+class BuiltBuckets:
     """The buckets of trained parameters, the tensors of each bucket that the optimizer updates, and all flat weights."""
 
     buckets: list[Bucket] = field(default_factory=list)
@@ -55,7 +55,7 @@ def build(
     masters: Masters = "memory",
     compression: Compression | None = None,
     stores: Stores | None = None,
-) -> Built:
+) -> BuiltBuckets:
     """Move the parameters of `model` into the buffers of the plan.  This is a collective call.
 
     Args:
@@ -63,7 +63,7 @@ def build(
         masters: where master weights are stored.
         stores: the stores of offloaded gradients and weights; offloaded weights require `plan.gathered`.
     """
-    rank, stores, built = groups.comm.rank, stores or Stores(), Built()
+    rank, stores, built = groups.comm.rank, stores or Stores(), BuiltBuckets()
     copied = any(bucket.dtype != bucket.master_dtype for bucket in plan.trained)
 
     def weights_of(bucket: BucketPlan, *, trained: bool) -> FlatWeights:
@@ -130,7 +130,7 @@ def _number(bucket: BucketPlan, rank: int, zero: int) -> int:
 def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool | None, int]]:
     """Return the pool and the number in the pool of each bucket that is reduced in every pass.
 
-    Buckets with the same type, device, filling and ranks share a pool.
+    Buckets with the same dtype, device, filling and ranks share a pool.
     """
     kinds: dict[tuple[torch.dtype, torch.device, Filling, tuple[int, ...]], list[int]] = {}
     for number, plan in enumerate(plans):
@@ -146,7 +146,7 @@ def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool
     return [found.get(number, (None, 0)) for number in range(len(plans))]
 
 
-def _gatherer(model: nn.Module, plan: ShardingPlan, groups: Groups, built: Built) -> Gatherer:
+def _gatherer(model: nn.Module, plan: ShardingPlan, groups: Groups, built: BuiltBuckets) -> Gatherer:
     """Create separate communicators for gathers, so that gathers do not wait for gradient reductions."""
     gathered: list[list[GatheredWeights]] = [[] for _ in range(plan.groups)]
     copies: dict[tuple[int, ...], Communicator] = {}

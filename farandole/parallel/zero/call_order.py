@@ -112,7 +112,10 @@ class CallOrder:
         self._kind = None
 
     def forget(self, kind: Kind) -> None:
-        """Discard the order of `kind`, so that its next pass is negotiated; all ranks must call this method between passes."""
+        """Discard the order of `kind`, so that its next pass is negotiated.
+
+        All ranks must call this method between passes.
+        """
         self._agreed[kind] = []
 
     def abandon(self) -> None:

@@ -29,7 +29,7 @@ class GatheredWeights(FlatWeights):
 
     Args:
         offload: the store of the shard, if the shard is not in memory.
-        master_copy: whether an offloaded shard in the master weights' type is only a copy of the master weights.
+        master_copy: whether an offloaded shard in the master weights' dtype is only a copy of the master weights.
     """
 
     def __init__(
@@ -190,7 +190,10 @@ class GatheredWeights(FlatWeights):
         return self.is_whole or is_same_memory(self.parameters[index], self._placeholders[index])
 
     def set_values(self, index: int, values: Tensor) -> None:
-        """Set the weights and master weights of parameter `index`; all ranks must call this method with the same values."""
+        """Set the weights and master weights of parameter `index`.
+
+        All ranks must call this method with the same values.
+        """
         with self.in_memory(write=True):
             self._set_range(self.shard, index, values)
         if self.has_master_copy and self.master is not None:

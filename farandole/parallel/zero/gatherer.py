@@ -58,7 +58,10 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 @dataclass(frozen=True)
 class _SavedOutside:
-    """A tensor that was packed by enclosing hooks; they are called here because autograd calls only the innermost hooks."""
+    """A tensor that was packed by enclosing hooks.
+
+    These hooks are called here because autograd calls only the innermost hooks.
+    """
 
     kept: Any
     unpack: Callable[[Any], Tensor]
@@ -200,7 +203,10 @@ class Gatherer:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context with unsharded weights, in which ranks can compute independently; all ranks enter and leave it together."""
+        """Return a context with unsharded weights, in which ranks can compute independently.
+
+        All ranks enter and leave it together.
+        """
         self.release()
         for weights in (weights for group in self._groups for weights in group):
             weights.gather_async()

@@ -1,4 +1,4 @@
-"""Parameters whose values cannot be used: shape, type and device can be read, and other operations raise an error.
+"""Parameters whose values cannot be used: shape, dtype and device can be read, and other operations raise an error.
 
     hide(parameter, "0.weight")
     parameter.shape             # as before

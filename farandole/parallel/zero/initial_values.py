@@ -65,22 +65,24 @@ def stand_in(models: Sequence[nn.Module], device: torch.device) -> dict[int, tor
     The models can share modules and parameters.
 
     Returns:
-        The types of all parameters, by `id(parameter)`.
+        The dtypes of all parameters, by `id(parameter)`.
     """
-    twins: dict[int, Tensor] = {}
+    placeholders: dict[int, Tensor] = {}
     for module in nn.ModuleList(models).modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                if id(parameter) not in twins:
+                if id(parameter) not in placeholders:
                     nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
-                    twins[id(parameter)] = nn.Parameter(
+                    placeholders[id(parameter)] = nn.Parameter(
                         nothing.expand(parameter.shape), requires_grad=parameter.requires_grad
                     )
-                module._parameters[name] = twins[id(parameter)]  # type: ignore[assignment]
+                module._parameters[name] = placeholders[id(parameter)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                twins.setdefault(id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
-                module._buffers[name] = twins[id(buffer)]
+                placeholders.setdefault(
+                    id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+                )
+                module._buffers[name] = placeholders[id(buffer)]
     return {id(parameter): parameter.dtype for model in models for parameter in model.parameters()}
 
 
@@ -100,7 +102,7 @@ def fill_model(
         complete: the model before it was divided into stages, with the same parameters.
         weights: the flat buffers; parameters outside of them are allocated.
         layouts: the parts of parameters that ranks store; `initialise` fills complete parameters.
-        types: the original types of parameters, by `id(parameter)`.
+        types: the original dtypes of parameters, by `id(parameter)`.
     """
     places = {id(p): (weight, index) for weight in weights for index, p in enumerate(weight.parameters)}
     known = {id(p): layouts[name] for name, p in complete.named_parameters()}
@@ -169,7 +171,7 @@ def _in_memory(
     types: Mapping[int, torch.dtype],
     shapes: Mapping[int, tuple[int, ...]],
 ) -> Iterator[None]:
-    """Return a context in which `parameters` have separate memory, in their original types and complete shapes."""
+    """Return a context in which `parameters` have separate memory, in their original dtypes and complete shapes."""
     places = [parameter.data for parameter in parameters]
     for parameter, place in zip(parameters, places, strict=True):
         key = id(parameter)
@@ -192,7 +194,10 @@ def broadcast_parameters(
     groups: Groups,
     names: Collection[str] | None = None,
 ) -> None:
-    """Broadcast parameters and buffers from the first rank that stores them.  This is a collective call.  `names` selects tensors by name."""
+    """Broadcast parameters and buffers from the first rank that stores them.
+
+    This is a collective call.  `names` selects tensors by name.
+    """
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if names is not None and name not in names:

@@ -68,23 +68,23 @@ class ReductionRanks:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters with the same type and device, in one flat buffer."""
+    """Parameters with the same dtype and device, in one flat buffer."""
 
     parameters: Sequence[nn.Parameter]
     names: Sequence[str]
     layout: FlatLayout
     ranks: ReductionRanks
     dtype: torch.dtype
-    """The type in which the model computes."""
+    """The dtype in which the model computes."""
     master_dtype: torch.dtype
-    """The type in which the optimizer updates, and in which gradients are reduced."""
+    """The dtype in which the optimizer updates, and in which gradients are reduced."""
     group: int = 0
     """The number of the group in which these weights are gathered."""
     every_pass: bool = False
-    """Whether each backward pass is reduced (`zero` 2 and 3), so that the unsharded gradient is not kept.
+    """Whether gradients are reduced after each backward pass (`zero` 2 and 3), so that no unsharded gradient is kept.
 
-    Ranks with different pipeline stages run them at different times.  The gradients that such ranks share, for example of a
-    tied embedding, are reduced once per step.
+    Ranks with different pipeline stages run backward passes at different times.  The gradients that such ranks share, for
+    example of a tied embedding, are reduced once per step.
     """
 
     @property
@@ -103,7 +103,10 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The buckets of a model; buckets of trained parameters are in the order in which a backward pass completes them."""
+    """The buckets of a model.
+
+    Buckets of trained parameters are in the order in which a backward pass completes them.
+    """
 
     trained: list[BucketPlan]
     frozen: list[BucketPlan]
@@ -161,7 +164,10 @@ def _per_host(counts: Sequence[int], data: int) -> int:
 
 
 def replicated_layouts(model: nn.Module) -> dict[str, Layout]:
-    """Return layouts by name for a model whose parameters are complete on every rank; tied parameters are listed once."""
+    """Return layouts by name for a model whose parameters are complete on every rank.
+
+    Tied parameters are listed once.
+    """
     return {name: Layout(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
 
 
@@ -182,7 +188,7 @@ def plan_sharding(
 
     Args:
         layouts: the layouts of all parameters of the mesh, in the same order on all ranks.
-        dtype: the type in which the model computes; None for the types of the parameters.
+        dtype: the dtype in which the model computes; None for the dtypes of the parameters.
         flat: whether parameters are moved into flat buffers; by default if states are sharded or `dtype` is given.
         gathered: whether weights are gathered block by block.
         bucket_bytes: the approximate size of a bucket in bytes of parameters.
@@ -324,7 +330,7 @@ def _stages_on(mesh: Mesh, rank: int) -> tuple[int, ...]:
 def fill(
     parameters: Iterable[nn.Parameter], bucket_bytes: int, keys: Mapping[int, object] | None = None
 ) -> list[list[nn.Parameter]]:
-    """Assign parameters to buckets of about `bucket_bytes` in the given order; a bucket has one type, device and key.
+    """Assign parameters to buckets of about `bucket_bytes` in the given order; a bucket has one dtype, device and key.
 
     A parameter of at least this size gets a separate bucket, so that its gradient need not be copied (`bucket`).
     `keys` maps the identities of parameters to keys.
@@ -344,7 +350,7 @@ def fill(
 
 
 def master_type(parameter: torch.Tensor) -> torch.dtype:
-    """Return the type of a parameter's master weights: the type in which the model was created, at least fp32."""
+    """Return the dtype of a parameter's master weights: the dtype in which the model was created, at least fp32."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 

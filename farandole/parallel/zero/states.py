@@ -13,7 +13,7 @@ from farandole.comm.compression import Compression
 from farandole.layout import Layout
 from farandole.mesh import Groups
 from farandole.parallel.optimizers.offloading import stores_at
-from farandole.parallel.zero.building import Built, Stores, build
+from farandole.parallel.zero.building import BuiltBuckets, Stores, build
 from farandole.parallel.zero.initial_values import (
     Initialise,
     WeightSource,
@@ -54,7 +54,7 @@ class States:
         source: the files from which the weights must still be read, if the model was on the meta device.
     """
 
-    built: Built
+    built: BuiltBuckets
     stores: Stores
     source: WeightSource | None
 

@@ -1,6 +1,6 @@
 """A bucket's weights: the weights with which the model computes, and the master weights that the optimizer updates.
 
-Each rank's optimizer updates the rank's shard in the master weights' type.  If the model computes in the same type, the
+Each rank's optimizer updates the rank's shard in the master weights' dtype.  If the model computes in the same dtype, the
 master weights are a part of the model's weights.
 
     WholeWeights       every rank has all weights in one flat buffer, which ranks with shared memory have in common
@@ -34,7 +34,9 @@ EDIT = "make changes within `with engine.edit_parameters():`, or load them with 
 
 
 class FlatWeights(ABC):
-    """The weights of the parameters in `plan`, in a flat buffer that consists of shards; shard `number` belongs to this rank.
+    """The weights of the parameters in `plan`, in a flat buffer that consists of shards.
+
+    Shard `number` belongs to this rank.
 
     Args:
         shards: the communicator of the ranks among which the buffer is sharded; None if the buffer is not sharded.
@@ -135,7 +137,7 @@ class FlatWeights(ABC):
         return self._layout.views(whole)
 
     def _master_shard(self) -> Tensor:
-        """Return a copy of this rank's shard in the master weights' type, from parameters in their original memory."""
+        """Return a copy of this rank's shard in the master weights' dtype, from parameters in their original memory."""
         shard = torch.zeros(self._layout.shard_length, dtype=self.plan.master_dtype, device=self.plan.device)
         for part in self._layout.ranges(self.number):
             if is_placeholder(self.parameters[part.index]):

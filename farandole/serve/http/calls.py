@@ -141,7 +141,8 @@ def find_format(template: str) -> CallFormat:
     """
     if "tools" not in template:
         raise RequestError(
-            "tools", "the model's chat template does not use tools; --chat-template FILE replaces it"
+            "tools",
+            "the model's chat template does not use tools; omit tools, or start the server with --chat-template FILE",
         )
     for mark, name in _OTHERS.items():
         if mark in template:
@@ -163,7 +164,8 @@ def _token(tokenizer: Tokenizer, mark: str) -> str:
     """Return `mark` as a grammar contains it; raise RequestError if the mark is not a token of the model."""
     if tokenizer.token_to_id(mark) is None:
         raise RequestError(
-            "tool_choice", f"valid calls cannot be enforced, because {mark} is not a token of the model"
+            "tool_choice",
+            f"valid calls cannot be enforced, because {mark} is not a token of the model; use tool_choice='auto'",
         )
     return mark
 

@@ -234,7 +234,10 @@ class Server(ModelServer):
         return JSONResponse({**job.head, "choices": found, "usage": job.usage})
 
     async def _stream(self, job: _Job) -> AsyncIterator[str]:
-        """Yield server-sent events.  When the client disconnects, the generator is closed, and the requests are cancelled."""
+        """Yield server-sent events.
+
+        When the client disconnects, the generator is closed, and the requests are cancelled.
+        """
         try:
             try:
                 async with asyncio.timeout(self._limits.request_s):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from farandole.data.wording import counted
 from farandole.serve.encoder import Encoder
 from farandole.serve.engine import QueueFullError
 from farandole.serve.metrics import Family
@@ -84,10 +85,11 @@ class EmbeddingService:
         if len(tokens) > encoder.context:
             raise RequestError(
                 "input",
-                f"an input of {len(tokens)} tokens does not fit in the context of {encoder.context} tokens",
+                f"an input of {len(tokens)} tokens does not fit in the context of {encoder.context} tokens; shorten the input",
             )
         if min(tokens) < 0 or max(tokens) >= encoder.vocabulary:
-            raise RequestError("input", f"expected tokens from 0 to {encoder.vocabulary - 1}")
+            odd = next(token for token in tokens if not 0 <= token < encoder.vocabulary)
+            raise RequestError("input", f"expected tokens from 0 to {encoder.vocabulary - 1}, got {odd}")
 
     def submit(self, sequences: Sequence[Sequence[int]]) -> list[asyncio.Future[Tensor]]:
         """Add all sequences to the queue, or none if an error is raised.  Call this method from the event loop.
@@ -111,7 +113,8 @@ class EmbeddingService:
                 self.refused += 1
                 per_sequence = self.seconds / max(self.sequences, 1)
                 raise QueueFullError(
-                    f"{len(self._waiting)} sequences are waiting, and at most {self.max_waiting} may wait",
+                    f"{counted(len(jobs), 'new input')} would exceed the queue: {len(self._waiting)} are waiting, and at "
+                    f"most {self.max_waiting} may wait; try again later",
                     per_sequence * len(self._waiting),
                 )
             self._waiting.extend(jobs)

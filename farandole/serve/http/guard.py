@@ -45,7 +45,9 @@ def read_keys(path: Path) -> list[bytes]:
     try:
         lines = [line.split()[0] for line in path.read_text().splitlines() if line.strip()]
     except OSError as error:
-        raise RequestError("api_keys", f"cannot read {path}: {error.strerror}") from None
+        raise RequestError(
+            "api_keys", f"cannot read {path}: {error.strerror}; check the path and the permissions"
+        ) from None
     for number, line in enumerate(lines, 1):
         if len(line) != 64 or not all(digit in "0123456789abcdefABCDEF" for digit in line):
             raise RequestError(

@@ -55,7 +55,10 @@ class Reply:
         self.whole = Part()
 
     def add(self, text: str, is_last: bool = False) -> Part:
-        """Add text, and return the new part of the reply without text that is held back; with `is_last`, nothing is held back."""
+        """Add text, and return the new part of the reply without text that is held back.
+
+        With `is_last`, nothing is held back.
+        """
         self._held += text
         self._is_last = is_last
         part = Part()

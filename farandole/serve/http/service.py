@@ -27,7 +27,9 @@ class ServiceEndedError(Exception):
 
 @dataclass(eq=False)
 class Ticket:
-    """A submitted request.  The queue `outputs` receives the engine's outputs; the last output of a sequence has a finish reason.
+    """A submitted request.
+
+    The queue `outputs` receives the engine's outputs; the last output of a sequence has a finish reason.
 
     Args:
         number: the number of the request in its engine.
@@ -141,7 +143,7 @@ class Service:
         expected = engine.queue_delay(self._queued + count - 1, self._queued_tokens + tokens)
         if delay > 0 and expected > ttft:
             raise QueueFullError(
-                f"the first token is expected after {expected:.1f} s, and the target is {ttft:g} s",
+                f"the first token is expected after {expected:.1f} s, and the target is {ttft:g} s; try again later",
                 expected - ttft,
             )
 
@@ -323,7 +325,10 @@ class ReplicatedService:
         )
 
     def _end(self) -> None:
-        """End all services.  This method is called in the thread of a service whose ranks have failed, or which has been ended."""
+        """End all services.
+
+        This method is called in the thread of a service whose ranks have failed, or which has been ended.
+        """
         failed = next(service for service in self.services if service.failure is not None)
         if self.failure is None:
             self.failure = failed.failure

@@ -1,7 +1,10 @@
-"""Compute the steps of a generation engine on several ranks (tensor parallelism), and run several engines in one job (replicas).
+"""Serve a model with several ranks.
+
+Tensor parallelism computes the steps of one generation engine on several ranks.  Replicas are several engines in one
+job.
 
 driver.py    rank 0 schedules, and the other ranks compute with it
 shards.py    reads each rank's shards of a model
-replicas.py  reads the replicas of a model
+replicas.py  assigns ranks to replicas and loads their shards
 offline.py   the ranks of `farandole.LLM`
 """

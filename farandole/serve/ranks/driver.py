@@ -25,7 +25,7 @@ from farandole.comm.errors import CommunicationError
 from farandole.layout import chunk
 from farandole.models.sequence import SequenceInfo, Transformer
 from farandole.parallel.tensor import sharded_logits
-from farandole.parallel.tensor.words import Words
+from farandole.parallel.tensor.vocabulary import ParallelVocabulary
 from farandole.serve.lora import Adapter
 from farandole.serve.runner import Runner, Span
 from farandole.serve.store import LayerShape, Memory
@@ -65,10 +65,10 @@ class ShardedRunner(Runner):
         remote: bool = False,
     ) -> None:
         self.comm = comm
-        words: Any = model[-1].vocabulary
+        vocabulary: Any = model[-1].vocabulary
         super().__init__(model, use_core, adapters)
-        if isinstance(words, Words):
-            self.vocabulary = words.count
+        if isinstance(vocabulary, ParallelVocabulary):
+            self.vocabulary = vocabulary.count
         self._widths = _widths(self.vocabulary, comm.size, remote=remote)
         self._sharded = sharded_logits(model)
         self._sharded.__enter__()  # as long as the runner exists
@@ -214,7 +214,7 @@ class Worker(ShardedRunner):
                 return False
 
     def _logits(self, hidden: Tensor, info: SequenceInfo) -> Tensor:
-        """Return the logits of this rank's words, and send them to the driver."""
+        """Return the logits of this rank's vocabulary shard, and send them to the driver."""
         own = super()._logits(hidden, info)
         counts = [len(own) * width for width in self._widths]
         self.comm.gather(own.float().reshape(-1), None, counts=counts)
@@ -341,7 +341,7 @@ class _Channel:
 
 
 def _widths(vocabulary: int, ranks: int, *, remote: bool) -> list[int]:
-    """Return the number of words of each rank of a driver's communicator."""
+    """Return the size of each rank's vocabulary shard, for a driver's communicator."""
     computing = ranks - remote
     chunks = [chunk(vocabulary, computing, rank) for rank in range(computing)]
     return [0] * remote + [end - start for start, end in chunks]

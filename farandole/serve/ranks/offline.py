@@ -109,7 +109,10 @@ class StartedRanks(Ranks):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Return a context in which the processes compute with rank 0; a failed or interrupted step ends the processes."""
+        """Return a context in which the processes compute with rank 0.
+
+        A failed or interrupted step ends the processes.
+        """
         try:
             self._wake()
             yield

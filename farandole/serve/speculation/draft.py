@@ -1,6 +1,6 @@
 """Propose the next tokens of sequences with a small draft model.
 
-The draft model has separate keys and values.  To propose tokens, the draft model first computes the tokens that were
+The draft model has a separate KV cache.  To propose tokens, the draft model first computes the tokens that were
 added to a sequence since the last proposal, and then generates its most likely tokens, one token of all sequences per
 pass.
 """
@@ -45,7 +45,7 @@ class Drafted:
         tokens: the sequence's tokens; the caller appends tokens.
         most: the maximum number of positions.
         blocks: the sequence's blocks in the draft model's store, allocated at the first proposal.
-        computed: the number of tokens with keys and values.
+        computed: the number of tokens in the draft model's KV cache.
     """
 
     tokens: Sequence[int]
@@ -59,7 +59,7 @@ class DraftProposer:
 
     Args:
         model: the draft model.
-        store: the draft model's keys and values.
+        store: the draft model's KV cache.
         vocabulary: the number of tokens of the served model.
     """
 

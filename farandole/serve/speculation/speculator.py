@@ -5,7 +5,7 @@ last token, and the sampler selects a token after each of them.  The sequence ke
 token that differs from its proposal.  Selected tokens never depend on proposals, so greedy and sampled tokens are the
 same as without speculation.
 
-A verified token costs as much as a sequence that decodes.  While few sequences decode, additional tokens hardly prolong
+Verifying one proposed token takes about as long as decoding one more sequence in the same step.  While few sequences decode, additional tokens hardly prolong
 a step, because the step reads all weights anyway.  In a large batch, rejected tokens delay other sequences.  The number
 of proposed tokens therefore maximizes the expected tokens per second, from the measured step times and the measured
 acceptance rate.
@@ -40,7 +40,7 @@ class Proposer(Protocol):
 
         Args:
             tokens: the sequence's tokens, to which the caller appends.
-            most: the maximum number of positions with keys and values.
+            most: the maximum number of positions in the KV cache.
         """
         ...
 

@@ -206,7 +206,7 @@ def test_incomplete_and_deadlocked_schedules_are_refused():
         simulate(replace(good, actions=(first, second[:2])))
     with pytest.raises(ScheduleError, match="B0 of stage 1 on rank 1 runs before F0 of stage 1"):
         simulate(replace(good, actions=(first, (second[1], second[0], *second[2:]))))
-    with pytest.raises(ScheduleError, match="F0 of stage 0 on rank 1: the stage is on rank 0"):
+    with pytest.raises(ScheduleError, match="F0 of stage 0 on rank 1: expected this action on rank 0"):
         simulate(replace(good, actions=((), (first[0], *second))))
     waits = (Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1))
     crossed = (Forward(1, 1), Backward(1, 1), Forward(1, 0), Backward(1, 0))

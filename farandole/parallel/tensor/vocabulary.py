@@ -1,4 +1,4 @@
-"""Embeddings and output projections that are split by words over the ranks of the tensor axis."""
+"""Embeddings and output projections whose vocabulary is sharded over the ranks of the tensor axis."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from farandole.parallel.tensor.regions import AXIS, leading
 from farandole.parallel.tensor.tokens import Tokens
 
 
-class Words(Vocabulary):
-    """The operations on a vocabulary of `count` entries that is split over ranks; this rank has the slice `words`."""
+class ParallelVocabulary(Vocabulary):
+    """The operations on a vocabulary of `count` tokens that is sharded over ranks.
+
+    This rank has the tokens in the slice `own`.
+    """
 
     gathered = True
-    """Whether `logits` returns the logits of all words, instead of this rank's words (`sharded_logits`)."""
+    """Whether `logits` returns the logits of all tokens, instead of this rank's tokens (`sharded_logits`)."""
 
     def __init__(
         self,
@@ -36,14 +39,14 @@ class Words(Vocabulary):
     ) -> None:
         self.comm, self.count, self.tokens = comm, count, tokens
         ranks = position.size(AXIS)
-        self.words = slice(*chunk(count, ranks, position.coordinate(AXIS)))
-        self._shard = VocabularyShard(self.words.start, count, -(-count // ranks), self._all_statistics)
+        self.own = slice(*chunk(count, ranks, position.coordinate(AXIS)))
+        self._shard = VocabularyShard(self.own.start, count, -(-count // ranks), self._all_statistics)
 
-    def place(self, word: int | None) -> int | None:
-        """Return the index of a word among this rank's words, or None if another rank has the word."""
-        if word is None or not self.words.start <= word < self.words.stop:
+    def local_index(self, token: int | None) -> int | None:
+        """Return the index of `token` in this rank's shard, or None if the token is in another shard."""
+        if token is None or not self.own.start <= token < self.own.stop:
             return None
-        return word - self.words.start
+        return token - self.own.start
 
     def _all_statistics(self, own: Tensor) -> Tensor:
         if self.comm is None:
@@ -58,7 +61,10 @@ class Words(Vocabulary):
         return hidden if self.tokens is None else self.tokens.take(hidden)
 
     def embed_with(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, count: int) -> Tensor:
-        """Return the embeddings of tokens; `embed` maps indices into this rank's `count` vocabulary entries to embeddings."""
+        """Return the embeddings of tokens.
+
+        `embed` maps indices into this rank's `count` vocabulary entries to embeddings.
+        """
         self._shard.check(tokens)
         places, outside = self._shard.local(tokens, count)
         return sum_of_all(embed(places).masked_fill(outside[..., None], 0), self.comm)
@@ -91,27 +97,27 @@ class Words(Vocabulary):
         return copy_to_all(hidden, self.comm) if self.tokens is None else self.tokens.gather(hidden)
 
 
-class EmbedWords:
-    """Wraps an embedding that is split by words."""
+class ParallelEmbedding:
+    """Wraps the calls of an embedding whose weight is this rank's vocabulary shard."""
 
-    def __init__(self, words: Words) -> None:
-        self._words = words
+    def __init__(self, vocabulary: ParallelVocabulary) -> None:
+        self._vocabulary = vocabulary
 
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Embed tokens with all ranks' words."""
+        """Return the embeddings of tokens, summed over the shards of all ranks."""
         assert isinstance(module, nn.Embedding)
         (tokens,), _, _ = leading(module, 1, args, kwargs)
-        return self._words.embed_with(call, tokens, module.num_embeddings)
+        return self._vocabulary.embed_with(call, tokens, module.num_embeddings)
 
 
 @contextmanager
 def sharded_logits(model: nn.Module) -> Iterator[slice]:
     """Return a context in which `model` does not gather logits, but returns the logits of this rank's part of the vocabulary.
 
-        with sharded_logits(model) as words:
-            logits = engine(tokens)  # (batch, positions, words): logits[..., words] of the complete logits
+        with sharded_logits(model) as own:
+            logits = engine(tokens)  # (batch, positions, own tokens): logits[..., own] of the complete logits
 
     The backward pass expects, on each rank, the gradient of the total loss with respect to the rank's logits.
 
@@ -119,11 +125,11 @@ def sharded_logits(model: nn.Module) -> Iterator[slice]:
         The slice of the vocabulary that belongs to this rank: the whole vocabulary without tensor parallelism.
     """
     found = [module.__dict__.get("vocabulary") for module in model.modules()]
-    shards = [words for words in found if isinstance(words, Words)]
-    for words in shards:
-        words.gathered = False
+    shards = [vocabulary for vocabulary in found if isinstance(vocabulary, ParallelVocabulary)]
+    for vocabulary in shards:
+        vocabulary.gathered = False
     try:
-        yield shards[-1].words if shards else slice(None)
+        yield shards[-1].own if shards else slice(None)
     finally:
-        for words in shards:
-            words.gathered = True
+        for vocabulary in shards:
+            vocabulary.gathered = True
