@@ -270,13 +270,12 @@ class ReplicatedService:
         on_failure: see `Service`.
     """
 
-    failure: RanksFailed | None = None
-    """The reason why the services have ended."""
-
     def __init__(self, engines: Sequence[GenerationEngine], on_failure: Callable[[], None]) -> None:
         self.services = [Service(engine, self._end) for engine in engines]
         self.engine = engines[0]
         self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._is_ending = False
 
     def start(self) -> None:
         """Start the threads.  Call this method from the event loop that receives the outputs."""
@@ -287,6 +286,11 @@ class ReplicatedService:
         """Cancel all requests, and end the threads."""
         for service in self.services:
             service.close()
+
+    @property
+    def failure(self) -> RanksFailed | None:
+        """Return the reason why the services end, from the first service that has failed."""
+        return next((service.failure for service in self.services if service.failure is not None), None)
 
     @property
     def is_alive(self) -> bool:
@@ -329,10 +333,13 @@ class ReplicatedService:
 
         This method is called in the thread of a service whose ranks have failed, or which has been ended.
         """
-        failed = next(service for service in self.services if service.failure is not None)
-        if self.failure is None:
-            self.failure = failed.failure
-            for service in self.services:
-                if service is not failed and failed.failure is not None:
-                    service.end(failed.failure)
-            self._on_failure()
+        with self._lock:
+            if self._is_ending:
+                return
+            self._is_ending = True
+        failure = self.failure
+        assert failure is not None
+        for service in self.services:
+            if service.failure is None:
+                service.end(failure)
+        self._on_failure()
