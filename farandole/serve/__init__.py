@@ -8,6 +8,7 @@ store.py       the KV cache of all running sequences: contiguous slots, or pages
 rows.py        products and attention whose results do not depend on the other rows of a batch
 sampling.py    draws the next tokens of all sequences
 constraint.py  constrains the tokens to a schema, a regular expression or a grammar
+threads.py     the threads that compute a step
 text.py        converts tokens to text as they arrive, and finds stop strings
 metrics.py     counters and histograms in Prometheus' text format
 folder.py      reads a model, its tokenizer and its chat template from a folder

@@ -41,6 +41,7 @@ from farandole.serve.speculation.ngrams import NgramProposer
 from farandole.serve.speculation.speculator import Proposer, Speculation, Speculator
 from farandole.serve.store import STORES, Blocks, Store
 from farandole.serve.text import TextStream
+from farandole.serve.threads import core_threads
 
 log = logging.getLogger(__name__)
 
@@ -327,6 +328,7 @@ class GenerationEngine:
         return numbers
 
     @torch.inference_mode()
+    @core_threads()
     def step(self) -> list[Output]:
         """Advance the batch by one step, and return the changes."""
         start = time.perf_counter()

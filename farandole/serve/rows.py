@@ -32,6 +32,7 @@ from farandole.models.rotary import rotate
 from farandole.native import WeightType
 from farandole.serve import elements
 from farandole.serve.store import TILE
+from farandole.serve.threads import thread_count, torch_threads
 
 BLOCK = 16
 """The number of rows in each product of torch."""
@@ -128,7 +129,8 @@ class IndependentRows(TorchFunctionMode):
         packed = self._packed.get(weight_key(weight))
         is_quantized = packed is not None and packed.type is WeightType.INT8
         if rows.dtype == torch.bfloat16 and not is_quantized and len(rows) > MAX_BF16_ROWS:
-            return F.linear(rows, weight, bias)
+            with torch_threads():
+                return F.linear(rows, weight, bias)
         if packed is None or packed.version != weight._version:
             kind = WeightType.BF16 if weight.dtype == torch.bfloat16 else WeightType.F32
             self.convert(weight, kind, release=False)
@@ -175,7 +177,7 @@ def _core_linear(rows: Tensor, packed: _Packed, bias: Tensor | None, outputs: in
             *own.shape,
             outputs,
             packed.type,
-            torch.get_num_threads(),
+            thread_count(),
         )
     )
     return result.to(rows.dtype)
@@ -246,7 +248,7 @@ def ragged_attention(
             window or 0,
             ctypes.c_float(scale),
             is_bf16,
-            torch.get_num_threads(),
+            thread_count(),
         )
     )
     return result.to(query.dtype)

@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 
+from farandole import native
 from farandole.serve.engine import GenerationEngine, QueueFullError
 from farandole.serve.request import RequestError, Sampling
 from farandole.serve.store import STORES, LayerShape, Memory, PageStore, SlotStore
+from farandole.serve.threads import thread_count
 from tests.models.hf.families import folder_of, reference, with_rope
 from tests.serve.models import (
     CONTEXT,
@@ -214,3 +216,21 @@ def test_pages_are_reused_from_the_oldest() -> None:
         assert blocks.stored == shared
         store.release(blocks)
         store.check()
+
+
+@pytest.mark.skipif(not native.available(), reason="the C core is not compiled")
+def test_the_threads_of_torch_do_not_compete_with_those_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("llama")
+    seen = []
+    run = engine.runner.run
+    monkeypatch.setattr(
+        engine.runner, "run", lambda *a: seen.append((torch.get_num_threads(), thread_count())) or run(*a)
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        engine.add([1, 2, 3], Sampling(max_tokens=1))
+        engine.step()
+        assert (seen, torch.get_num_threads(), thread_count()) == ([(1, 3)], 3, 3)
+    finally:
+        torch.set_num_threads(before)

@@ -29,6 +29,7 @@ from farandole.parallel.tensor.vocabulary import ParallelVocabulary
 from farandole.serve.lora import Adapter
 from farandole.serve.runner import Runner, Span
 from farandole.serve.store import LayerShape, Memory
+from farandole.serve.threads import core_threads
 
 HEARTBEAT_S = 1.0
 """The seconds between two checks of idle workers."""
@@ -186,6 +187,7 @@ class Worker(ShardedRunner):
         self._memory = self.memory()
 
     @torch.inference_mode()
+    @core_threads()
     def follow(self) -> bool:
         """Repeat the driver's steps until the driver pauses (True) or closes (False).
 

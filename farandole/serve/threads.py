@@ -1,0 +1,53 @@
+"""The threads that compute a step.
+
+The C core and torch have threads of their own.  After each operation, torch's OpenMP threads spin for milliseconds, and
+take processors from the threads of the core: with two threads, a step took longer than with one.  Therefore, torch's
+operations of a step use one thread, except large products that the core does not compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+
+from farandole import native
+
+_count: ContextVar[int | None] = ContextVar("threads of the core", default=None)
+
+
+@contextlib.contextmanager
+def core_threads() -> Iterator[None]:
+    """Return a context in which torch uses one thread, and the core the threads that torch had before."""
+    count = torch.get_num_threads()
+    if count == 1 or not native.available():
+        yield
+        return
+    token = _count.set(count)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+        _count.reset(token)
+
+
+@contextlib.contextmanager
+def torch_threads() -> Iterator[None]:
+    """Return a context in which torch uses all threads again, for a large operation within `core_threads`."""
+    count = _count.get()
+    if count is None:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+def thread_count() -> int:
+    """Return the number of threads of the core."""
+    return _count.get() or torch.get_num_threads()
