@@ -2,7 +2,7 @@
 
     python -m benchmarks.offload [--gib 2] [--folder /tmp] [--record-mib 96]
 
-Four implementations take turns in one process:
+Four implementations alternate in one process:
 
 - a plain sequential test: read all records, then write all records, with several direct 4 MiB requests in flight;
 - the record stream without an optimizer;

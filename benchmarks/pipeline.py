@@ -12,7 +12,7 @@ With four ranks, stages sleep, so that the number of cores does not matter:
 With two ranks on two cores, stages compute:
 
 - `idle`: as above; the simulator has the median time of each kind of action of each stage.
-- `speed`: a forward and a backward pass of 8 transformer layers for 8 micro-batches; the implementations take turns.
+- `speed`: a forward and a backward pass of 8 transformer layers for 8 micro-batches; the implementations alternate.
 """
 
 from __future__ import annotations
