@@ -52,7 +52,7 @@ class Figures:
 
     @property
     def spread(self) -> float:
-        """Return half the width of the interval that contains 95 % of the iterations."""
+        """Return half the width of the interval that contains 95 % of the iterations, in images per second."""
         return CONFIDENCE * statistics.pstdev(self.values)
 
 

@@ -166,7 +166,7 @@ def _sent(timeline: Timeline, outputs: Sequence[Shapes]) -> tuple[int, ...]:
 
 
 def _message(message: Message, outputs: Sequence[Shapes]) -> Memory:
-    """Return the size of an output, or of the gradients of an output."""
+    """Return the bytes of an output, or of the gradients of an output."""
     code, stage, _ = message
     if code == "F":
         return Memory.of(outputs[stage - 1])

@@ -47,7 +47,7 @@ class Memory:
 
     @classmethod
     def of(cls, shapes: Shapes) -> Memory:
-        """Return the memory of tensors."""
+        """Return the bytes of tensors, by the way in which the C library frees them."""
         sizes = [shape.nbytes for shape in shapes if shape is not None]
         heap = sum(size for size in sizes if size < MAPPED_FROM_BYTES)
         return cls(heap, sum(sizes) - heap)

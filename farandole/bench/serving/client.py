@@ -84,22 +84,22 @@ class Sample:
 
     @property
     def ttft(self) -> float:
-        """Return the time to the first text."""
+        """Return the seconds from the planned arrival to the first text."""
         return (self.texts[0] if self.texts else self.end) - self.arrival
 
     @property
     def latency(self) -> float:
-        """Return the time to the end of the answer."""
+        """Return the seconds from the planned arrival to the end of the answer."""
         return self.end - self.arrival
 
     @property
     def tpot(self) -> float | None:
-        """Return the mean time per token after the first; None for answers of one token."""
+        """Return the mean seconds per token after the first; None for answers of one token."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def gaps(self) -> list[float]:
-        """Return the times between consecutive parts of the text."""
+        """Return the seconds between consecutive parts of the text."""
         return [after - before for before, after in zip(self.texts, self.texts[1:], strict=False)]
 
 
