@@ -141,10 +141,16 @@ class Client:
                     "and --api-key-file"
                 )
             return str(json.loads(content)["data"][0]["id"])
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+        except (OSError, http.client.HTTPException) as error:
+            raise BenchError(
+                f"{url} cannot be reached ({_reason(error)}); check --url, and that the server is running"
+            ) from None
+        except (ValueError, LookupError, TypeError) as error:
             if isinstance(error, BenchError):
                 raise
-            raise BenchError(f"{url} has no list of models ({_reason(error)}); check --url") from None
+            raise BenchError(
+                f"{url} answered GET {self._path}/models without a list of models ({_reason(error)}); check --url"
+            ) from None
         finally:
             connection.close()
 
