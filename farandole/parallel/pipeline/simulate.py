@@ -204,7 +204,7 @@ def inputs_of(action: Action, schedule: Schedule) -> Iterator[tuple[str, int]]:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Check that each rank runs each pass of its stages exactly once, and after the rank's own passes that it depends on.
+    """Check that each rank runs each pass of its stages exactly once, after the passes on the same rank that it needs.
 
     Raises:
         ScheduleError: with the first missing, repeated, misplaced or early action.
