@@ -117,7 +117,7 @@ class GradientWatch:
         return replace(found, output=outputs.describe(table[:, -2:].tolist(), found.rank))
 
     def _kinds_here(self) -> list[int]:
-        """Return the kinds of all gradients on this rank, in model order."""
+        """Return the kinds of all gradients on this rank, in model order, and discard the recorded norms."""
         for places, norms in self._norms:
             for place, norm in zip(places, norms.cpu(), strict=True):
                 self._note(place, kind_of(norm))

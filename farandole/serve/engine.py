@@ -385,7 +385,7 @@ class GenerationEngine:
             self.metrics.proposed_tokens += len(proposal)
 
     def _schedule(self) -> list[tuple[_Sequence, int]]:
-        """Return the sequences to advance, each with a number of tokens."""
+        """Move waiting sequences into the batch; return the sequences to advance, each with a number of tokens."""
         plan = [(each, 1 + len(each.proposed)) for each in self._running if each.remaining == 1]
         budget = self.admission.prompt_budget(sum(count for _, count in plan))
         for sequence in self._running:
