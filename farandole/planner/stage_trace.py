@@ -352,7 +352,7 @@ def tensors_or_none(output: Any) -> list[Tensor | None]:
 
 @contextmanager
 def _recomputing(stage: Stage, plan: Plan, modes: Mapping[str, str]) -> Iterator[None]:
-    """Recompute the modules in `modes` or, by default, the stage's blocks as the plan says."""
+    """Recompute the modules in `modes` or, by default, the stage's blocks according to the plan."""
     blocks = nn.Sequential(*stage.blocks)
     try:
         if modes:
