@@ -6,7 +6,7 @@ Each rank has one thread.
 
 With four ranks, stages sleep, so that the number of cores does not matter:
 
-- `idle`: the idle fraction of a step of every schedule for 8 micro-batches, and that of the simulator.
+- `idle`: the idle fraction of a step of every schedule for 8 micro-batches, measured and simulated.
 - `memory`: the peak of all tensors in a step, without weights, in stages that compute, and the simulator's peak.
 
 With two ranks on two cores, stages compute:
