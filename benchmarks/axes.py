@@ -2,7 +2,7 @@
 
     python -m benchmarks.axes [--ranks 2]
 
-Each rank has one thread.  The implementations take turns in one run, one training step each (forward and backward pass,
+Each rank has one thread.  The implementations alternate in one run, one training step each (forward and backward pass,
 fused AdamW), for a GPT of 124 M parameters in fp32, 2 samples of 256 tokens.
 
 - `ideal`: one rank computes its half of every split matrix, and nothing is communicated.

@@ -1,4 +1,4 @@
-"""Compare collectives of farandole, Gloo and MPICH, which take turns in the same processes.
+"""Compare collectives of farandole, Gloo and MPICH, which alternate in the same processes.
 
     python -m benchmarks.collectives [--ranks 2] [--pin] [--quick]
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.experts [--ranks 2]
 
-Each rank has one thread.  The implementations take turns in one run.
+Each rank has one thread.  The implementations alternate in one run.
 
 - `exchange`: an uneven all-to-all of rows of 512 fp32 numbers, forward and backward.
 - `training step`: a Mixtral with 4 experts of which 2 are selected, in fp32, with 1 or 2 samples of 256 tokens per rank (forward

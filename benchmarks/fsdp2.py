@@ -3,7 +3,7 @@
     python -m benchmarks.fsdp2 [--ranks 2]
 
 The MLP has eight 1024 x 1024 layers (8.4 M parameters) and is trained in fp32 with SGD and 16 samples per rank.  In the
-same processes, one copy of the model is sharded with each backend, and the copies take turns after every step.  The
+same processes, one copy of the model is sharded with each backend, and the copies alternate after every step.  The
 collectives of torch's `fake` backend do nothing, so this backend shows the limit for FSDP2.
 """
 

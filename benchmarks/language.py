@@ -3,7 +3,7 @@
     python -m benchmarks.language [--model gpt2|llama] [--ranks 1|2] [--rounds 5] [--save]
 
 All implementations train the same weights, which `transformers` has written, on the same tokens, with fused AdamW and clipping.  One rank has all
-cores, and each of two ranks one thread.  The implementations run in turns, one step each; the others wait without computing.
+cores, and each of two ranks one thread.  The implementations alternate after each step; all other implementations wait without computing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compare the backend `farandole-mpi` with mpi4py's own calls on the same MPI library, in alternating turns.
+"""Compare the backend `farandole-mpi` with mpi4py's own calls on the same MPI library, alternating in one run.
 
     python -m benchmarks.mpi [--ranks 2] [--quick]
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.offload [--gib 2] [--folder /tmp] [--record-mib 96]
 
-Four implementations take turns in one process:
+Four implementations alternate in one process:
 
 - a plain sequential test: read all records, then write all records, with several direct 4 MiB requests in flight;
 - the record stream without an optimizer;
@@ -168,7 +168,7 @@ def notes(result: dict[str, Any]) -> str:
     return (
         f"Disk: {result['access']}. The plain test reads in {human_seconds(seconds['plain read'])} and writes in "
         f"{human_seconds(seconds['plain write'])}. A step reaches {100 * result['share_of_plain']:.0f} % of the plain "
-        f"bandwidth (median over the turns; best turn: {100 * result['best_share']:.0f} %). It spends "
+        f"bandwidth (median over the turns; best turn: {100 * result['best_share']:.0f} %). A step spends "
         f"{100 * seconds['waited'] / step:.0f} % of its time waiting for the disk, and uses "
         f"{human_seconds(seconds['processor'])} of processor time. The predicted time is "
         f"{human_seconds(result['predicted'])}. The machine's load average was {result['load']:.0f}."

@@ -2,7 +2,7 @@
 
     python -m benchmarks.overheads
 
-Two ranks are each pinned to a core, and farandole and Gloo take turns in the same processes.
+Two ranks are each pinned to a core, and farandole and Gloo alternate in the same processes.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ Each rank has one thread.
 
 With four ranks, stages sleep, so that the number of cores does not matter:
 
-- `idle`: the idle fraction of a step of every schedule for 8 micro-batches, and that of the simulator.
+- `idle`: the idle fraction of a step of every schedule for 8 micro-batches, measured and simulated.
 - `memory`: the peak of all tensors in a step, without weights, in stages that compute, and the simulator's peak.
 
 With two ranks on two cores, stages compute:
 
 - `idle`: as above; the simulator has the median time of each kind of action of each stage.
-- `speed`: a forward and a backward pass of 8 transformer layers for 8 micro-batches; the implementations take turns.
+- `speed`: a forward and a backward pass of 8 transformer layers for 8 micro-batches; the implementations alternate.
 """
 
 from __future__ import annotations

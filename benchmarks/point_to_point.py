@@ -1,4 +1,4 @@
-"""Compare messages between two ranks over farandole, Gloo and MPICH, which take turns in the same processes.
+"""Compare messages between two ranks over farandole, Gloo and MPICH, which alternate in the same processes.
 
     python -m benchmarks.point_to_point
 

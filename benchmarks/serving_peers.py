@@ -1,4 +1,4 @@
-"""Run other implementations of generation for `benchmarks.serving`, in an environment of their own.
+"""Run other implementations of generation for `benchmarks.serving`, in a separate environment.
 
     python3 -m venv peers && peers/bin/pip install torch==2.13.0 transformers ctranslate2 onnxruntime-genai onnx-ir \
         openvino-genai nncf gguf llama-cpp-python

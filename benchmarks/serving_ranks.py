@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving_ranks [--rounds 3] [--save]
 
-The models are Llamas with random weights in fp32.  The configurations take turns in each round.
+The models are Llamas with random weights in fp32.  The configurations alternate in each round.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.training [--ranks 2]
 
-All implementations use one thread per rank and the same model, batch, precision and optimizer, and take turns in one
+All implementations use one thread per rank and the same model, batch, precision and optimizer, and alternate in one
 run.  Each rank processes an equal share of the preset's batch.  The result is the number of tokens per second of all
 ranks together.  For `one rank`, rank 0 trains on the full batch while the other ranks sleep.
 """
@@ -61,7 +61,7 @@ def ddp_stepper(config: TrainConfig, text: Text, precision: str, group: Any) -> 
 def implementations_of(
     runtime: Runtime, config: TrainConfig, text: Text, precision: Precision
 ) -> dict[str, Callable[[], Any]]:
-    """Return the implementations that take turns on this rank."""
+    """Return the implementations that alternate on this rank."""
     groups = [dist.new_group([rank]) for rank in range(runtime.size)]
     alone_comm, task = Communicator(groups[runtime.rank]), TextTask(config, text=text)
     alone = Trainer(config, task, precision, alone_comm, runtime.device)

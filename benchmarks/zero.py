@@ -9,7 +9,7 @@ batch.  Each implementation runs in separate processes, because DeepSpeed needs 
     pip install torch==2.13.0
     pip install numpy setuptools wheel ninja && DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
 
-The processes of all implementations of a stage exist at the same time and take turns; waiting processes sleep.  The
+The processes of all implementations of a stage exist at the same time and alternate; waiting processes sleep.  The
 limit is `no communication`, in which each rank trains alone.  Before the measurement, the losses of the first steps are
 compared with the losses of a single process that trains on the full batch.
 

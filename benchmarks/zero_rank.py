@@ -3,7 +3,7 @@
     python -m benchmarks.zero_rank ORDER    # started by benchmarks.zero, with torchrun's environment variables
 
 ORDER is JSON.  Commands are lines on standard input.  Answers are lines of JSON, written to the file descriptor that
-ORDER specifies, so implementations with different interpreters can take turns.
+ORDER specifies, so implementations with different interpreters can alternate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from farandole._startup import keep_freed_memory
 from farandole.models.gpt import GPTConfig, build_gpt
 
 BATCHES = 2
-"""The number of batches used in turn; a few batches are learned quickly, so the losses reveal a wrong step."""
+"""The number of batches, which are used cyclically; a few batches are learned quickly, so the losses reveal a wrong step."""
 
 
 def batches_of(config: GPTConfig, samples: int, first: int, count: int) -> list[tuple[Tensor, Tensor]]:

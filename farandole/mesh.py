@@ -162,7 +162,7 @@ class Mesh:
         """Return a pipeline mesh with different stage sizes, such as `[{"spatial": 4}, {"tensor": 1}]`.
 
         With `mirror=2`, stage s of the reversed direction is on the ranks of stage `len(stages) - 1 - s`.  If the two
-        stages have different sizes, cells are assigned to the ranks of that stage in turn.
+        stages have different sizes, cells are assigned to the ranks of that stage in round-robin order.
 
         Raises:
             MeshError: if a size is invalid, or the stages need a different number of ranks.

@@ -52,7 +52,7 @@ class Figures:
 
     @property
     def spread(self) -> float:
-        """Return half the width of the interval that contains 95 % of the iterations."""
+        """Return half the width of the interval that contains 95 % of the iterations, in images per second."""
         return CONFIDENCE * statistics.pstdev(self.values)
 
 
@@ -99,7 +99,7 @@ class _Benchmark:
         return trainings
 
     def implementations(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
-        """Return the runs that take turns on this rank, as functions of a number of steps."""
+        """Return the runs that alternate on this rank, as functions of a number of steps."""
 
         def steps(training: Training) -> Callable[[int], None]:
             def many(count: int) -> None:

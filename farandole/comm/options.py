@@ -26,7 +26,7 @@ class Options:
     transport: Transports = "tcp"
     """The transport for messages between leaders; `nccl` copies messages through each leader's CUDA device."""
     algorithm: Algorithms = "auto"
-    """The all-reduce algorithm between leaders; `auto` selects the one measured to be fastest for each size."""
+    """The all-reduce algorithm between leaders; `auto` selects the algorithm with the smallest measured time for each size."""
     exchange: Exchanges = "auto"
     """How all-to-all, gather and scatter send messages between hosts: `aggregated` sends one message per pair of hosts,
     `direct` sends one message per pair of ranks, and `auto` aggregates small messages."""

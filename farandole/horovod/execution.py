@@ -88,7 +88,7 @@ class FusionBuffer:
         self._memory: dict[torch.device, Tensor] = {}
 
     def acquire(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized flat tensor of `size` bytes."""
+        """Return an uninitialized flat tensor of `size` bytes, in memory that the next call for this device reuses."""
         memory = self._memory.get(device)
         if memory is None or memory.numel() < size:
             capacity = _SMALLEST_BUFFER

@@ -290,7 +290,9 @@ class Horovod:
         """
         self.joined()
         if process_set.process_set_id is None:
-            raise ValueError(f"cannot remove {process_set}, because the set is not registered")
+            raise ValueError(
+                f"cannot remove {process_set}, because the set is not registered; omit the call, or register the set first"
+            )
         if process_set.process_set_id == 0:
             return False
         engine = process_set.engine

@@ -9,6 +9,7 @@ connection, so another user of the machine can neither impersonate rank 0 nor le
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import socket
@@ -120,6 +121,11 @@ def _serve_port(name: str, port: int, others: int, timeout_s: float) -> None:
         listener.bind(name)
     except OSError as error:
         listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise LaunchError(
+                f"cannot open a socket for the ranks of this job: {error.strerror}; set MASTER_ADDR={LOOPBACK} and "
+                "MASTER_PORT to a free port"
+            ) from error
         raise LaunchError(
             f"another process already serves the ranks of this job: {error}; if two programs of one job call "
             f"farandole.init() at the same time, set a different MASTER_ADDR and MASTER_PORT for each program"

@@ -684,9 +684,10 @@ class Engine:
     # ---- gradients ----
 
     def gradients(self) -> list[Tensor]:
-        """Return the averaged gradients, or this rank's shards of them if gradients are sharded.
+        """Return the averaged gradients, or this rank's shards of the gradients if gradients are sharded.
 
-        The gradients stay in memory until the next step and can be changed in place.
+        Offloaded gradients are read into memory.  The gradients stay in memory until the next step and can be changed
+        in place.
         """
         self._norms.clear()
         for bucket in self.buckets:

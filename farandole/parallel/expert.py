@@ -129,7 +129,7 @@ class _Transfer:
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Return the rows that arrive; they must not be read before `wait`."""
+        """Start to exchange `rows`; return the rows that arrive, which must not be read before `wait`."""
         leaving = rows.detach().contiguous()
         arriving = self.comm.receive_buffer((sum(received), *rows.shape[1:]), rows)
         self._work = self.comm.all_to_all(

@@ -117,7 +117,7 @@ class GradientWatch:
         return replace(found, output=outputs.describe(table[:, -2:].tolist(), found.rank))
 
     def _kinds_here(self) -> list[int]:
-        """Return the kinds of all gradients on this rank, in model order."""
+        """Return the kinds of all gradients on this rank, in model order, and discard the recorded norms."""
         for places, norms in self._norms:
             for place, norm in zip(places, norms.cpu(), strict=True):
                 self._note(place, kind_of(norm))
@@ -171,7 +171,7 @@ class OutputWatch:
         return self._first or (-1 if self.armed else -2, 0)
 
     def describe(self, found: Sequence[Sequence[int]], rank: int | None) -> str:
-        """Describe the first non-finite output: on `rank` if that rank has one, and otherwise on the first rank with one."""
+        """Describe the first non-finite output on `rank` or, if `rank` has none, on the first rank with such an output."""
         bad = {r: (block, kind) for r, (block, kind) in enumerate(found) if block >= 0}
         if not bad:
             checked = any(block == -1 for block, _ in found)

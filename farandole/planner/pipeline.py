@@ -166,7 +166,7 @@ def _sent(timeline: Timeline, outputs: Sequence[Shapes]) -> tuple[int, ...]:
 
 
 def _message(message: Message, outputs: Sequence[Shapes]) -> Memory:
-    """Return the size of an output, or of the gradients of an output."""
+    """Return the bytes of an output, or of the gradients of an output."""
     code, stage, _ = message
     if code == "F":
         return Memory.of(outputs[stage - 1])
@@ -251,7 +251,7 @@ class _Received:
         self._outputs = outputs
 
     def at(self, polled: float, action: Action) -> Memory:
-        """Return the size of the tensors that exist after a poll, without those that `action` uses."""
+        """Advance to the time `polled`; return the bytes of received tensors, without the tensors that `action` uses."""
         code = "F" if isinstance(action, Forward) else "I"
         if isinstance(action, Forward | Backward | BackwardInput):
             self._used.add((code, action.stage, action.micro_batch))

@@ -47,7 +47,7 @@ class Memory:
 
     @classmethod
     def of(cls, shapes: Shapes) -> Memory:
-        """Return the memory of tensors."""
+        """Return the bytes of tensors, by the way in which the C library frees them."""
         sizes = [shape.nbytes for shape in shapes if shape is not None]
         heap = sum(size for size in sizes if size < MAPPED_FROM_BYTES)
         return cls(heap, sum(sizes) - heap)
@@ -352,7 +352,7 @@ def tensors_or_none(output: Any) -> list[Tensor | None]:
 
 @contextmanager
 def _recomputing(stage: Stage, plan: Plan, modes: Mapping[str, str]) -> Iterator[None]:
-    """Recompute the modules in `modes` or, by default, the stage's blocks as the plan says."""
+    """Recompute the modules in `modes` or, by default, the stage's blocks according to the plan."""
     blocks = nn.Sequential(*stage.blocks)
     try:
         if modes:

@@ -121,4 +121,6 @@ def _grammar_of(sampling: Sampling) -> tuple[str, str]:
             schema, overrides={"whitespace_pattern": SPACE, "whitespace_flexible": True}
         )
     except (TypeError, ValueError) as error:
-        raise RequestError("json_schema", f"expected a JSON schema: {error}") from None
+        raise RequestError(
+            "json_schema", f"expected a valid JSON schema; its conversion to a grammar failed: {error}"
+        ) from None

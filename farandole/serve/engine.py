@@ -214,8 +214,8 @@ class GenerationEngine:
     def queue_full(self, waiting: int, more: int) -> QueueFullError:
         """Return the error for `more` sequences that do not fit in the queue."""
         return QueueFullError(
-            f"{counted(more, 'new sequence')} would exceed the queue: {waiting} are waiting, and at most {self.max_waiting} "
-            "may wait; try again later",
+            f"{counted(more, 'new sequence')} would exceed the queue: {waiting} sequences are waiting, and at most "
+            f"{self.max_waiting} may wait",
             self.admission.until_ended(waiting + more - self.max_waiting),
         )
 
@@ -387,7 +387,7 @@ class GenerationEngine:
             self.metrics.proposed_tokens += len(proposal)
 
     def _schedule(self) -> list[tuple[_Sequence, int]]:
-        """Return the sequences to advance, each with a number of tokens."""
+        """Move waiting sequences into the batch; return the sequences to advance, each with a number of tokens."""
         plan = [(each, 1 + len(each.proposed)) for each in self._running if each.remaining == 1]
         budget = self.admission.prompt_budget(sum(count for _, count in plan))
         for sequence in self._running:

@@ -56,7 +56,7 @@ class _Folder:
                 f"data.path={path}: expected images ({', '.join(sorted(SUFFIXES))}) in at least two subfolders, one per "
                 f"class; found images in {len(used)} of {counted(len(self.classes), 'subfolder')}"
                 + "".join(f": {name}" for name in used)
-                + "; add images of another class"
+                + "; put the images of each class into a separate subfolder"
             )
         self._files = [file for file, _ in found]
         self.labels = np.array([number for _, number in found])

@@ -84,7 +84,7 @@ class Exchange:
 
 
 def measure_messages(implementations: list[Implementation], case: Case) -> list[Row]:
-    """Return the one-way latency, or the bandwidth, measured by rank 0."""
+    """Return a row for each implementation, with the one-way latency or the bandwidth in MB/s, measured by rank 0."""
     iterations, warmup = case.counts
     trials = [Exchange(implementation, case) for implementation in implementations]
     for trial in trials:

@@ -84,22 +84,22 @@ class Sample:
 
     @property
     def ttft(self) -> float:
-        """Return the time to the first text."""
+        """Return the seconds from the planned arrival to the first text."""
         return (self.texts[0] if self.texts else self.end) - self.arrival
 
     @property
     def latency(self) -> float:
-        """Return the time to the end of the answer."""
+        """Return the seconds from the planned arrival to the end of the answer."""
         return self.end - self.arrival
 
     @property
     def tpot(self) -> float | None:
-        """Return the mean time per token after the first; None for answers of one token."""
+        """Return the mean seconds per token after the first; None for answers of one token."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def gaps(self) -> list[float]:
-        """Return the times between consecutive parts of the text."""
+        """Return the seconds between consecutive parts of the text."""
         return [after - before for before, after in zip(self.texts, self.texts[1:], strict=False)]
 
 
@@ -141,10 +141,16 @@ class Client:
                     "and --api-key-file"
                 )
             return str(json.loads(content)["data"][0]["id"])
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+        except (OSError, http.client.HTTPException) as error:
+            raise BenchError(
+                f"{url} cannot be reached ({_reason(error)}); check --url, and that the server is running"
+            ) from None
+        except (ValueError, LookupError, TypeError) as error:
             if isinstance(error, BenchError):
                 raise
-            raise BenchError(f"{url} has no list of models ({_reason(error)}); check --url") from None
+            raise BenchError(
+                f"{url} answered GET {self._path}/models without a list of models ({_reason(error)}); check --url"
+            ) from None
         finally:
             connection.close()
 

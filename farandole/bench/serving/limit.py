@@ -42,7 +42,7 @@ class Limit:
 
     @property
     def step_s(self) -> float:
-        """Return the time for reading the weights once, a lower bound of the time per output token."""
+        """Return the seconds for reading the weights once, a lower bound of the time per output token."""
         return self.weight_bytes / self.bandwidth
 
     def first_token_s(self, prompt_tokens: int) -> float:
@@ -50,16 +50,16 @@ class Limit:
         return max(self.step_s, self.products_s([(prompt_tokens, 1)]))
 
     def products_s(self, lengths: Sequence[tuple[int, int]]) -> float:
-        """Return the time of all matrix products for requests of (prompt tokens, output tokens)."""
+        """Return the seconds of all matrix products for requests of (prompt tokens, output tokens)."""
         tokens = sum(prompt + output - 1 for prompt, output in lengths)
         return 2 * (self.body * tokens + self.head * sum(output for _, output in lengths)) / self.flops
 
     def latency_s(self, prompt_tokens: int, output_tokens: int) -> float:
-        """Return the lower bound of the latency of a single request."""
+        """Return the lower bound of the latency of a single request, in seconds."""
         return self.first_token_s(prompt_tokens) + (output_tokens - 1) * self.step_s
 
     def total_s(self, lengths: Sequence[tuple[int, int]], batch: int) -> float:
-        """Return the lower bound of the time of all requests, in batches of at most `batch` sequences."""
+        """Return the lower bound of the seconds for all requests, in batches of at most `batch` sequences."""
         outputs = [output for _, output in lengths]
         steps = max(*outputs, -(-sum(outputs) // batch))
         return max(steps * self.step_s, self.products_s(lengths))

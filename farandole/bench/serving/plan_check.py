@@ -2,8 +2,8 @@
 
     python -m farandole.bench.serving.plan_check JOB_SPEC
 
-JOB_SPEC is JSON (`ServingCheckJobSpec`).  Rank 0 writes a list of `Measured`, one for each number of running sequences.  The first rank of each
-replica drives its own engine.
+JOB_SPEC is JSON (`ServingCheckJobSpec`).  Rank 0 writes a list of `Measured`, one for each number of running sequences.
+The first rank of each replica drives its own engine.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class MpiCore(GroupCore):
     ) -> None:
         """Reduce in windows: every rank reduces its part and sends it to all ranks or to the root.
 
-        Three windows overlap: one is exchanged while the previous window is reduced and the one before it is gathered.
+        Three windows overlap: window n is exchanged while window n - 1 is reduced and window n - 2 is gathered.
         """
         source = input.view(-1)
         target = source if output is None else output.view(-1)

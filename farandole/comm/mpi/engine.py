@@ -115,7 +115,7 @@ class Engine:
     # ---- calls that may block inside MPI ----
 
     def try_alone(self) -> bool:
-        """Return whether the caller may block inside MPI as the only thread, until it calls `leave_alone`."""
+        """Try to reserve blocking MPI calls for this thread until `leave_alone`; return whether the thread may block."""
         with self._alone:
             if self._blocking or self._making_groups:
                 return False

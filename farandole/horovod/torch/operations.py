@@ -81,7 +81,7 @@ def _check(inputs: Sequence[Tensor], kind: str) -> None:
         if tensor.dtype not in SUPPORTED:
             raise ValueError(
                 f"Tensor type {tensor.type()} is not supported. Convert the tensor to another dtype; supported are "
-                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED)}"
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in sorted(SUPPORTED, key=str))}"
             )
         if tensor.layout is not torch.strided:
             raise ValueError(

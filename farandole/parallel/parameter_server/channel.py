@@ -77,7 +77,7 @@ class Channel:
             self._comm.send(tensor, self._other)
 
     def post(self, header: Header, tensors: Iterable[Tensor] = ()) -> None:
-        """Start sending a header and tensors.  They have arrived when the other end sends its next request."""
+        """Start sending a header and tensors.  The tensors have arrived when the other end sends its next request."""
         self._posted = [(work, tensor) for work, tensor in self._posted if not work.is_completed()]
         for tensor in (_pack(header), *tensors):
             work = dist.isend(tensor, group=self._comm.group, group_dst=self._other)

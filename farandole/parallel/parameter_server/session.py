@@ -99,7 +99,7 @@ class Session:
         worker = self._worker()
         if not self._pulled:
             raise RuntimeError(
-                "push() was called without a preceding pull(): call pull() before each push(), because gradients belong to the parameters that were pulled"
+                "push() must follow a pull(): call pull() before each push(), because gradients belong to the parameters that were pulled"
             )
         if self._mode == "async" and weight != 1.0:
             raise ValueError("weight applies to mode='sync' only; with mode='async', scale the loss instead")

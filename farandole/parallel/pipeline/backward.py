@@ -135,7 +135,10 @@ class SplitBackward:
         self._whole: tuple[list[Tensor], list[Tensor]] | None = None
 
     def input_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of the inputs, given the gradients of the outputs."""
+        """Run the first half and release the outputs; return the gradients of the inputs, given those of the outputs.
+
+        Without inputs, nothing is computed, and `weight_gradients` runs the complete backward pass.
+        """
         outputs, self._outputs = self._outputs, []
         if not self._inputs:
             self._whole = (outputs, list(gradients))

@@ -297,7 +297,7 @@ class _Step:
     # ---- computation ----
 
     def _compute(self, action: Action, compute: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the result of `compute`; after a failure, return `otherwise`."""
+        """Return the result of `compute`; record an exception as the failure of this rank, and then return `otherwise`."""
         if self._failed:
             return otherwise
         try:

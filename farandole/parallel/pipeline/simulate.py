@@ -76,11 +76,11 @@ class Costs:
         return float(value) / schedule.chunks
 
     def message(self, stage: int) -> float:
-        """Return the time of a message between a stage and the next one."""
+        """Return the time of a message between a stage and the next stage, in the unit of the costs."""
         return self.send[stage] if isinstance(self.send, Sequence) else self.send
 
     def time(self, action: Action, schedule: Schedule) -> float:
-        """Return the time of an action."""
+        """Return the time of an action, in the unit of the costs."""
         parts = {Forward: ("forward",), BackwardInput: ("input",), BackwardWeight: ("weight",)}
         names = parts.get(type(action), ("input", "weight"))
         time = sum(self.at(name, schedule, action.stage) for name in names)
@@ -125,12 +125,12 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """The time from the start of the first action to the end of the last action."""
+        """The time from the start of the first action to the end of the last action, in the unit of the costs."""
         return max((span.end for spans in self.spans for span in spans), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time during which each rank computes."""
+        """The time during which each rank computes, in the unit of the costs."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
@@ -204,7 +204,7 @@ def inputs_of(action: Action, schedule: Schedule) -> Iterator[tuple[str, int]]:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Check that each rank runs each pass of its stages exactly once, and after the rank's own passes that it depends on.
+    """Check that each rank runs each pass of its stages exactly once, after the passes on the same rank that it needs.
 
     Raises:
         ScheduleError: with the first missing, repeated, misplaced or early action.

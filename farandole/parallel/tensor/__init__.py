@@ -19,8 +19,8 @@ accordingly.
 
     register(MyAttention, Rule(column={"qkv": my_parts}, row={"out": my_heads}))
 
-The token embedding and the output projection are split along the vocabulary (`ParallelVocabulary`).  With targets, no rank holds the
-logits of the whole vocabulary.  Without targets, the model gathers and returns the logits of the whole vocabulary or,
+The token embedding and the output projection are split along the vocabulary (`ParallelVocabulary`).  With targets, no
+rank holds the logits of the whole vocabulary.  Without targets, the model gathers and returns the logits of the whole vocabulary or,
 within `sharded_logits`, returns the logits of this rank's part.
 """
 

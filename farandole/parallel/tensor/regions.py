@@ -65,7 +65,10 @@ class Region:
 def leading(
     module: nn.Module, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-    """Return the first `count` arguments of a call, some of which may be named, the other positional arguments, and named ones."""
+    """Return the first `count` arguments of a call, the other positional arguments, and the other named arguments.
+
+    The first `count` arguments may be named.
+    """
     if len(args) < count and kwargs:
         names = list(inspect.signature(module.forward).parameters)
         kwargs = dict(kwargs)

@@ -22,7 +22,7 @@ _UNREDUCED = 2 * DEPTH
 
 
 def buffer_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths of the buffers that buckets with the given `lengths` use in turn."""
+    """Return the lengths of the buffers that buckets with the given `lengths` use alternately."""
     return [max(lengths[turn::DEPTH]) for turn in range(min(DEPTH, len(lengths)))]
 
 

@@ -93,7 +93,7 @@ class FlatWeights(ABC):
 
     @abstractmethod
     def set_values(self, index: int, values: Tensor) -> None:
-        """Set the weights and master weights of parameter `index`; all ranks call it, with the same values."""
+        """Set the weights and master weights of parameter `index`; all ranks call this method with the same values."""
 
     @abstractmethod
     def all_gather_async(self) -> None:
@@ -220,7 +220,7 @@ class WholeWeights(FlatWeights):
         return is_same_memory(self.parameters[index], self._views[index])
 
     def set_values(self, index: int, values: Tensor) -> None:
-        """Set the weights and master weights of parameter `index`; all ranks call it, with the same values."""
+        """Set the weights and master weights of parameter `index`; all ranks call this method with the same values."""
         if self.comm is None or not self.shared or self.comm.rank == 0:
             self._views[index].copy_(values)
         if self.has_master_copy and self.master is not None:

@@ -190,7 +190,11 @@ class Server(ModelServer):
             async with asyncio.timeout(self._limits.request_s):
                 return await unless_disconnected(request, self._collect(job))
         except TimeoutError:
-            return error_answer(504, f"the request took more than {self._limits.request_s:g} s", "timeout")
+            return error_answer(
+                504,
+                f"the request took more than {self._limits.request_s:g} s; reduce max_tokens or the prompt",
+                "timeout",
+            )
         finally:
             self._service.cancel(job.tickets)
 

@@ -113,8 +113,8 @@ class EmbeddingService:
                 self.refused += 1
                 per_sequence = self.seconds / max(self.sequences, 1)
                 raise QueueFullError(
-                    f"{counted(len(jobs), 'new input')} would exceed the queue: {len(self._waiting)} are waiting, and at "
-                    f"most {self.max_waiting} may wait; try again later",
+                    f"{counted(len(jobs), 'new input')} would exceed the queue: {len(self._waiting)} inputs are waiting, "
+                    f"and at most {self.max_waiting} may wait",
                     per_sequence * len(self._waiting),
                 )
             self._waiting.extend(jobs)

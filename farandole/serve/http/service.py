@@ -143,7 +143,7 @@ class Service:
         expected = engine.queue_delay(self._queued + count - 1, self._queued_tokens + tokens)
         if delay > 0 and expected > ttft:
             raise QueueFullError(
-                f"the first token is expected after {expected:.1f} s, and the target is {ttft:g} s; try again later",
+                f"the first token is expected after {expected:.1f} s, and the target is {ttft:g} s",
                 expected - ttft,
             )
 

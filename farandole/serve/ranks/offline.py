@@ -47,7 +47,7 @@ def ranks_for(tensor: int) -> Ranks:
 
 
 class Ranks:
-    """A single process, without other ranks; the base class of the other cases."""
+    """A single process, without other ranks; the base class of `StartedRanks` and `JobRanks`."""
 
     rank = 0
 

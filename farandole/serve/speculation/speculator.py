@@ -5,8 +5,8 @@ last token, and the sampler selects a token after each of them.  The sequence ke
 token that differs from its proposal.  Selected tokens never depend on proposals, so greedy and sampled tokens are the
 same as without speculation.
 
-Verifying one proposed token takes about as long as decoding one more sequence in the same step.  While few sequences decode, additional tokens hardly prolong
-a step, because the step reads all weights anyway.  In a large batch, rejected tokens delay other sequences.  The number
+Verifying one proposed token takes about as long as decoding one more sequence in the same step.  While few sequences
+decode, additional tokens hardly prolong a step, because the step reads all weights anyway.  In a large batch, rejected tokens delay other sequences.  The number
 of proposed tokens therefore maximizes the expected tokens per second, from the measured step times and the measured
 acceptance rate.
 
