@@ -116,9 +116,10 @@ def pictures() -> list[Picture]:
         Picture(here / "packages.png", (Path(__file__),), draw_packages, shown_imports),
         Picture(here / "serving.png", (here / "serving.py", ROOT / "farandole/serve/http/page.html"), serving.draw_page),
         *(
-            Picture(here / f"{Path(source).stem}.png", (here / "axes.py", ROOT / "farandole/parallel" / source), draw)
-            for source, draw in (
-                ("tensor", axes.draw_tensor), ("context.py", axes.draw_context), ("expert.py", axes.draw_expert),
+            Picture(here / f"{name}.png", (here / "axes.py", *sorted((ROOT / "farandole/parallel").glob(sources))), draw)
+            for name, sources, draw in (
+                ("tensor", "tensor/*.py", axes.draw_tensor), ("context", "context.py", axes.draw_context),
+                ("expert", "expert.py", axes.draw_expert),
             )
         ),
         *(
