@@ -27,7 +27,7 @@ def draw_tensor(path: Path) -> None:
     with torch.device("meta"):
         model = llama(LlamaConfig(vocabulary=24, layers=1, heads=4, kv_heads=2, width=16, inner=24))
     titles = {
-        "0.tokens.weight": "token embedding\n(split by words)",
+        "0.tokens.weight": "token embedding\n(split by vocabulary)",
         "1.norm_attention.weight": "normalization\n(copied)",
         "1.attention.qkv.weight": "queries, keys, values\n(split by outputs)",
         "1.attention.out.weight": "attention output\n(split by inputs)",

@@ -176,7 +176,7 @@ def test_progress_is_reported_to_the_end(corpus: Path, cache: Path) -> None:
 
 
 def test_vocabulary_smaller_than_all_bytes_is_refused(corpus: Path, cache: Path) -> None:
-    with pytest.raises(DataError, match="257 to 2"):
+    with pytest.raises(DataError, match=r"from 257 \(257 byte-level tokens\) to 2"):
         _prepare(corpus, cache, vocabulary=256)
 
 
@@ -248,5 +248,5 @@ def test_invalid_special_tokens_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         _prepare(corpus, cache, special_tokens=names)
-    with pytest.raises(DataError, match="with 2 special tokens of 259 to 2"):
+    with pytest.raises(DataError, match=r"from 259 \(257 byte-level tokens \+ 2 special tokens\) to 2"):
         _prepare(corpus, cache, special_tokens=(MASK, PAD), vocabulary=258)

@@ -389,7 +389,10 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
     [
         (["-n", "3", "--nodes", "2", "--rendezvous", "a:1", "x.py"], "divided evenly among --nodes 2"),
         (["--nodes", "2", "x.py"], "--nodes 2 requires --rendezvous HOST:PORT"),
-        (["--nodes", "2", "--node-rank", "2", "x.py"], "numbered from 0 to 1"),
+        (
+            ["--nodes", "2", "--node-rank", "2", "x.py"],
+            "out of range for --nodes 2: expected a number from 0 to 1",
+        ),
         (["--rendezvous", "node0", "x.py"], "'node0' is not HOST:PORT"),
         (["progam.py"], "there is no script 'progam.py' here; nearest: program.py"),
         (["no/such/program.py"], "folder 'no/such' does not exist"),
