@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farandole.models.attention import attention
+from farandole.models.derivatives import first_order
 from farandole.models.dropout import ShardedDropout
 from farandole.models.replaceable import replaceable
 from farandole.models.rotary import Rotary
@@ -60,6 +61,7 @@ class _RMSNorm(torch.autograd.Function):
         return (x * scale).mul_(weight)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (outer,) = grad_outputs
         x, weight, scale = ctx.saved_tensors
@@ -215,6 +217,7 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         (outer,) = grad_outputs
         (both,) = ctx.saved_tensors

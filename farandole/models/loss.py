@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.models.chunks import chunks
+from farandole.models.derivatives import first_order
 
 CHUNK_BYTES = 1 << 20
 """The size of a chunk's fp32 log-probabilities in bytes, which should fit in the L2 cache."""
@@ -48,6 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total / divisor
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         (outer,) = grad_outputs
@@ -196,7 +198,7 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from farandole.models.derivatives import first_order
 from farandole.models.replaceable import replaceable
 from farandole.models.sequence import SequenceInfo
 
@@ -154,6 +155,7 @@ class _Rotate(torch.autograd.Function):
         return _rotate_pairs(x, cosine, sine, interleaved)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
         return _rotate_pairs(grad_outputs[0], cosine, -sine, ctx.interleaved), None, None, None

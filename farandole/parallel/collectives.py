@@ -16,6 +16,8 @@ between shards and a tensor whose values and gradient are equal on all ranks.
 
 All functions shard dimension 0 as `layout.chunk` does, so the length of this dimension need not be a multiple of the
 number of ranks.  If `comm` is None, there is one rank, and the functions return their input.
+
+A collective of gradients is not differentiable: a backward pass with `create_graph=True` raises an error.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farandole.layout import chunk
+from farandole.models.derivatives import first_order
 from farandole.parallel.axes import AxisCommunicator
 
 
@@ -93,6 +96,7 @@ class _CopyToAll(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grad_outputs[0], ctx.comm), None
 
@@ -105,6 +109,7 @@ class _LinearOfCopies(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         rows = grad_outputs[0].flatten(0, -2)
@@ -138,6 +143,7 @@ class _GatherAndReduce(torch.autograd.Function):
         return _all_gather(shard, rows, comm)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         return _reduce_scatter(grad_outputs[0], ctx.comm), None, None
 
@@ -149,6 +155,7 @@ class _ReduceAndGather(torch.autograd.Function):
         return _reduce_scatter(x, comm)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grad_outputs[0], ctx.rows, ctx.comm), None
 
@@ -172,6 +179,7 @@ class _SliceOfSame(torch.autograd.Function):
         return x[own_rows(len(x), comm)].clone()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grad_outputs[0], ctx.rows, ctx.comm), None
 

@@ -35,6 +35,7 @@ from farandole.layout import chunk
 from farandole.memory.call_wrappers import wrap_calls, wrapper_of
 from farandole.models.chunks import chunks
 from farandole.models.deepseek import LatentAttention
+from farandole.models.derivatives import first_order
 from farandole.models.dropout import OwnPositions, dropout, with_positions
 from farandole.models.layers import SelfAttention
 from farandole.models.moe import MixtureOfExperts
@@ -267,6 +268,7 @@ class _GatherPositions(torch.autograd.Function):
         return torch.cat(parts, 1)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         parts = [part.contiguous() for part in grad_outputs[0].split(ctx.lengths, 1)]
         own = torch.empty_like(parts[ctx.comm.rank])
@@ -318,6 +320,7 @@ class _SplitHeads(torch.autograd.Function):
         return _split_heads(x, lengths, comm)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         return _join_heads(grad_outputs[0], ctx.lengths, ctx.comm), None, None
 
@@ -331,6 +334,7 @@ class _JoinHeads(torch.autograd.Function):
         return _join_heads(x, lengths, comm)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         return _split_heads(grad_outputs[0], ctx.lengths, ctx.comm), None, None
 
@@ -428,7 +432,7 @@ class _RingAttention(torch.autograd.Function):
         return output.to(query.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logs = ctx.saved_tensors
         (outer,) = grad_outputs

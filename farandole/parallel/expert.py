@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from farandole.layout import Shard, chunk
+from farandole.models.derivatives import first_order
 from farandole.models.moe import Experts, Meanwhile, Products, as_sizes
 from farandole.parallel.axes import AxisCommunicator, Layouts, Position
 from farandole.plan import Plan, PlanError
@@ -173,6 +174,7 @@ class _Start(torch.autograd.Function):
         return transfer.start(rows, transfer.sent, transfer.received)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return (
             ctx.transfer.wait(),
@@ -187,6 +189,7 @@ class _Wait(torch.autograd.Function):
         return transfer.wait().view_as(arriving)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         transfer: _Transfer = ctx.transfer
         transfer.start(grad_outputs[0], transfer.received, transfer.sent)

@@ -158,8 +158,8 @@ class Pipeline:
                 step.run(action)
             begun += transfers.waited_s - waited_s  # an action waits before it computes
             spans.append(Span(action, begun, time.perf_counter()))
-        if train:  # a replica without micro-batches runs no action, but reduces with the other one
-            with completing(self._parameters().difference(*completed.values())):
+        if train and (idle := self._idle(micro_batches)):
+            with completing(idle):
                 pass
         transfers.finish()
         self.waited_s += transfers.waited_s
@@ -222,12 +222,6 @@ class Pipeline:
         )
         return replace(schedule, actions=tuple(actions))
 
-    def _parameters(self) -> set[int]:
-        """Return the parameters of this rank's stages, by `id`."""
-        return {
-            id(p) for stage in self._stages.values() for block in stage.blocks for p in block.parameters()
-        }
-
     @functools.lru_cache(maxsize=16)  # noqa: B019
     def _completed(self, micro_batches: int, every_pass: frozenset[int]) -> dict[Action, set[int]]:
         """Return the parameters whose gradients each action completes.
@@ -248,6 +242,16 @@ class Pipeline:
                     found[action] = complete
                 later |= own
         return found
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019
+    def _idle(self, micro_batches: int) -> set[int]:
+        """Return the parameters, by `id`, for which no action of this rank computes gradients.
+
+        A replica of a mirrored schedule without micro-batches runs no action, but its gradients are reduced with those
+        of the other replica.
+        """
+        parameters = {id(p) for stage in self._stages.values() for b in stage.blocks for p in b.parameters()}
+        return parameters.difference(*self._completed(micro_batches, frozenset()).values())
 
     def close(self) -> None:
         """Remove the hooks from the model."""

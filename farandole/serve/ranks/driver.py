@@ -105,15 +105,8 @@ class Driver(Runner):
 class LocalDriver(ShardedRunner, Driver):
     """A driver that also computes a part of the model; the arguments are those of `ShardedRunner`."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        comm: Communicator,
-        use_core: bool | None = None,
-        *,
-        adapters: Mapping[str, Adapter] | None = None,
-    ) -> None:
-        super().__init__(model, comm, use_core, adapters=adapters)
+    def __init__(self, model: Transformer, comm: Communicator, **options: Any) -> None:
+        super().__init__(model, comm, **options)
         self._steps = _Steps(comm, list(self.adapters))
 
     def memory(self) -> Memory:
@@ -171,15 +164,9 @@ class Worker(ShardedRunner):
     """The runner of ranks other than the driver; the arguments are those of `ShardedRunner`."""
 
     def __init__(
-        self,
-        model: Transformer,
-        comm: Communicator,
-        use_core: bool | None = None,
-        *,
-        adapters: Mapping[str, Adapter] | None = None,
-        remote: bool = False,
+        self, model: Transformer, comm: Communicator, *, remote: bool = False, **options: Any
     ) -> None:
-        super().__init__(model, comm, use_core, adapters=adapters, remote=remote)
+        super().__init__(model, comm, remote=remote, **options)
         self._names = list(self.adapters)
         if remote:
             comm.broadcast_object((self.vocabulary, self.shapes, self.bytes_per_position, self._names), 1)
