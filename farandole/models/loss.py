@@ -26,6 +26,9 @@ CHUNK_BYTES = 1 << 20
 LOGITS_BYTES = 64 << 20
 """The size of a logits chunk in `head_loss` in bytes, large enough for fast matrix products."""
 
+FEW = 4
+"""Up to width / `FEW` targets, `head_loss` stores the logits' gradient, which takes 1 / `FEW` of the weight's memory."""
+
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
@@ -302,8 +305,8 @@ def head_loss(
     bias = None if bias is None else bias.to(hidden.dtype)
     count, chunk_bytes = len(targets), chunk_bytes or LOGITS_BYTES
     chunk_rows = _head_rows(hidden, weight, chunk_bytes, shard)
-    if shard is None and count <= min(chunk_rows, weight.shape[1]):
-        # the logits are smaller than the gradient of the weight, which therefore is not stored until the backward pass
+    if shard is None and count <= min(chunk_rows, weight.shape[1] // FEW):
+        # the logits are much smaller than the gradient of the weight, which the backward pass therefore computes later
         return token_loss(F.linear(hidden, weight, bias), targets)
     if torch.is_grad_enabled():
         total: Tensor = _HeadLoss.apply(hidden, weight, bias, targets, chunk_bytes, shard)
