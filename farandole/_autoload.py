@@ -75,7 +75,7 @@ def _register() -> None:
 
 
 def _failure(error: Exception) -> str:
-    """Return one line about a failed registration."""
+    """Return a one-line error message for a failed registration."""
     import torch
 
     from farandole import __version__
@@ -141,7 +141,7 @@ def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
 def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `batch_isend_irecv` that posts CUDA messages as one batch.
 
-    Torch posts messages in Python groups one by one.
+    For process groups implemented in Python, torch posts messages one by one.
     """
 
     @functools.wraps(original)

@@ -20,10 +20,7 @@ EXTRAS = {
 
 
 def explain_missing(error: ModuleNotFoundError) -> str | None:
-    """Return a message with the extra that contains the missing module and the command to install it.
-
-    The result is None for other modules.
-    """
+    """Return a message with the command that installs the missing module, or None if no extra contains the module."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
@@ -33,7 +30,7 @@ def explain_missing(error: ModuleNotFoundError) -> str | None:
 
 @contextmanager
 def optional_import() -> Iterator[None]:
-    """Import a module from an extra; if it is missing, raise ModuleNotFoundError with the command to install it."""
+    """Return a context in which a failed import of a module from an extra raises an error with the install command."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -30,5 +30,5 @@ def job_key() -> str | None:
 
 
 def derive(key: str, label: str) -> bytes:
-    """Derive 32 bytes from a key, which reveal neither the key nor other derived bytes."""
+    """Derive 32 bytes from a key; they reveal neither the key nor the bytes derived for other labels."""
     return hmac.digest(key.encode(), label.encode(), hashlib.sha256)

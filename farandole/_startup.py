@@ -1,7 +1,8 @@
 """Configure the interpreter and the C library so that processes start, run and exit faster.
 
 Torch consists of a thousand modules.  Importing them creates no garbage, but the collector traverses them repeatedly,
-which takes a fifth of the import time.  At exit, the interpreter destroys every module, which takes as long again.
+which takes a fifth of the import time.  At exit, the interpreter destroys every module, which takes about as long as
+these traversals.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed blocks of up to 32 MiB; other C libraries are not affected.
 
     Glibc returns large blocks to the kernel, which clears every page of them when they are allocated again.  A training
-    step frees and allocates the same activations each time: this took a tenth of a step on a CPU.
+    step frees and allocates the same activations each time; clearing their pages took a tenth of the step time on a
+    CPU.
     """
     if sys.platform != "linux":
         return
@@ -70,11 +72,11 @@ def keep_freed_memory() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process like `sys.exit`, but without the shutdown of the interpreter.
+    """End this process like `sys.exit`, but without destroying the modules.
 
     The function joins the threads, calls the `atexit` functions and flushes the standard streams.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
+    threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing calls this function too
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the stream is closed, or its reader has ended

@@ -15,7 +15,7 @@ def see(section: str) -> str:
 
 
 class Documented:
-    """A base of exceptions whose messages end with a link to the troubleshooting page.
+    """A base class for exceptions whose messages end with a link to the troubleshooting page.
 
     If the message already contains a link, for example in the quoted message of another error, that link is kept;
     otherwise, the link refers to `_section`.

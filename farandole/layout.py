@@ -3,7 +3,7 @@
     qkv = Layout("0.qkv", (3 * 12, 12), shards=(("tensor", Shard(0, (Part(12, unit=4),) * 3)),))
     qkv.boxes(mesh, cell)              # the boxes of the global tensor that the cell stores: its heads of q, k and v
     norm = Layout("0.norm", (12,), same={"tensor"})                 # the gradient is the same on all ranks of the axis
-    norm.reduction(mesh, piece)        # the ranks whose gradients are summed, and their weights
+    norm.reduction(mesh, piece)        # the ranks whose gradients are summed, and a coefficient per rank
 
 Along each axis, a tensor is either sharded in one dimension (`Shard`) or copied to every coordinate.  The copies' gradients
 are summed, unless the axis is in `same`.  Gradient reduction, optimizer-state sharding, the global norm, checkpoints and
@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """Sharding along dimension `dim`: each of `parts` separately or, without parts, in multiples of `unit` rows."""
+    """Sharding of dimension `dim`: each part separately or, without parts, all rows in multiples of `unit`."""
 
     dim: int
     parts: tuple[Part, ...] = ()
@@ -64,11 +64,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The ranks that sum the gradient of a piece, and the weight of each rank's gradient in the sum.
+    """The ranks that sum the gradient of a piece, and the coefficient of each rank's gradient in the sum (`weights`).
 
-    Each column in `columns` is a set of ranks whose gradients, multiplied by `weights`, add up to the total gradient.
-    Every rank that holds the piece is in exactly one column, and each column sums separately.  Norms and checkpoints
-    use the first column.
+    Each column in `columns` is a set of ranks whose gradients, multiplied by these coefficients, sum to the total
+    gradient.  Every rank that holds the piece is in exactly one column, and each column sums separately.  Norms and
+    checkpoints use the first column.
     """
 
     columns: tuple[tuple[int, ...], ...]
@@ -86,7 +86,7 @@ class Layout:
     Args:
         name: the tensor's name in the unsharded model.
         shape: the tensor's shape in the unsharded model.
-        stages: the pipeline stages that contain the tensor; two stages contain a tied embedding.
+        stages: the pipeline stages that contain the tensor; a tied embedding is in two stages.
         shards: pairs of an axis and the sharding along it, applied in this order.
         same: the axes along which copies have identical gradients, such as normalization weights under tensor
             parallelism.
@@ -163,7 +163,7 @@ class Layout:
         )
 
     def classes(self, mesh: Mesh, piece: Box) -> dict[tuple[int, ...], list[Cell]]:
-        """Return the cells of the replica set, by class."""
+        """Return the cells of the replica set by class; the key is the coordinates that a class shares."""
         axes = mesh.others(sorted(self.same))
         found: dict[tuple[int, ...], list[Cell]] = defaultdict(list)
         for cell in self.replicas(mesh, piece):
@@ -171,7 +171,7 @@ class Layout:
         return dict(found)
 
     def reduction(self, mesh: Mesh, piece: Box) -> Reduction:
-        """Return the ranks that sum a piece's gradient, and the weights of the ranks' gradients.
+        """Return the ranks that sum a piece's gradient, and the coefficient of each rank's gradient in the sum.
 
         Ranks communicate, not cells.  A *column* is a group of ranks that sums gradients.  A rank with several cells of
         the replica set has one tensor, whose gradient is the sum over these cells.  The *signature* of a rank is the
@@ -179,15 +179,15 @@ class Layout:
 
         - If each class occurs once in all signatures together, and all signatures have the same number of ranks, a
           column has one rank of each signature.
-        - If each class occurs once, but the numbers of ranks differ, one column has all ranks.  The weight of a rank is
-          1 / (number of ranks with its signature).
-        - If a class occurs several times, all ranks form one column, and the weights count each class once.
+        - If each class occurs once, but the numbers of ranks differ, one column has all ranks.  The coefficient of a
+          rank is 1 / (number of ranks with its signature).
+        - If a class occurs several times, all ranks form one column, and the coefficients count each class once.
 
         Returns:
-            The columns, and the weight of each rank.
+            The columns, and the coefficient of each rank.
 
         Raises:
-            LayoutError: if no such weights exist.
+            LayoutError: if no such coefficients exist.
         """
         if not self.shards:  # independent of name and shape, so tensors share the cached result
             return _reduction(Layout("", (), self.stages, (), self.same), mesh, ())

@@ -26,7 +26,7 @@ import torch
 from farandole.comm.communicator import Communicator
 
 AXES = ("data", "pipeline", "mirror", "spatial", "context", "expert", "tensor")
-"""The axes in order, from the outermost, whose ranks are far apart, to the innermost, whose ranks are neighbors and communicate most."""
+"""The axes in order, from the outermost (distant ranks) to the innermost (adjacent ranks, which communicate most)."""
 
 
 LOSS_AXES = ("data", "context", "expert")
@@ -38,7 +38,7 @@ SAMPLE_AXES = ("data", "expert")
 
 
 class MeshError(ValueError):
-    """Raised if a mesh is invalid; the message contains the sizes and the nearest valid size."""
+    """Raised if a mesh is invalid, or has no such axis or group."""
 
 
 @dataclass(frozen=True, order=True)
@@ -78,7 +78,7 @@ class Mesh:
 
     Raises:
         MeshError: if cells have equal coordinates, a rank has no cell, or the product of factors is not the size of
-            their axis.
+            the axis.
     """
 
     def __init__(self, cells: Iterable[Cell], factors: Mapping[str, Mapping[str, int]] | None = None) -> None:
@@ -162,7 +162,7 @@ class Mesh:
         """Return a pipeline mesh with different stage sizes, such as `[{"spatial": 4}, {"tensor": 1}]`.
 
         With `mirror=2`, stage s of the reversed direction is on the ranks of stage `len(stages) - 1 - s`.  If the two
-        stages have different sizes, cells are assigned to the ranks of that stage in round-robin order.
+        stages have different sizes, cells are assigned to these ranks in round-robin order.
 
         Raises:
             MeshError: if a size is invalid, or the stages need a different number of ranks.
@@ -220,8 +220,7 @@ class Mesh:
         return self._held[rank]
 
     def pipeline_rank(self, rank: int) -> int:
-        """Return the coordinate of a rank on the pipeline axis; in a mirrored pipeline, the coordinate of its stage of
-        the first replica."""
+        """Return a rank's coordinate on the pipeline axis; in a mirrored pipeline, the coordinate in direction 0."""
         return min(self._held[rank], key=lambda cell: cell.mirror).pipeline
 
     def width(self, axis: str, stage: int = 0) -> int:

@@ -29,7 +29,7 @@ MODEL_AXES = ("context", "expert", "tensor")
 
 
 class PlanError(Documented, ValueError):
-    """Raised for an invalid plan; the message contains the field, its value and the nearest valid plan."""
+    """Raised for an invalid plan; the message contains the field, its value and usually the nearest valid plan."""
 
     _section = "planerror"
 
@@ -75,14 +75,14 @@ class LoRA:
     - a compiled regular expression for the whole path;
     - `"all-linear"` (for targets): every plain `nn.Linear`.
 
-    Experts have stacked layers, which `"*.experts.*"` matches.  Each expert then has its own adapter.
+    `"*.experts.*"` matches the stacked layers of experts; each expert then has its own adapter.
 
     Args:
         rank: the rank of the adapters.
-        alpha: the scale of the update, which is multiplied by `alpha / rank`.
+        alpha: the scale of the update; the product B A is multiplied by `alpha / rank`.
         targets: one or several patterns for the layers to adapt.
         dropout: the dropout rate of the adapters' inputs.
-        use_rslora: whether the update is multiplied by `alpha / sqrt(rank)` instead (Kalajdzievski, 2023, "A Rank
+        use_rslora: whether the product is multiplied by `alpha / sqrt(rank)` instead (Kalajdzievski, 2023, "A Rank
             Stabilization Scaling Factor for Fine-Tuning with LoRA").
         bias: the biases to train: none, those of adapted layers ("lora_only"), or all.
         also_train: modules to train in full, like PEFT's `modules_to_save`; layers inside these modules get no adapter.
@@ -122,13 +122,13 @@ class LoRA:
             raise ValueError(f"LoRA base={self.base!r}: expected None or one of {', '.join(get_args(Base))}")
         if not as_patterns("targets", self.targets):
             raise ValueError(
-                f"LoRA targets={self.targets!r} names no layer; {ALL_LINEAR!r} means every nn.Linear"
+                f"LoRA targets={self.targets!r}: expected at least one pattern; {ALL_LINEAR!r} matches every nn.Linear"
             )
         as_patterns("also_train", self.also_train)
 
     @property
     def scaling(self) -> float:
-        """The factor of the update B A."""
+        """The factor by which the product B A is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
@@ -151,11 +151,12 @@ class Plan:
 
     Args:
         data: the number of groups of ranks over which samples are distributed; None uses all ranks.
-        pipeline: the number of ranks among which the blocks of the model are divided into stages (`parallel.pipeline`).
+        pipeline: the number of ranks over which the stages of the model are distributed (`parallel.pipeline`).
         schedule: with `pipeline` > 1, the order of forward and backward passes: the name of a schedule in the output of
             `farandole schedule`.
-        stage_bytes: with `pipeline` > 1, the bytes that a rank may have for its parameters and for the activations of the
-            micro-batches in flight.  Among the divisions into stages that fit, the fastest one is used.
+        stage_bytes: with `pipeline` > 1, the maximum number of bytes per rank for its parameters and for the
+            activations of the micro-batches in flight.  Among the divisions into stages that fit, the fastest one is
+            used.
         deferred_batch_norm: with `pipeline` > 1, update the running statistics of BatchNorm once per step, with the mean and
             variance over all samples of the step, instead of once per micro-batch (`parallel.pipeline.batch_norm`).
         tensor: the number of ranks that compute each layer together (`parallel.tensor`).
@@ -171,19 +172,20 @@ class Plan:
             replicated on the other ranks.  "all" shards over the whole axis, and "host" among the ranks on each host, so that
             hosts exchange only gradients.
         precision: the dtype in which the model computes.  The optimizer updates master weights in the dtype in which
-            the model was created, and gradients are averaged in that dtype.  With "fp8" weights are bf16, and linear
-            layers multiply 8-bit floats.
+            the model was created (at least fp32), and gradients are averaged in that dtype.  With "fp8", weights are
+            stored in bf16, and linear layers multiply 8-bit floats.
         recompute: the activations that are recomputed in the backward pass.
-        activation_bytes: with `recompute="auto"`, the bytes of activations that a rank may keep.
+        activation_bytes: with `recompute="auto"`, the maximum number of bytes of activations that a rank keeps.
         swap: where activations are stored until the backward pass: "none" (on the device of the model), "host" (models on an
             accelerator) or "disk:FOLDER" (models on a CPU).
         offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host"
             (models on an accelerator) or "disk:FOLDER".
-        offloaded: the data to offload in addition to optimizer states: "gradients" (with `zero` >= 2), or also
-            "parameters" (with `zero=3`).  Models on an accelerator offload them to host memory only.
+        offloaded: the data to offload in addition to optimizer states: "gradients" (with `zero` >= 2), or
+            "parameters" (with `zero=3`), which includes gradients.  Models on an accelerator offload both only to
+            the host.
         rounding: "stochastic" rounds updates to bf16 weights without master weights, which saves 4 bytes per parameter.
         compression: the compression of gradients between hosts, with `zero=0`.  Compressed gradients are
-            approximate; error feedback adds the error of a step to later steps.
+            approximate; error feedback adds the error of a step to the gradients of the next step.
         lora: the adapters to train, with the model's weights frozen.
 
     Raises:
@@ -231,8 +233,8 @@ class Plan:
             )
         if self.sequence and self.tensor == 1:
             raise PlanError(
-                "sequence=True with tensor=1: sequence parallelism shares the tokens among tensor-parallel ranks; nearest "
-                "plan: tensor=2"
+                "sequence=True with tensor=1: sequence parallelism splits the tokens over tensor-parallel ranks; "
+                "nearest plan: tensor=2"
             )
         if self.ring is not None and (self.ring < 1 or self.context % self.ring):
             near = [n for n in range(1, self.context + 1) if self.context % n == 0]
@@ -244,8 +246,8 @@ class Plan:
             raise PlanError(f"zero={self.zero}: expected stage 0, 1, 2 or 3")
         if self.zero == 3 and self.pipeline > 1:
             raise PlanError(
-                f"zero=3 with pipeline={self.pipeline}: weights would be gathered twice for each micro-batch; nearest plan: "
-                "zero=2"
+                f"zero=3 with pipeline={self.pipeline}: not supported, because weights would be gathered twice for "
+                "each micro-batch; nearest plan: zero=2"
             )
         if self.data_shard not in ("all", "host") and not (
             isinstance(self.data_shard, int) and self.data_shard >= 1
@@ -281,7 +283,7 @@ class Plan:
             )
         if self.recompute == "auto" and self.activation_bytes is None:
             raise PlanError(
-                "recompute='auto' needs activation_bytes, the bytes of activations that a rank may keep; nearest plan: "
+                "recompute='auto' needs activation_bytes, the maximum bytes of activations per rank; nearest plan: "
                 "recompute='block'"
             )
         if self.recompute != "auto" and self.activation_bytes is not None:
@@ -302,11 +304,12 @@ class Plan:
             raise PlanError(f"stage_bytes={stage_bytes}: expected at least 1")
         if self.pipeline == 1:
             raise PlanError(
-                f"stage_bytes={stage_bytes} with pipeline=1: only the division into stages uses it; nearest plan: pipeline=2"
+                f"stage_bytes={stage_bytes} with pipeline=1: stage_bytes only limits the division into stages; nearest "
+                "plan: pipeline=2"
             )
         if self.recompute == "auto":
             raise PlanError(
-                f"stage_bytes={stage_bytes} with recompute='auto', which has a budget of its own; nearest plan: "
+                f"stage_bytes={stage_bytes} with recompute='auto', which uses activation_bytes; nearest plan: "
                 "recompute='block', or stage_bytes=None"
             )
 

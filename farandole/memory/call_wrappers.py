@@ -5,7 +5,7 @@
 
 The module's class is replaced by a subclass of the same name, as in FSDP2: `isinstance`, parameters,
 `state_dict` and hooks do not change, and the module's hooks run inside the wrapper.  Copies and pickles of the
-module contain the original class.
+module have the original class.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def _pass_through(
 
 @cache
 def _wrapped(plain: Any) -> Any:
-    """Return the wrapped subclass of module class `plain`."""
+    """Return the subclass of `plain` whose calls run through wrappers."""
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     return type(plain.__name__, (_Wrapped, plain), {**names, "_plain": plain})
 
 
 def wrap_calls(module: nn.Module, wrapper: Wrapper) -> None:
-    """Pass calls to `module` through `wrapper`, outside its existing wrappers."""
+    """Add `wrapper` as the outermost wrapper of calls to `module`."""
     if not isinstance(module, _Wrapped):
         plain: Any = type(module)
         module.__class__ = _wrapped(plain)

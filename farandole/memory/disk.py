@@ -57,7 +57,7 @@ def file_system(folder: str | os.PathLike[str]) -> FileSystem:
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return the number of bytes that an unprivileged user can still write to `folder`, or sys.maxsize if there is no limit."""
+    """Return the number of bytes that an unprivileged user can write to `folder`, or `sys.maxsize` without a limit."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
@@ -97,7 +97,7 @@ def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -
 
 
 def _advice(needed: int, free: int, where: FileSystem) -> str:
-    """Return advice for the user: how much space to free, or another disk with enough space."""
+    """Return advice for the user: how much space to free, and a disk with enough space if there is one."""
     best, most = "", needed - 1
     for mount in _mounts():
         if mount.in_memory or mount.device == where.device or not mount.device.startswith("/"):
@@ -142,7 +142,7 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Budget:
-    """The bytes that a step reads and writes, and the disk's bandwidth if it is known."""
+    """The number of bytes that a step reads and writes, and the disk's bandwidth if it is known."""
 
     read_bytes: int
     written_bytes: int

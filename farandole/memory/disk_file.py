@@ -111,7 +111,7 @@ class DiskFile:
             self._drop_cache(offset, len(part))
 
     def why(self, error: OSError) -> str:
-        """Return a text with the reason and the location of the failure `error`."""
+        """Return the reason and the location of the failure `error`, as text."""
         return f"{error.strerror or error} in {self.folder} ({self.file_system})"
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class DiskFile:
             os.ftruncate(self._descriptor, start)
             free = free_bytes(self.folder)
             more = f"free {size(nbytes - free)} more" if free < nbytes else "check quotas and `ulimit -f`"
-            raise NoSpace(f"{needed}, {size(free)} free: {more}") from error
+            raise NoSpace(f"{needed}, {size(free)} available; {more}") from error
 
     def _make_direct(self) -> bool:
         """Enable direct access and return whether it works: some file systems accept the flag but reject reads."""

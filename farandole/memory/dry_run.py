@@ -69,7 +69,7 @@ def device_of(model: nn.Module, device: torch.device | str | None = None) -> tor
         wanted = torch.device("cpu") if first is None or first.device.type == "meta" else first.device
     if wanted.type == "meta":
         raise ValueError(
-            "device='meta': the saved tensors depend on the device's kernels; use device='cpu' or 'cuda'"
+            "device='meta': expected a device with kernels that determine the saved tensors; use device='cpu' or 'cuda'"
         )
     if wanted.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
@@ -83,7 +83,7 @@ def device_of(model: nn.Module, device: torch.device | str | None = None) -> tor
 def fake_model(
     model: nn.Module, example: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> Iterator[Any]:
-    """Replace the tensors of `model` by fake tensors on `device`; yield `example` as fake tensors.
+    """Replace the tensors of `model` with fake tensors on `device`; yield `example` as fake tensors.
 
     If `dtype` is given, all floating-point tensors have this dtype.  Real parameters, buffers, gradients and random
     generator states do not change.  No other thread may use the model inside the context.
@@ -123,7 +123,7 @@ def fake_model(
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """The bytes saved for the backward pass, by the name of the block that saves them.
+    """The number of bytes saved for the backward pass, by the name of the block that saves them.
 
     `outside` is the number of bytes saved outside blocks, including those saved by the loss.
     """
@@ -133,7 +133,7 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
-        """The bytes saved inside and outside blocks."""
+        """The number of bytes saved inside and outside blocks."""
         return sum(self.blocks.values()) + self.outside
 
 
@@ -146,7 +146,7 @@ def saved_bytes(
     dtype: torch.dtype | None = None,
     real: bool = False,
 ) -> SavedBytes:
-    """Measure the bytes that `model(example)` saves for its backward pass, in the current mode and autocast context.
+    """Count the bytes that `model(example)` saves for its backward pass, in the current mode and autocast context.
 
     The result includes tensors saved by autograd and by recomputation, but not parameters, buffers or the example.
     Memory shared by several views counts once, for the block that saves it first.  Tensors that a custom
@@ -163,7 +163,7 @@ def saved_bytes(
             flow depends on values (`.item()`) requires this option.
 
     Raises:
-        ValueError: if this machine cannot simulate the device.
+        ValueError: if this machine cannot simulate the device, or `real` is combined with `device` or `dtype`.
     """
     if real:
         if device is not None or dtype is not None:
@@ -271,7 +271,7 @@ def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def _attention_flops(query: Any, key: Any, value: Any, score_products: int, value_products: int) -> int:
-    """Count the operations of `score_products` products of queries and keys and `value_products` products of scores and values."""
+    """Count the operations of these numbers of products of queries with keys and of scores with values."""
     scores = 2 * query[..., 0].numel() * key.shape[-2]
     return int(scores * (score_products * query.shape[-1] + value_products * value.shape[-1]))
 
@@ -293,7 +293,7 @@ def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None =
 
 
 class _CountRecomputed(TorchDispatchMode):
-    """Counts recomputed operations, except kept products, whose dispatch mode returns before this mode runs."""
+    """Counts recomputed operations; products whose outputs were kept do not reach this dispatch mode."""
 
     def __init__(self) -> None:
         super().__init__()

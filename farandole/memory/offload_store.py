@@ -47,7 +47,7 @@ _PROBE_S = 1.0
 class Transfer:
     """A read or write of a record; the base class represents a finished transfer.
 
-    The caller must keep a reference to the transfer, and must not use its memory, until it is `done`.
+    Until a transfer is `done`, the caller must keep a reference to it, and must not use the transferred memory.
     """
 
     error: OffloadError | None = None
@@ -104,11 +104,11 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def write(self, record: Any, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start copying the first bytes of `data` (1-D, uint8) to `record` when all transfers in `after` are done."""
+        """Start copying `data` (1-D, uint8) to `record`, after all transfers in `after`."""
 
     @abstractmethod
     def read(self, record: Any, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start filling the first bytes of `into` (1-D, uint8) from `record` when all transfers in `after` are done."""
+        """Start copying `record` to the start of `into` (1-D, uint8), after all transfers in `after`."""
 
     @abstractmethod
     def wait_until_done(self) -> None:
@@ -361,11 +361,11 @@ class DiskStore(OffloadStore):
 
     def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
         """Start writing `data` to `record`."""
-        return self._start("writing", record, data, after)
+        return self._start("write", record, data, after)
 
     def read(self, record: Record, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
         """Start reading `record` into `into`."""
-        return self._start("reading", record, into, after)
+        return self._start("read", record, into, after)
 
     def wait_until_done(self) -> None:
         """Block until all transfers have finished or failed."""
@@ -384,13 +384,13 @@ class DiskStore(OffloadStore):
             self._threads.shutdown()
         self._file.close()
 
-    def _start(self, doing: str, record: Record, memory: Tensor, after: Iterable[Transfer]) -> Transfer:
-        what = f"{doing} record {record.index} of {self.name}"
+    def _start(self, operation: str, record: Record, memory: Tensor, after: Iterable[Transfer]) -> Transfer:
+        what = f"cannot {operation} record {record.index} of {self.name}"
         content = self._check(what, record, memory)
 
         def move(at: int) -> None:
             try:
-                self._move_part(doing == "reading", record, content, at)
+                self._move_part(operation == "read", record, content, at)
             except OSError as error:
                 raise RuntimeError(self._file.why(error)) from error
 
@@ -458,8 +458,8 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
     allowed = min(limit_bytes, free_bytes(require_folder(folder)))
     if allowed < PART_BYTES:
         raise NoSpace(
-            f"measuring the disk in {folder} needs {size(PART_BYTES)}, but the limit or the free space is "
-            f"{size(allowed)}; free space on the disk, or choose another folder"
+            f"cannot measure the disk in {folder}: expected {size(PART_BYTES)} of free space and a limit of at "
+            f"least this size, got {size(allowed)}; free space on the disk, choose another folder, or raise limit_bytes"
         )
     store = DiskStore(folder, "random bytes")
     try:
@@ -476,7 +476,7 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
 def _move_for_a_while(
     move: Callable[[Record, Tensor], Transfer], records: Sequence[Record], buffers: list[Tensor]
 ) -> tuple[int, float]:
-    """Transfer records for at most half of the measuring time; return the number of records and bytes per second."""
+    """Transfer records for at most half of the measuring time; return their number and the bytes per second."""
     start = time.perf_counter()
     moving: list[Transfer] = []
     for at, record in enumerate(records):

@@ -1,8 +1,8 @@
 """A torch optimizer with offloaded state, which steps one unit of a model at a time.
 
-Optimizer state accounts for most of the memory used in training.  In mixed precision, AdamW needs 12 bytes of state per
-parameter (master weights and two moments), compared with 2 bytes for weights and 2 for gradients (Rajbhandari et al.,
-2020, "ZeRO", section 3.1).  Each step uses the state once, element by element.  The state can therefore be kept in host
+In mixed precision, most of the training state is optimizer state: AdamW needs 12 bytes of state per parameter (master
+weights and two moments), compared with 2 bytes for weights and 2 for gradients (Rajbhandari et al., 2020, "ZeRO",
+section 3.1).  Each step uses the state once, element by element.  The state can therefore be kept in host
 memory (Ren et al., 2021, "ZeRO-Offload") or on a disk (Rajbhandari et al., 2021, "ZeRO-Infinity") and streamed through
 a few buffers.
 """
@@ -24,7 +24,7 @@ from farandole.memory.disk import Bandwidth, Budget, OffloadError
 from farandole.memory.record_stream import RecordStream
 
 _ALIGNMENT = 64
-"""In bytes.  Every tensor in a record starts on a cache line."""
+"""The alignment in bytes: every tensor in a record starts on a cache line."""
 
 _PROBE_ELEMENTS = 3
 """The length of the example shard that is stepped once to determine the names and dtypes of the state."""
@@ -48,7 +48,8 @@ class OffloadedOptimizer:
     """Steps `optimizer`, an elementwise `torch.optim.Optimizer`, one unit at a time.
 
     The results are bitwise identical to calling `optimizer.step()`.  Existing values and state are preserved.
-    Schedulers change `optimizer.param_groups` as usual.  Groups that do not set `fused` use `fused=True`.
+    Schedulers change `optimizer.param_groups` as usual.  Groups that set none of `fused`, `foreach` and
+    `differentiable` use `fused=True`.
 
     Args:
         units: the optimizer's parameters ("shards": 1-D, floating point, on the CPU), partitioned into units.  Each
@@ -108,8 +109,8 @@ class OffloadedOptimizer:
         """
         if self._broken:
             raise OffloadError(
-                f"the last step or load was interrupted between units: load {counted(len(self._broken), 'unit')} from a "
-                f"checkpoint, starting with unit {min(self._broken)}, before the next step"
+                "cannot step: the last step or load was interrupted between units; load "
+                f"{counted(len(self._broken), 'unit')} from a checkpoint first, starting with unit {min(self._broken)}"
             )
         order = [
             index
@@ -127,7 +128,7 @@ class OffloadedOptimizer:
         self._broken = set()
 
     def kept(self, unit: int) -> list[dict[str, Any]]:
-        """Return the state of each shard in `unit`, by name: the dtype of elementwise state, and the value of other state."""
+        """Return each shard's state in `unit` by name: the dtype of elementwise state, and the value of other state."""
         return [
             {
                 key: places.state[key].dtype if value is _IN_RECORD else value
@@ -167,7 +168,7 @@ class OffloadedOptimizer:
         self._broken = set(range(len(self.units)))
 
     def budget(self, bandwidth: Bandwidth | None = None) -> Budget:
-        """Return the bytes and, given `bandwidth`, the time of a step with gradients for every unit."""
+        """Return the I/O of a step in which every unit has gradients: bytes and, given `bandwidth`, seconds."""
         nbytes = sum(self.stream.record_bytes)
         return Budget(nbytes, nbytes, bandwidth)
 

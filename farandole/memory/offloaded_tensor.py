@@ -72,7 +72,7 @@ class OffloadedTensor:
             self._reading = self._store.read(self._record, self._ahead, after=[self._writing])
 
     def read(self, device: torch.device | None = None) -> Tensor:
-        """Return the values on `device`, which is the tensor's device or the host.
+        """Return the values on `device`: the tensor's device or the host.
 
         If no copy is needed, the result is the record's memory, so in-place changes change the record.
         """

@@ -1,7 +1,7 @@
 """Recompute activations in the backward pass instead of keeping them.
 
     apply_recompute(model, "block")                       # every block: least memory, one additional forward pass
-    apply_recompute(model, "selective")                   # everything except matrix products: half the memory, little time
+    apply_recompute(model, "selective")                   # everything except weight products and fused attention
     apply_recompute(model, "attention", example=tokens)   # attention only
     apply_recompute(model, "auto", example=tokens, budget_bytes=2 << 30)
     apply_recompute(model, "none")                        # undo
@@ -10,7 +10,7 @@ Names in `state_dict` do not change.  Gradients are bitwise identical to gradien
 recomputation starts from the random states and buffers of the forward pass; for example, batch normalization counts
 each batch once. Forward passes without gradients, keyword arguments, nested and repeated calls, autocast, inputs
 without gradients and `retain_graph` are supported.  A block may depend only on its inputs, parameters, buffers and
-random numbers; PyTorch raises an error if shapes or dtypes differ.
+random numbers; PyTorch raises an error only if the shapes or dtypes of recomputed tensors differ.
 
 Engines that change `parameter.data` between the forward and the backward pass (ZeRO-3) can use hooks.  A recomputation
 calls the block like the forward pass, so forward pre-hooks of the block and its submodules run again before the
@@ -48,9 +48,9 @@ class Recomputed:
     """The result of `apply_recompute`: `modules` maps the name of each module to its mode.
 
     A "block" module keeps only its inputs.  A "selective" module also keeps the outputs of weight products and fused
-    attention.  An "attention" module also keeps the outputs of weight products.  `before` and `after` are the bytes
-    saved for the backward pass without and with recomputation.  `flops` is the number of repeated operations in matrix
-    products and attention.  `before`, `after` and `flops` are None if no example was given.
+    attention.  An "attention" module also keeps the outputs of weight products.  `before` and `after` are the numbers
+    of bytes saved for the backward pass without and with recomputation.  `flops` is the number of repeated operations
+    in matrix products and attention.  `before`, `after` and `flops` are None if no example was given.
     """
 
     mode: Recompute
@@ -83,7 +83,7 @@ def apply_recompute(
             autocast settings as training.  "attention" and "auto" require an example.  With an example, the result
             includes byte counts, and selective recomputation omits unneeded outputs from the first step on; without an
             example, from the second step on.
-        loss: a function of the output, whose saved bytes are included in the counts.
+        loss: a function of the output; the bytes that it saves are included in the counts.
         dtype: the model's dtype in training, if it differs from the current dtype.
         blocks: with a budget, the names of the blocks that may be recomputed; by default all blocks.
         kept: with a budget, a function that returns the number of bytes to compare with the budget, given the bytes
@@ -154,15 +154,15 @@ def recompute_modules(model: nn.Module, modes: Mapping[str, str]) -> None:
 
 
 class Option(NamedTuple):
-    """The effect of recomputing a block in one mode: the bytes saved for the backward pass, and the repeated
-    floating-point operations."""
+    """The effect of recomputing a block in one mode: the reduction in bytes kept for the backward pass, and
+    the number of repeated floating-point operations."""
 
     saved: int
     flops: int
 
 
 def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield choices in order of increasing savings: (bytes saved by all blocks, mode of each block).
+    """Yield choices in order of increasing savings: (reduction in bytes, mode of each recomputed block).
 
     `blocks` maps each block to its options by mode.  Consecutive choices differ in one block, namely by the change that
     saves the most bytes per additional operation.  This is the greedy solution of a knapsack problem in which a block

@@ -5,10 +5,10 @@ Outputs of matrix products can be kept, so that only cheaper operations are reco
 products are called again.  Korthikanti et al. (2022, "Reducing Activation Recomputation in Large Transformer Models")
 recompute only attention; Chen et al. (2016, section 4.2) recompute everything except convolutions.
 
-PyTorch has similar modes (`create_selective_checkpoint_contexts`), with three differences.  Here, outputs that the last
-recomputation did not reach are not kept (in a block x + f(x), the last product of f).  An output that is overwritten in
-place is recomputed, whereas PyTorch raises an error in the backward pass.  Products with dropout are never kept,
-because skipping them would shift the random numbers of later operations.
+PyTorch has similar modes (`create_selective_checkpoint_contexts`), with three differences.  Here, outputs that no
+earlier recomputation has reached are not kept (in a block x + f(x), the last product of f).  An output that is
+overwritten in place is recomputed, whereas PyTorch raises an error in the backward pass.  Products with dropout are
+never kept, because skipping them would shift the random numbers of later operations.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def recomputed_module() -> str | None:
 
 @contextmanager
 def observe_kept(observer: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `observer` with every tensor that a recomputable forward pass keeps."""
+    """Within the context, call `observer` with every product output that is kept for a recomputation."""
     _observers.append(observer)
     try:
         yield

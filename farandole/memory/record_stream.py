@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 def host_records(record_bytes: Sequence[int], pinned: bool = False) -> RecordStream:
-    """Return a stream of records in host memory, which are processed without copies."""
+    """Return a stream of records in host memory; records are processed without copies."""
     return RecordStream(HostStore("optimizer state", pinned), record_bytes)
 
 
@@ -159,7 +159,7 @@ class RecordStream:
         """For each record in `order`, call `work(record, bytes)`, which may change the bytes, and write the bytes.
 
         If `work` raises an exception, or on Ctrl-C, all transfers end and all buffers are released before the exception
-        is passed on. On a disk, the current record is then unchanged and the earlier records are updated.
+        propagates. On a disk, the current record is then unchanged and the earlier records are updated.
         """
         self._pass(list(order), work, self.read)
 
@@ -213,7 +213,7 @@ class RecordStream:
     def _check(self, record: int) -> None:
         if self._closed:
             raise OffloadError(
-                f"record {record} of {self.store.name}: the stream is closed; create a new stream"
+                f"cannot use record {record} of {self.store.name}: the stream is closed; create a new stream"
             )
         if not 0 <= record < len(self.record_bytes):
             raise IndexError(

@@ -57,8 +57,8 @@ def swap_activations(
 
     Args:
         to: "host" for a model on a CUDA device, or "disk:FOLDER" for a model on the CPU.  The file in FOLDER is unnamed
-            and is deleted when the process ends.  While a model swaps to a disk, glibc maps large memory blocks one by
-            one.
+            and is deleted when the process ends.  While a model swaps to a disk, glibc allocates each large block with
+            its own `mmap`.
         passes: the modules whose calls are forward passes through blocks of `model`; by default `model` itself.
         threshold_bytes: the minimum size of swapped tensors.  Parameters and buffers are never swapped.
         behind_bytes: the maximum number of bytes that wait to be written; the forward pass waits while there are more.
@@ -107,7 +107,9 @@ def _store(to: str, device: torch.device) -> OffloadStore:
 
 
 def map_blocks_from(threshold_bytes: int) -> None:
-    """Make glibc map blocks of at least this size one by one; this has no effect with other C libraries.
+    """Make glibc allocate each block of at least this size (128 KiB to 32 MiB) with its own `mmap`.
+
+    This has no effect with other C libraries.
 
     By default, glibc raises its threshold when large blocks are freed, and then allocates large blocks in its heap.
     There, aligned blocks leave gaps that are too small for the next block of the same size, so swapping would save no
@@ -136,7 +138,7 @@ class _Saved:
         self.fetched: tuple[Tensor, Transfer] | None = None
         self.changed = False
         self.unread = 0
-        """The saved tensors that the backward pass has not requested yet."""
+        """The number of saved tensors that the backward pass has not requested yet."""
 
 
 class _View:
@@ -164,7 +166,8 @@ class _View:
 class Swap:
     """Swaps the activations of one model; as a context manager, calls `close` on exit.
 
-    Create a swap with `swap_activations`.  `written_bytes` and `read_bytes` count the bytes that were swapped out and in.
+    Create a swap with `swap_activations`.  `written_bytes` and `read_bytes` are the numbers of bytes that were
+    swapped out and in.
     """
 
     def __init__(

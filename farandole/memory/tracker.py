@@ -39,7 +39,7 @@ from farandole.memory.dry_run import flops_of
 from farandole.models.chunks import repetitions
 
 MAPPED_FROM_BYTES = 32 << 20
-"""glibc maps larger blocks one by one, and unmaps them when they are freed (`mallopt(3)`, `M_MMAP_THRESHOLD`)."""
+"""glibc allocates larger blocks with `mmap`, and unmaps them when they are freed (`mallopt(3)`, `M_MMAP_THRESHOLD`)."""
 
 Kind = Literal["weights", "gradients", "masters and states", "activations"]
 
@@ -76,9 +76,9 @@ def by_kind(count: Mapping[Kind, int]) -> str:
 class OutOfDeviceMemory(Documented, RuntimeError):
     """Raised when an allocation exceeds the memory of the device.
 
-    `requested` is the size in bytes, if known, and `tag` describes the requested memory.  `in_use` contains the bytes of
-    each kind before the allocation.  `place` names the block and the phase of the step.  `step` is the step number
-    (None before the first step).
+    `requested` is the size in bytes, if known, and `tag` describes the requested memory.  `in_use` is the number of
+    bytes of each kind before the allocation.  `place` names the block and the phase of the step.  `step` is the step
+    number (None before the first step).
     """
 
     _section = "out-of-device-memory"
@@ -95,7 +95,7 @@ class OutOfDeviceMemory(Documented, RuntimeError):
         self.limit, self.requested, self.in_use = limit, requested, in_use
         self.tag, self.place, self.step = tag, place, step
         when = "before the first step" if step is None else f"in step {step}"
-        more = "more" if requested is None else size(requested)
+        more = "more memory" if requested is None else size(requested)
         held = by_kind(in_use) or "nothing"
         super().__init__(
             f"out of device memory {when}{place}: {more} requested for {tag}, but only "
@@ -107,7 +107,7 @@ class OutOfDeviceMemory(Documented, RuntimeError):
 
 
 class DeviceMemory:
-    """Limits this process to `limit_bytes` of `device` within a context, and counts its memory by kind.
+    """Limits this process to `limit_bytes` of `device` within a context, and counts the memory in use by kind.
 
     The memory of each tensor on the device counts once, including all views, from the first operation that creates or
     uses the tensor until the memory is freed.  Memory shared by several ranks is divided equally among them.  Memory
@@ -291,7 +291,7 @@ class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of real or fake tensors that operations create, and the work of these operations.
 
     The memory of the tensors in `outside` does not count.  `now` and `peak` are in bytes; for `flops` and `moved`, see
-    `planner.Trace`.  `history` contains the bytes in the heap and in memory-mapped blocks after each change.
+    `planner.Trace`.  `history` contains the number of bytes in the heap and in memory-mapped blocks after each change.
     """
 
     def __init__(self, outside: Iterable[Any]) -> None:
@@ -357,11 +357,11 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def resident_peak(self) -> int:
-        """The peak in bytes, including freed heap memory, which glibc keeps, and excluding freed mapped blocks."""
+        """The peak of the heap, which glibc does not shrink, plus the peak of the mapped blocks, in bytes."""
         return sum(max(sizes) for sizes in zip(*self.history, strict=True)) if self.history else 0
 
     def live(self, least_bytes: int = 0, *, without: Sequence[Tensor] = ()) -> dict[int, int]:
-        """Return the bytes of each live storage of at least `least_bytes`, keyed by a unique number.
+        """Return the size in bytes of each live storage of at least `least_bytes` bytes, keyed by a unique number.
 
         Storages of the tensors in `without` are omitted.
         """

@@ -1,8 +1,8 @@
 """This process's position on the device mesh, and the layouts that axes declare while they transform a model.
 
-An axis is one function `apply(model, position, plan, layouts)`.  It replaces parameters by this rank's shards, adds the
-collectives between the ranks of the axis to the model's calls, and declares in `layouts` which boxes of each tensor a
-rank stores and which copies have equal gradients.
+An axis is one function `apply(model, position, plan, layouts)`.  It replaces parameters with this rank's shards, adds
+the collectives between the ranks of the axis to the model's calls, and declares in `layouts` which boxes of each tensor
+a rank stores and which copies have equal gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from farandole.models.chunks import repetitions
 from farandole.plan import PlanError
 
 Sent = list[tuple[tuple[int, ...], float]]
-"""The ranks of a group, and the bytes that this rank sends to the others, for each operation of a dry run."""
+"""The ranks of a group, and the number of bytes that this rank sends to the others, for each operation of a dry run."""
 
 
 class AxisCommunicator:
@@ -33,8 +33,9 @@ class AxisCommunicator:
 
     In a dry run, tensors have no values (`memory.dry_run`).  Collectives then transfer nothing, and append the number
     of bytes that this rank would send to `sent`.  A ring sends (size - 1) / size of a tensor in a reduce-scatter or an
-    all-gather, and twice as much in an all-reduce.  For a ring, a message between the first and the last rank is
-    recorded, because all ranks of the ring send at the same time and the slowest link determines the time.
+    all-gather, and twice as much in an all-reduce.  For point-to-point messages in a ring, a message between the
+    first and the last rank is recorded, because all ranks of the ring send at the same time and the slowest link
+    determines the time.
 
     Args:
         ranks: the ranks in the mesh.
@@ -60,7 +61,7 @@ class AxisCommunicator:
 
     @property
     def overlaps(self) -> bool:
-        """Whether transfers can overlap with computation: through shared memory, the ranks' own cores copy."""
+        """Whether transfers can overlap with computation; not in shared memory, because the ranks' cores copy."""
         return self._comm is not None and not self._comm.shares_memory()
 
     def all_reduce(self, tensor: Tensor, op: ReduceName = "sum", *, output: Tensor | None = None) -> None:
@@ -69,7 +70,7 @@ class AxisCommunicator:
             self._connected.all_reduce(tensor, op, output=output)
 
     def start_all_reduce(self, tensor: Tensor) -> dist.Work:
-        """Start to sum a tensor in place; it must not be used before the work has finished."""
+        """Start to sum a tensor in place; the tensor must not be used before the work has finished."""
         if self._is_dry(2 * (self.size - 1) / self.size, tensor):
             return COMPLETED
         work = self._connected.all_reduce(tensor, async_op=True)
@@ -124,11 +125,11 @@ class AxisCommunicator:
 
     @property
     def _connected(self) -> Communicator:
-        assert self._comm is not None  # only dry runs have no ranks
+        assert self._comm is not None  # only dry runs have no communicator
         return self._comm
 
     def _is_dry(self, times: float, tensor: Tensor, among: Sequence[int] = ()) -> bool:
-        """Return whether a tensor has no values; if so, record that `times` its size in bytes is sent.
+        """Return whether a tensor has no values; if so, record that this rank sends `times` times its size.
 
         `among` are the indices of the ranks that communicate, by default all.
         """
@@ -234,7 +235,7 @@ class Layouts(dict[str, Layout]):
         self[layout.name] = replace(layout, same=layout.same | {axis})
 
     def shard(self, parameter: nn.Parameter, axis: str, shard: Shard, position: Position) -> None:
-        """Replace a parameter's values by this rank's shard along `axis`, unless the parameter is already sharded along `axis`."""
+        """Replace a parameter's values with this rank's shard along `axis`; do nothing if `axis` already shards it."""
         layout = self.of(parameter)
         if any(name == axis for name, _ in layout.shards):
             return

@@ -145,7 +145,7 @@ class Bucket:
         self.received[index] = True
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
-        """Return whether `gradient` is the part of the buffer in which autograd accumulates the gradient of a parameter."""
+        """Return whether `gradient` is the part of the buffer in which autograd accumulates gradient `index`."""
         return self._in_place and self.received[index] and gradient is self._shown[index]
 
     def is_complete(self, index: int) -> bool:
@@ -361,7 +361,7 @@ class Bucket:
                 "engine.forward_backward"
             )
         if self.shards is not None:
-            # the average with the zeros of the other ranks restores it
+            # averaging it with the zeros of the other ranks restores its value
             own = self.reduced * self.shards.size
             self._acquire().zero_()
             self.reduced.copy_(own)
@@ -383,7 +383,7 @@ class Bucket:
     # ---- memory ----
 
     def _gradient_view(self, index: int) -> Tensor:
-        """Return a gradient in the buffer as a new tensor, because Module.to() would change the data of the internal view."""
+        """Return a gradient in the buffer as a new tensor, because `Module.to` would change the data of the view."""
         view, shown = self._views[index], self._shown[index]
         if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
             shown = self._shown[index] = view.detach()

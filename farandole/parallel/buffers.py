@@ -80,7 +80,7 @@ class ReplicatedBuffers:
         self._known = self._versions()
 
     def _by_replicas(self) -> dict[tuple[int, ...], list[Tensor]]:
-        """Return the floating-point buffers, grouped by the ranks that store the same elements, in the same order on all ranks."""
+        """Return the floating-point buffers by the ranks that store the same elements, in one order on all ranks."""
         found: dict[tuple[int, ...], list[Tensor]] = {}
         for name, buffer in self._model.named_buffers():
             if buffer.is_floating_point():

@@ -12,7 +12,7 @@ The first two functions are transposes of each other, and so are the next two (S
 Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models").  The last two convert
 between shards and a tensor whose values and gradient are equal on all ranks.
 
-`linear_of_copies` is a linear layer after `copy_to_all`, whose backward pass overlaps the all-reduce.
+`linear_of_copies` is a linear layer after `copy_to_all`; its weight gradient is computed during the all-reduce.
 
 All functions shard dimension 0 as `layout.chunk` does, so the length of this dimension need not be a multiple of the
 number of ranks.  If `comm` is None, there is one rank, and the functions return their input.
@@ -62,7 +62,7 @@ def sum_of_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def gather_and_reduce(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
-    """Concatenate the shards of all ranks to `rows` rows.
+    """Concatenate the shards of all ranks into a tensor with `rows` rows.
 
     The gradient is this rank's shard of the sum of all ranks' gradients.
     """
@@ -75,7 +75,7 @@ def reduce_and_gather(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def gather_same(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
-    """Concatenate the shards of all ranks to `rows` rows, for a computation that is identical on all ranks."""
+    """Concatenate the shards of all ranks into `rows` rows, for a computation that is identical on all ranks."""
     return shard if comm is None else _GatherSame.apply(shard, rows, comm)
 
 

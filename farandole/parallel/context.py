@@ -47,7 +47,7 @@ from farandole.plan import Plan, PlanError
 AXIS = "context"
 
 SCORES_BYTES = 16 << 20
-"""The size of the attention scores that are computed at a time, in bytes."""
+"""The maximum size in bytes of the attention scores that are computed at a time."""
 
 
 def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> None:
@@ -76,13 +76,13 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             )
         if module.rotary is not None and module.rotary.depends_on_length:
             raise PlanError(
-                f"context={ranks}: {module.rotary.scaling} scaling of rotary positions depends on all positions; "
-                "nearest plan: context=1"
+                f"context={ranks}: {module.rotary.scaling} RoPE scaling is not supported, because it depends on the "
+                "length of the whole sequence; nearest plan: context=1"
             )
     if any(isinstance(m, MixtureOfExperts) and m.balance.capacity is not None for m in model.modules()):
         raise PlanError(
-            f"context={ranks}: the capacity of experts applies to complete sequences; nearest plan: context=1, or a model "
-            "without a capacity"
+            f"context={ranks}: expert capacities are not supported, because they apply to complete sequences; nearest "
+            "plan: context=1, or a model without a capacity"
         )
     # tensor-parallel ranks may have different numbers of heads, but must have the same positions
     heads = math.gcd(*(count for module in modules for count in _shared_heads(module, position, layouts)))
@@ -90,8 +90,8 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     if heads % (ranks // ring):
         near = [n for n in range(1, ranks + 1) if ranks % n == 0 and heads % (ranks // n) == 0]
         raise PlanError(
-            f"context={ranks} with ring={ring}: {ranks // ring} ranks cannot divide {heads} heads; nearest plan: "
-            f"ring={min(near)}"
+            f"context={ranks} with ring={ring}: {heads} heads cannot be split over {ranks // ring} ranks; nearest "
+            f"plan: ring={min(near)}"
         )
     if position.comm(AXIS) is not None:
         wrap_calls(model, _ShareSequences(Grid.of(position, ring)))
@@ -103,7 +103,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
-    """Return, for each rank of the tensor axis, the smaller of its numbers of query heads and key-value heads."""
+    """Return the number of key-value heads (latent attention: of heads) on each rank of the tensor axis."""
     width = module.value_width if isinstance(module, LatentAttention) else module.head_width * module.group
     layout = layouts.of(module.out.get_parameter("weight"))
     return [
@@ -114,7 +114,7 @@ def _shared_heads(module: SelfAttention | LatentAttention, position: Position, l
 
 @dataclass(frozen=True)
 class Grid:
-    """The `ring` x `heads` grid of ranks with parts of the same sequences, and this rank's coordinates and communicators."""
+    """The `ring` x `heads` grid of ranks that share sequences, and this rank's coordinates and communicators."""
 
     ring: int
     heads: int
@@ -154,7 +154,7 @@ class Grid:
 
 
 class _ShareSequences:
-    """Wraps the model to compute only this rank's positions; returns their loss, or the logits of all positions."""
+    """Wraps the model to compute only this rank's positions; returns the loss, or the logits, of all positions."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -194,7 +194,7 @@ class _ShareSequences:
 
 
 class _OwnPositions:
-    """Wraps a block: its dropout draws the random numbers of complete sequences."""
+    """Wraps a block, so that its dropout draws the random numbers of complete sequences."""
 
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -208,7 +208,7 @@ class _OwnPositions:
 
 
 class _PositionDropout:
-    """Wraps dropout, whose mask is drawn for complete sequences."""
+    """Wraps dropout, so that its mask is drawn for complete sequences."""
 
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -242,7 +242,7 @@ def _sum_of_all(
 
 
 class _Total(torch.autograd.Function):
-    """Replaces the value of this rank's sum by the sum over `ranks` ranks, and multiplies the gradient by `ranks`."""
+    """Replaces the value of this rank's sum with the sum over `ranks` ranks, and multiplies the gradient by `ranks`."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, total: Tensor, ranks: int) -> Tensor:
@@ -364,7 +364,7 @@ class Visibility:
     window: int | None
 
     def blocks(self, queries: int, keys: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Yield (slice of one rank's queries, slice of another rank's keys, mask) where any query attends to any key."""
+        """Yield (slice of a rank's queries, slice of a rank's keys, mask) where any query attends to any key."""
         found = self._blocks(queries, keys)
         while True:
             with unset_fake_temporarily():
@@ -477,7 +477,7 @@ def _wide(x: Tensor) -> torch.dtype:
 def _circulate(
     own: Sequence[Tensor], visibility: Visibility, comm: AxisCommunicator | None, row: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield (rank, its keys and values) in descending rank order from this rank, while the next keys and values arrive."""
+    """Yield (rank, its keys and values) in descending rank order from this rank, while the next ones arrive."""
     held = [each.detach().contiguous() for each in own]
     if comm is None:
         yield row, held

@@ -106,7 +106,7 @@ class GradientReducer:
         loss_parameters: LossParameters,
     ) -> None:
         self.waited_s = 0.0
-        """The time in seconds that this rank has spent waiting for other ranks."""
+        """The total time in seconds that this rank has waited for other ranks."""
         self.waits: list[tuple[float, float]] = []
         """The start and end of each wait in this step, in seconds of `time.perf_counter`."""
         self.buckets, self.shards = list(buckets), list(shards)
@@ -233,7 +233,7 @@ class GradientReducer:
             self.waited_s += self.waits[-1][1] - started
 
     def _exchange_flags(self, *, last: bool) -> None:
-        """Agree on the buckets that must be reduced again and, at the end of a step, on the parameters with gradients."""
+        """Agree on the buckets to reduce again and, at the end of a step, on the parameters with gradients."""
         late = torch.zeros_like(self._used)
         if self._gatherer is None and self._every_pass:
             for number, flags in enumerate(late.split([len(bucket.parameters) for bucket in self.buckets])):
@@ -462,7 +462,7 @@ class GradientReducer:
             self.end_pass(last=not self._accumulating)
 
     def _agree_on_order(self, completed: list[int]) -> None:
-        """Use the order in which buckets were completed on the first rank of each queue for all later steps.
+        """For all later steps, use the order in which the first rank of each queue completed the buckets.
 
         A bucket with an unused parameter does not delay other buckets: it is reduced at the end of the pass (`zero` 0 and 1),
         or after its last gradient (`zero` 2 and 3).

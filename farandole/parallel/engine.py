@@ -12,7 +12,7 @@ or, in a plain loop:
 
     with engine.no_sync():
         loss(engine(first)).backward()      # accumulates
-    loss(engine(second)).backward()         # buckets are reduced as they fill, and the last one when it returns
+    loss(engine(second)).backward()         # reduces each bucket when it is filled
 
 In a plain loop, each rank's loss is the mean over its own samples.  If all ranks have the same number of samples, the
 averaged gradient equals the gradient that one process computes from all samples.  Gradients accumulate over backward
@@ -24,7 +24,7 @@ Optimizations Toward Training Trillion Parameter Models").
 
 To support pipelines, `forward_backward` controls the order of forward passes, backward passes and reductions.  A pipeline
 schedule replaces the loop over micro-batches in `global_mean`.  The reducer needs one signal per step, after the last
-backward pass (`GradientReducer.end_pass`), and reduces earlier the parameters that the schedule names in `completing`.  The
+backward pass (`GradientReducer.end_pass`).  Gradients that the schedule names in `completing` are reduced earlier.  The
 ranks in the last stage provide the loss sums and counts.
 """
 
@@ -89,11 +89,11 @@ class Engine:
         bucket_bytes: the approximate size of a gradient bucket in bytes.
         compression: the compression for gradients between hosts; requires `zero=0`.
         zero: the ZeRO stage: 1 shards optimizer states and master weights, 2 also gradients, 3 also weights.
-        dtype: the dtype in which the model computes (bf16, fp16).  Master weights and their gradients keep the original dtype
-            of the parameters.
+        dtype: the dtype in which the model computes (bf16, fp16).  Master weights and their gradients have the original
+            dtype of the parameters, at least fp32.
         offload: "host" or "disk:FOLDER": where master weights and optimizer states are stored between steps.
-        offloaded: "gradients" (with `zero` >= 2) or "parameters" (with `zero=3`), to also offload gradients or
-            parameters.
+        offloaded: "gradients" (with `zero` >= 2) to offload gradients too, or "parameters" (with `zero=3`) to offload
+            gradients and parameters too.
         initialise: a function that fills a model on the meta device block by block, so that each rank allocates only its
             shards (`zero.initial_values`).
         watch: check each rank's gradients before they are averaged, so that `locate_nonfinite` can name the rank.  The check
@@ -317,14 +317,14 @@ class Engine:
         Buckets are reduced as soon as all their gradients are complete, while this rank computes other gradients.
 
         Args:
-            parameters: the identities of parameters.  Those in `reduced_in_every_pass` may be completed once for each
-                micro-batch, other ones once per step.
+            parameters: the `id` of each parameter.  Those in `reduced_in_every_pass` may be completed once for each
+                micro-batch, the others once per step.
         """
         return self._reducer.completing(parameters)
 
     @property
     def reduced_in_every_pass(self) -> frozenset[int]:
-        """The identities of the parameters whose unsharded gradients are not kept between passes (`zero` 2 and 3)."""
+        """The `id` of each parameter whose unsharded gradient is not kept between passes (`zero` 2 and 3)."""
         return frozenset(
             id(p) for bucket in self.buckets if bucket.plan.every_pass for p in bucket.parameters
         )
@@ -338,7 +338,7 @@ class Engine:
 
     @property
     def waited_s(self) -> float:
-        """The time in seconds that this rank has spent waiting for other ranks; assign 0 to reset it."""
+        """The total time in seconds that this rank has waited for other ranks; assign 0 to reset it."""
         return self._reducer.waited_s + (0.0 if self.pipeline is None else self.pipeline.waited_s)
 
     @waited_s.setter
@@ -381,7 +381,7 @@ class Engine:
             yield from shards.stored()
 
     def updated_tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, tensor, start) for all tensors that can have optimizer states: shards and whole parameters."""
+        """Yield (parameter, tensor, start) for tensors that can have optimizer states: shards or whole parameters."""
         return self._updates.tensors()
 
     def optimizer(
@@ -792,7 +792,7 @@ class Engine:
             self._gatherer.keep_others(swap.pack, swap.unpack)
 
     def close(self) -> None:
-        """Remove the engine's hooks and gradients from the model."""
+        """Finish saving, remove the engine's hooks and gradients from the model, and close the offload stores."""
         self._wait_for_save()
         self._steps.close()
         self._reducer.close()

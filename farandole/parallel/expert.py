@@ -158,8 +158,8 @@ def exchange_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the rows that this rank receives, and the result of `meanwhile`, which runs during the transfer.
 
-    Autograd runs the backward pass of `meanwhile` between the backward passes of `_Wait` and `_Start`, because it runs
-    later calls first.
+    Autograd runs the backward pass of `meanwhile` between the backward passes of `_Wait` and `_Start`, because autograd
+    runs the backward passes of later calls first.
     """
     transfer = _Transfer(sent, received, comm, overlaps=meanwhile is not None)
     arriving = _Start.apply(rows, transfer)

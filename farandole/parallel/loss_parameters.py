@@ -7,7 +7,8 @@ A loss may contain a term that is computed from parameters instead of the model'
 The term is exact if this rank has the complete parameter, and if the reduction of the parameter's gradient counts the term
 once per loss.  Data parallelism and ZeRO satisfy both conditions.  With other axes, the layout of each parameter decides:
 
-- A rank has a part of a parameter that an axis shards.  The term would be a partial sum, and some ranks would omit the gradient.
+- If an axis shards a parameter, each rank has only a part of the parameter.  The term would be a partial sum, and its
+  gradient would be missing on some ranks.
 - The copies of some parameters have partial gradients, such as a router under tensor parallelism.  Every rank would
   compute the complete gradient of the term, so that the sum would contain it several times.
 - A rank of a pipeline does not have the parameters of other stages.
@@ -59,7 +60,7 @@ def _counts_once(layout: Layout, mesh: Mesh, rank: int) -> bool:
     counted: dict[int, float] = defaultdict(float)
     for each in reduction.columns[reduction.column_of(rank)]:
         counted[mesh.replica_of(each)] += reduction.weights[each]
-    # gradients are averaged over the ranks of a replica that the number of losses counts, such as those of the context axis
+    # the context axis counts in `mesh.losses`, so gradients are also averaged over the ranks of a replica
     return all(count == mesh.losses / mesh.replicas for count in counted.values())
 
 

@@ -155,7 +155,7 @@ class ScaledSteps:
         self.scaler = scaler
         self.watch = watch
         self.overflow: Overflow | None = None
-        """Of the last step, if it was skipped."""
+        """The overflow of the last step, if the step was skipped."""
         self._engine = engine
         self._diagnose, self._report = diagnose, report
         self._outputs = OutputWatch(engine.model)
@@ -172,7 +172,7 @@ class ScaledSteps:
             self.watch.clear()
         self.norm: float | None = None  # norm of the averaged gradients, once it is known
         self._unscaled = False  # whether gradients are unscaled
-        self._decided = False  # whether it is decided to skip the step
+        self._decided = False  # whether `decide` has run for this step
 
     def begin_pass(self) -> None:
         """Raise RuntimeError if the loss was not scaled."""

@@ -2,7 +2,8 @@
 
 On x86, torch computes fp32 products with MKL, which uses 256-bit instructions on AMD processors.  Zen 5 executes 512-bit
 instructions at full width.  oneDNN, which is also part of torch, uses these instructions and takes half the time: one
-core of an EPYC multiplies 256 x 768 and 768 x 2304 matrices at 98 GFLOP/s with MKL, and at 209 GFLOP/s with oneDNN.
+core of a Zen 5 EPYC multiplies 256 x 768 and 768 x 2304 matrices at 98 GFLOP/s with MKL, and at 209 GFLOP/s with
+oneDNN.
 
 `use_fast_products` replaces the CPU kernels of `aten::mm`, `aten::addmm` and `aten::addmm_` for the whole process.
 Autograd and dispatch modes still see these operators.  Code from torch.compile calls `aten::mm.out`, which is not
@@ -22,13 +23,13 @@ from torch.library import Library, get_kernel
 from farandole.parallel.processor import Processor, read_processor
 
 _SMALL = 1 << 22
-"""The multiplications of a product below which the libraries are equally fast."""
+"""The number of scalar multiplications in a product below which the libraries are equally fast."""
 
 _LARGE_BYTES = 4 << 20
-"""The bytes of a matrix above which a product is computed in blocks of rows, to limit temporary memory."""
+"""The size of a matrix in bytes above which a product is computed in blocks of rows, to limit temporary memory."""
 
 _BLOCK_BYTES = 1 << 20
-"""The bytes of a block, which stays in the cache until it is in the result."""
+"""The size of a block in bytes; a block stays in the cache until it has been copied to the result."""
 
 
 def multiplies_faster_with_onednn(processor: Processor) -> bool:
@@ -38,7 +39,7 @@ def multiplies_faster_with_onednn(processor: Processor) -> bool:
 
 @cache
 def use_fast_products() -> bool:
-    """Compute large fp32 products with oneDNN if oneDNN is faster on this processor; return whether it is used."""
+    """Compute large fp32 products with oneDNN if oneDNN is faster on this processor; return whether oneDNN is used."""
     if not torch.backends.mkldnn.is_available() or not multiplies_faster_with_onednn(read_processor()):
         return False
     replace_kernels()

@@ -171,7 +171,7 @@ class OutputWatch:
         return self._first or (-1 if self.armed else -2, 0)
 
     def describe(self, found: Sequence[Sequence[int]], rank: int | None) -> str:
-        """Describe the first non-finite output on `rank` or, if `rank` has none, on the first rank with such an output."""
+        """Describe the first non-finite output on `rank`, or else on the first rank with such an output."""
         bad = {r: (block, kind) for r, (block, kind) in enumerate(found) if block >= 0}
         if not bad:
             checked = any(block == -1 for block, _ in found)
@@ -194,7 +194,7 @@ class OutputWatch:
 
 
 def _floating(value: Any) -> Iterator[Tensor]:
-    """Yield the floating tensors in nested tuples, lists and dictionaries."""
+    """Yield the floating-point tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value

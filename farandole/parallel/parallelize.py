@@ -68,9 +68,10 @@ def parallelize(
         plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA
             adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
-        example: the input of one micro-batch, with which `recompute="attention"`, "auto" and `stage_bytes` measure
-            activations, and `pipeline` measures the time of blocks in memory, to divide them into stages.
-        loss: a function of the output for this measurement.
+        example: the input of one micro-batch for measurements: of activations, for `recompute="attention"`,
+            `recompute="auto"` and `stage_bytes`; and, if the model is in memory, of the time of each block, by which
+            `pipeline` divides the blocks into stages.
+        loss: a function of the output for the measurement of activations.
         initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
         diagnose: with `precision="fp16"`, check the outputs of blocks in every step, so that the report of the first
@@ -249,7 +250,7 @@ def _recompute(
     loss: Callable[[Any], Tensor] | None,
     activations: RankActivations | None = None,
 ) -> None:
-    """Apply the plan's recomputation, measured in the plan's precision, to all blocks or to the blocks of a pipeline rank."""
+    """Apply the plan's recomputation, measured in its precision, to all blocks or to a pipeline rank's blocks."""
     try:
         done = apply_recompute(
             model,

@@ -28,7 +28,7 @@ _AMD = ("gfx94", "gfx95", "gfx12")
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with all floating-point tensors converted to `dtype`, in tuples, lists and dictionaries of any depth."""
+    """Return `value` with all floating-point tensors in nested tuples, lists and dictionaries converted to `dtype`."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -47,8 +47,9 @@ def check_float8(device: torch.device) -> None:
     """Raise `PlanError` unless `device` multiplies 8-bit floats and torchao is installed."""
     if not _multiplies(device):
         raise PlanError(
-            f"precision='fp8': {_name(device)} does not multiply 8-bit floats; supported are NVIDIA's accelerators from "
-            f"compute capability 8.9 (L4, RTX 4090, H100), and AMD's from the MI300; nearest plan: precision='bf16'"
+            f"precision='fp8': {_name(device)} does not support products of 8-bit floats, which require an NVIDIA "
+            "accelerator with compute capability 8.9 or higher (L4, RTX 4090, H100), or an AMD accelerator from the "
+            "MI300; nearest plan: precision='bf16'"
         )
     _torchao()
 
@@ -67,8 +68,8 @@ def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
     names = [name for name, module in model.named_modules() if name and _is_suitable(module)]
     if not names:
         raise PlanError(
-            f"precision='fp8' requires an nn.Linear inside the model whose sizes are multiples of {_UNIT}, "
-            "but the model has none; nearest plan: precision='bf16'"
+            f"precision='fp8' requires a model that contains an nn.Linear with sizes that are multiples of {_UNIT}, "
+            "but it contains none; nearest plan: precision='bf16'"
         )
     # the gradient of a weight is a sum over tokens, whose number is padded
     config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
@@ -101,7 +102,7 @@ class _Float8Product:
 
 
 def check_float8_sizes(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise `PlanError` if an axis has split a matrix of the converted layers into sizes that accelerators cannot multiply."""
+    """Raise `PlanError` if an axis has split a converted matrix into sizes that accelerators cannot multiply."""
     for name in names:
         for key, weight in model.get_submodule(name).named_parameters():
             rows, columns = weight.shape[-2:] if weight.dim() > 1 else (_UNIT, _UNIT)

@@ -47,7 +47,7 @@ def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
     guard = module.__dict__.get(_GUARD)
     if guard is not None and not guard(module):
         raise RuntimeError(
-            f"the engine stores the weights of {name}, and ranks may share them: change them within `with "
+            f"cannot change the weights of {name} here, because ranks may share them: change them within `with "
             f"engine.edit_parameters():` on all ranks{advice and '; ' + advice}"
         )
 
@@ -175,7 +175,7 @@ class WholeParameters:
 
     @contextmanager
     def edit(self) -> Iterator[None]:
-        """Return a context in which all ranks can make the same in-place changes to parameters, which also change the master weights."""
+        """Return a context for equal in-place changes on all ranks, of parameters together with their master weights."""
         if self._masters_elsewhere and self._weights:
             raise RuntimeError(
                 "the master weights are offloaded and cannot be changed through the parameters: load "
@@ -212,7 +212,7 @@ class WholeParameters:
                 yield parameter, self._complete(parameter, value)
 
     def _values_of_cell(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every parameter with the value that this rank uses in computations: a part, if an axis shards the parameter."""
+        """Yield every parameter with its value on this rank: a part of the value, if an axis shards the parameter."""
         gathered: set[int] = set()
         if self._gatherer is not None:
             for parameters in self._gatherer.one_by_one():
@@ -301,8 +301,8 @@ class WholeParameters:
                 id(p) in self._split for p in module.parameters()
             ):
                 raise RuntimeError(
-                    "this rank has only its shards of the parameters: call engine.state_dict() on all "
-                    "ranks to get unsharded values"
+                    "cannot return a state, because this rank has only its shards of the parameters: call "
+                    "engine.state_dict() on all ranks to get unsharded values"
                 )
 
         return before
@@ -352,7 +352,7 @@ def check_gradients(model: nn.Module, trained: Collection[int]) -> None:
     """Raise RuntimeError if a parameter that the engine does not train has a gradient.
 
     Args:
-        trained: the identities of the parameters that the engine trains.
+        trained: the `id` of each parameter that the engine trains.
     """
     for parameter in model.parameters():
         if parameter.grad is not None and id(parameter) not in trained:

@@ -32,10 +32,10 @@ class PipelineSummary:
 
     Args:
         idle: the fraction of the simulated time in which ranks do not compute, 0.1 for 10 %.
-        sent: the bytes that a rank sends to other stages in a step, on the rank that sends the most.
+        sent: the largest number of bytes that a rank sends to other stages in a step.
         message_s: the time in seconds that messages add to the step.
         imbalance: the excess of the largest stage over the mean, in parameters that a token uses: 0.1 for 10 %.
-        activations: the peak bytes of the activations of each pipeline rank.
+        activations: the peak size of the activations on each pipeline rank in bytes.
         peaks: the peak memory of each pipeline rank in bytes.
     """
 
@@ -49,13 +49,13 @@ class PipelineSummary:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory and step time of a plan, on the rank that needs the most memory.
+    """The memory of the rank that needs the most memory, and the step time of a plan.
 
     Args:
         parts: the parts of the peak of a step, in bytes by name.  A negative part corrects for parts that are not in
             use at the same time.
-        start: the bytes in use while the model is being sharded, before the first step.
-        times: the seconds per step, by activity.
+        start: the number of bytes in use while the model is being sharded, before the first step.
+        times: the seconds per step on the slowest rank, by activity.
         complete: whether activations are included; they are omitted if the other parts alone do not fit.
         micro_batches: the number of micro-batches of a rank in a step.
         pipeline: the simulated step of a plan with pipeline stages.
@@ -274,9 +274,9 @@ def _check(plan: Plan, machine: Machine) -> None:
 
 
 def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace) -> int:
-    """Return the bytes of overhead in the C library (a measured value) and of freed memory that the C library keeps.
+    """Return the overhead of the C library (a measured value) plus the freed memory that it keeps, in bytes.
 
-    With `swap`, the C library maps most blocks one by one, and returns them to the kernel when they are freed.  States
+    With `swap`, most blocks are allocated with `mmap`, and returned to the kernel when they are freed.  States
     that are offloaded to a disk are allocated in the first step and then copied.
     """
     found = min(ALLOCATOR_BYTES, traced.peak)
@@ -288,7 +288,7 @@ def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace)
 
 
 def _start(workload: Workload, plan: Plan, state: StateBytes) -> int:
-    """Return the bytes in use while the model is being sharded.
+    """Return the number of bytes in use while the model is being sharded.
 
     By default, each rank builds the full model, and frees each bucket of parameters when it has been copied.  With
     `block_by_block`, a rank has memory for its weights, gradients and master weights, and for one block of the model.
@@ -300,7 +300,7 @@ def _start(workload: Workload, plan: Plan, state: StateBytes) -> int:
 
 
 def _swapped(plan: Plan, traced: Trace) -> int:
-    """Return a lower bound of the saved bytes that are swapped out.
+    """Return a lower bound on the number of saved bytes that are swapped out.
 
     At most `BEHIND_BYTES` of the swapped tensors are still waiting to be copied.  Tensors kept by selective
     recomputation are not swapped.
@@ -311,7 +311,7 @@ def _swapped(plan: Plan, traced: Trace) -> int:
 
 
 def _reused(workload: Workload, plan: Plan, state: StateBytes, activations: int) -> int:
-    """Return the gradient bytes that reuse activation memory.
+    """Return the number of gradient bytes that reuse activation memory.
 
     With ZeRO stages 2 and 3, gradients occupy memory from their reduction until the next step (`parallel.bucket`).
     With one pass per step, there are no gradients when the loss is computed and activations peak, and no activations at

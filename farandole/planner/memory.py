@@ -30,24 +30,24 @@ RECORD_BUFFERS = 3
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The memory of a rank except its activations, which follows from the sharding of the model.
+    """The memory of a rank without its activations, which follows from the sharding of the model.
+
+    All sizes are in bytes.
 
     Args:
         sharding: the buckets.
-        weights: bytes of the weights with which the model computes, and of the model's buffers.
-        gradients: bytes of gradients that are kept until the update.
-        masters: bytes of the master weights, which the optimizer updates.
-        updated: bytes of the parameters that this rank updates, in the dtype of the optimizer's values.
-        optimizer: bytes of optimizer states and master weights in device memory, or, if these are offloaded to a disk,
-            bytes of the transfer buffers.
-        records: bytes of offloaded states and master weights.
-        pools: with `zero` 2 and 3, bytes of unsharded gradients before their reduction and of gradient shards being
-            offloaded.
-        gathered: with `zero=3`, bytes of gathered weights and of shards prefetched from an offload store.
-        copies: bytes of copies of weights and states for a checkpoint.  States that are offloaded to a disk are not
-            copied.
-        whole: bytes of the full model while the rank builds it.
-        largest_block: bytes of the largest block of the model.
+        weights: the weights with which the model computes, and the model's buffers.
+        gradients: the gradients that are kept until the update.
+        masters: the master weights, which the optimizer updates.
+        updated: the parameters that this rank updates, in the dtype of the optimizer's values.
+        optimizer: optimizer states and master weights in device memory, or, if these are offloaded to a disk, the
+            transfer buffers.
+        records: offloaded states and master weights.
+        pools: with `zero` 2 and 3, unsharded gradients before their reduction, and gradient shards being offloaded.
+        gathered: with `zero=3`, gathered weights, and shards prefetched from an offload store.
+        copies: copies of weights and states for a checkpoint.  States that are offloaded to a disk are not copied.
+        whole: the full model while the rank builds it.
+        largest_block: the largest block of the model.
     """
 
     sharding: ShardingPlan
@@ -65,7 +65,7 @@ class StateBytes:
 
 
 def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> StateBytes:
-    """Shard the model of `workload` as the engine would, and return the bytes of a rank.
+    """Shard the model of `workload` as the engine would, and return the memory of rank `workload.rank`.
 
     Raises:
         PlanError: if the plan is invalid for this number of ranks, or hosts would have different numbers of ranks.
@@ -117,7 +117,7 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
 
 
 def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints: bool = False) -> float:
-    """Return the bytes per parameter that all ranks together keep while training a large model with Adam.
+    """Return the number of bytes per parameter that all ranks together keep while training a large model with Adam.
 
     Weights, gradients and optimizer states count if they are in device memory.  With `checkpoints`, the copies from
     which checkpoints are written count instead.
@@ -177,17 +177,17 @@ def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> S
 
 
 def shard_bytes(bucket: BucketPlan) -> int:
-    """Return the bytes of this rank's shard in the dtype of the master weights."""
+    """Return the size in bytes of this rank's shard in the dtype of the master weights."""
     return bucket.layout.shard_length * bucket.master_dtype.itemsize
 
 
 def whole_bytes(bucket: BucketPlan) -> int:
-    """Return the bytes of the unsharded gradient in the dtype of the master weights."""
+    """Return the size in bytes of the unsharded gradient in the dtype of the master weights."""
     return bucket.layout.length * bucket.master_dtype.itemsize
 
 
 def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
-    """Return the bytes of pooled buffers and of zero-copy gradients before their reduction (`zero.buffer_pool`)."""
+    """Return the size of pooled buffers and of zero-copy gradients before their reduction, in bytes."""
     several = Counter(group for _, groups in sharding.needs for group in groups)
     several += Counter(group for module, groups in sharding.needs if module is model for group in groups)
     kinds: dict[object, list[BucketPlan]] = defaultdict(list)
@@ -209,7 +209,7 @@ def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
 
 
 def _gathered(sharding: ShardingPlan, ahead: int) -> int:
-    """Return the bytes of the largest concurrently gathered groups and of `ahead` prefetched shards."""
+    """Return the maximum size in bytes of the groups gathered at one time and of `ahead` prefetched shards."""
     whole: dict[int, int] = defaultdict(int)
     shards: dict[int, int] = defaultdict(int)
     for bucket in (*sharding.trained, *sharding.frozen) if sharding.gathered else ():

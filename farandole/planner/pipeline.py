@@ -46,7 +46,7 @@ class StagedModel:
         tensors = (*model.parameters(), *model.buffers())
         self.workload = workload
         self.whole = sum(tensor.nbytes for tensor in tensors)
-        """The bytes of the model before it is divided."""
+        """The size of the undivided model in bytes."""
         self.ranks: list[Workload] = []
         self.stages: dict[int, Stage] = {}
         schedule = schedule_of(plan)
@@ -68,10 +68,10 @@ class PipelineStep:
     """A simulated step.
 
     Args:
-        timeline: the actions in seconds.
+        timeline: the simulated actions, with times in seconds.
         waiting_s: the time in seconds that messages add to the step.
-        traces: the memory of each pipeline rank in the step, and the rank's work for one micro-batch.
-        sent: the bytes that each pipeline rank sends to other stages.
+        traces: the memory of each pipeline rank in the step, and the rank's mean work per micro-batch.
+        sent: the number of bytes that each pipeline rank sends to other stages.
     """
 
     timeline: Timeline
@@ -128,7 +128,7 @@ def simulate_step(
 
 
 def _recomputed(staged: StagedModel, plan: Plan) -> dict[str, str]:
-    """Return the modules that ranks recompute, if a dry run chooses them; a stage with two replicas counts once."""
+    """Return the modes of the modules that a dry run chooses for recomputation; otherwise an empty dict."""
     if plan.recompute not in MEASURED:
         return {}
     workload, found = staged.workload, dict[str, str]()
@@ -166,7 +166,7 @@ def _sent(timeline: Timeline, outputs: Sequence[Shapes]) -> tuple[int, ...]:
 
 
 def _message(message: Message, outputs: Sequence[Shapes]) -> Memory:
-    """Return the bytes of an output, or of the gradients of an output."""
+    """Return the size of a message: an output, or the gradients of an output."""
     code, stage, _ = message
     if code == "F":
         return Memory.of(outputs[stage - 1])
@@ -176,9 +176,9 @@ def _message(message: Message, outputs: Sequence[Shapes]) -> Memory:
 def _trace_of(
     rank: int, timeline: Timeline, stages: Sequence[StageTrace], outputs: Sequence[Shapes]
 ) -> Trace:
-    """Return the memory of a rank in the step, and its work for one micro-batch of each replica."""
+    """Return the memory of a rank in the step, and its mean work per micro-batch."""
     held, saved, peak, resident = Memory(), 0.0, 0.0, Memory()
-    away = left = 0.0  # bytes that `Plan.swap` has moved, and the peak of what it leaves
+    away = left = 0.0  # bytes that `Plan.swap` has moved, and the peak of the remaining bytes
     flops = moved = swapped = 0.0
     sent: dict[tuple[int, ...], float] = defaultdict(float)
     schedule = timeline.schedule
@@ -231,7 +231,7 @@ def _traced(action: Action, stages: Sequence[StageTrace]) -> ActionTrace:
 
 
 class _Received:
-    """The tensors that a rank has allocated for messages from other ranks (`pipeline.transfers`), before it uses them."""
+    """The tensors that a rank has received from other ranks (`pipeline.transfers`) and not yet used."""
 
     def __init__(self, timeline: Timeline, rank: int, outputs: Sequence[Shapes]) -> None:
         schedule = timeline.schedule
@@ -251,7 +251,7 @@ class _Received:
         self._outputs = outputs
 
     def at(self, polled: float, action: Action) -> Memory:
-        """Advance to the time `polled`; return the bytes of received tensors, without the tensors that `action` uses."""
+        """Advance to the time `polled`; return the size of received tensors, without the tensors that `action` uses."""
         code = "F" if isinstance(action, Forward) else "I"
         if isinstance(action, Forward | Backward | BackwardInput):
             self._used.add((code, action.stage, action.micro_batch))

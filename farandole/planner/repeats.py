@@ -1,10 +1,10 @@
 """Measure a model with many equal blocks by measuring models with a few of these blocks.
 
 The layers of a transformer are equal, so every quantity of a pass (activations, operations, transferred bytes) is a
-linear function of the number of layers.  The exact number of layers therefore follows from two small models:
+linear function of the number of layers.  The value for all layers therefore follows from two small models:
 
     runs = find_runs(model)                                      # layers 3 to 60
-    extrapolated(runs, measure)                                  # runs `measure` with 3 and with 4 of these layers
+    extrapolated(runs, measure)                                  # runs `measure` with 2 and with 3 of these layers
 
 The smaller model has several layers, because a quantity such as a peak is linear only above a certain number of layers.
 """
@@ -90,8 +90,8 @@ def _plain(value: Any) -> Any:
 
 
 def extrapolated(runs: Sequence[Run], measure: Callable[[], Mapping[Any, float]]) -> dict[Any, float]:
-    """Return the predicted result of `measure` for the complete model, from results for two smaller models; missing
-    keys are zero."""
+    """Return the predicted result of `measure` for the complete model, from results for smaller models; missing
+    keys count as zero."""
     with shortened(dict.fromkeys(runs, LEAST)):
         base = dict(measure())
     result = dict(base)

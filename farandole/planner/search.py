@@ -91,7 +91,7 @@ def _model_axes(plan: Plan) -> tuple[object, ...]:
 
 
 class _StageEstimates:
-    """Estimates plans with pipeline stages; plans with equal stages, states or steps share them."""
+    """Estimates plans with pipeline stages; results are shared by plans with equal stages, states or steps."""
 
     def __init__(self, workload: Workload, ranks: int, machine: Machine, tracer: StageTracer) -> None:
         self._workload, self._ranks, self._machine, self._tracer = workload, ranks, machine, tracer

@@ -11,7 +11,7 @@ communication  with tensor parallelism, all-reduces of the hidden states of all 
 overhead       a constant time per step, per layer and per sequence
 
 In the steady state, as many sequences start as end.  A replica with B running sequences, prompts of P tokens and outputs
-of N tokens therefore computes, in the time of one sequence, N steps with B sequences, and B prompts.
+of N tokens therefore computes, during the lifetime of one sequence, N steps with B sequences, and B prompts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from farandole.plan import Plan, PlanError
 from farandole.planner.workload import Workload
 
 PAGE = 16
-"""The positions by which the memory of a sequence grows."""
+"""The number of positions by which the KV cache of a sequence grows."""
 ACCELERATOR_LATENCY_S = 10e-6
-"""The assumed seconds of a small all-reduce between accelerators of a host."""
+"""The assumed time in seconds of a small all-reduce between the accelerators of a host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class ServingMachine:
     """One rank's share of a machine while all ranks compute.
 
     Args:
-        memory: the bytes that a rank may use.
+        memory: the number of bytes that a rank may use.
         products: by precision, points (rows, seconds per weight of a matrix product), in ascending order of rows.
             Between the points, the seconds are interpolated linearly; above the last point, they are proportional to
             the rows.
@@ -73,8 +73,10 @@ class ServingMachine:
     def of_accelerator(
         cls, *, memory: int, flops: Mapping[str, float], read: float, bandwidth: float, process: int
     ) -> ServingMachine:
-        """Return a machine for an accelerator with published speeds; a product takes the longer of its read time and
-        its compute time."""
+        """Return a machine for an accelerator with published speeds.
+
+        A product takes the longer of its read time and its compute time.
+        """
         products = {}
         for name in ("fp32", "bf16", "fp16"):
             reading = TYPES[name].itemsize / read
@@ -111,7 +113,10 @@ class Mix:
 
     @property
     def positions(self) -> int:
-        """Return the number of positions whose keys and values a sequence stores: all except its last token."""
+        """Return the number of positions whose keys and values a sequence stores.
+
+        The last token is not stored.  The number is rounded up to a multiple of `PAGE`.
+        """
         return -(-(self.prompt + self.output - 1) // PAGE) * PAGE
 
 
@@ -121,17 +126,17 @@ class ServedPart:
 
     Args:
         precision: the precision of weights, keys and values.
-        tensor: the number of ranks that divide the model.
+        tensor: the number of tensor-parallel ranks.
         layers: the number of attention layers.
         weights: the number of all parameters, including embedding tables, which are not multiplied.
         body: the number of weights that multiply each token, without experts and the output projection.
         experts: the number of weights of all experts.
         expert_count, expert_top: the number of experts per layer, and the number of experts that process a token.
-        head: the number of weights of the output projection, which multiply each token with logits.
-        kv_bytes: the bytes of keys and values per position.
+        head: the number of weights of the output projection, which computes the logits of each token.
+        kv_bytes: the number of bytes of keys and values per position.
         attention: the floating-point operations of attention per token and position.
         messages: the number of all-reduces in a step.
-        sent: the bytes that this rank sends per token of a step.
+        sent: the number of bytes that this rank sends per token of a step.
     """
 
     precision: str
@@ -153,7 +158,7 @@ class ServedPart:
         """Return rank 0's part of a model, which may be on the meta device.
 
         Raises:
-            PlanError: if the ranks cannot divide the model; the message contains the nearest plans.
+            PlanError: if the model cannot be sharded over `tensor` ranks; the message contains the nearest plans.
         """
         tokens = torch.zeros(1, 1, dtype=torch.int64)
         work = Workload(model=model, example=tokens).split(Plan(tensor=tensor), tensor)
@@ -211,7 +216,7 @@ class ServingEstimate:
 
     Args:
         running: the number of running sequences.
-        weight_bytes: the bytes of the weights, including copies.
+        weight_bytes: the size of the weights in bytes, including copies.
         fits: the maximum number of sequences whose keys and values fit in memory.
         ttft: the seconds from the arrival of a request to its first token, if no other request is waiting.
         tpot: the seconds per output token after the first, while prompts of other requests are computed.
@@ -259,7 +264,7 @@ def estimate_serving(
 
 
 def kv_memory(part: ServedPart, machine: ServingMachine, weight_bytes: int) -> int:
-    """Return the bytes of a rank's memory that remain for the KV cache."""
+    """Return the number of bytes of a rank's memory that remain for the KV cache."""
     return max(0, machine.memory - machine.process - weight_bytes)
 
 
@@ -276,7 +281,7 @@ def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int)
 
 
 def _prompt_s(part: ServedPart, machine: ServingMachine, tokens: int, pieces: int, running: int) -> float:
-    """Return the seconds that a prompt adds to its steps, compared with one more decoded token."""
+    """Return the seconds that a prompt adds to its steps, compared with decoding one token instead."""
     others = running - 1
     rows = others + tokens / pieces
     products = pieces * (_products_s(part, machine, rows) - _products_s(part, machine, running))

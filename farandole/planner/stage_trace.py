@@ -39,15 +39,15 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in blocks that the C library keeps when they are freed (`heap`), and in blocks that it then returns to the
-    kernel (`mapped`)."""
+    """The size in bytes of blocks that the C library keeps when they are freed (`heap`), and of blocks that it then
+    returns to the kernel (`mapped`)."""
 
     heap: float = 0
     mapped: float = 0
 
     @classmethod
     def of(cls, shapes: Shapes) -> Memory:
-        """Return the bytes of tensors, by the way in which the C library frees them."""
+        """Return the memory of tensors with these shapes."""
         sizes = [shape.nbytes for shape in shapes if shape is not None]
         heap = sum(size for size in sizes if size < MAPPED_FROM_BYTES)
         return cls(heap, sum(sizes) - heap)
@@ -121,7 +121,7 @@ class StageTracer:
         splits: bool,
         recomputed: Mapping[str, str] | None = None,
     ) -> tuple[StageTrace, Shapes, bool]:
-        """Return the trace of a stage, and the shapes of its output and whether the output is a single tensor.
+        """Return the trace of a stage, the shapes of its output, and whether the output is a single tensor.
 
         Args:
             workload: a workload whose model contains all blocks, with the shards of the plan's other axes.
@@ -156,7 +156,7 @@ class StageTracer:
 
 
 def _conditions(workload: Workload, plan: Plan) -> tuple[object, ...]:
-    """Return the values that, with its blocks and its input, determine the numbers of a stage."""
+    """Return the values that, together with its blocks and input, determine a stage's trace."""
     axes = (*(getattr(plan, axis) for axis in MODEL_AXES), plan.sequence, plan.ring)
     example = [tuple(each.shape) for each in tree_leaves(workload.example) if isinstance(each, Tensor)]
     return axes, plan.recompute, plan.precision, example, _is_scaled(workload, plan)
@@ -284,7 +284,7 @@ class _Pass:
 
 
 class _Recorder:
-    """Records the memory and work of each action of a pass, with a separate peak for each part of an action (`planner.trace`)."""
+    """Records the memory and work of the actions of a pass, with one peak per part of an action (`planner.trace`)."""
 
     def __init__(
         self,

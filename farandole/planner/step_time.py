@@ -52,7 +52,7 @@ def step_time(
 
 
 def _reduction_s(buckets: Sequence[BucketPlan], ranks: int, machine: Machine) -> float:
-    """Return the seconds that this rank needs to reduce each bucket among its shards, and then among replicas."""
+    """Return the seconds to reduce each bucket over the ranks that shard it, and then over its replicas."""
     total = 0.0
     for bucket in buckets:
         shards, replicas = len(bucket.ranks.shards), len(bucket.ranks.replicas)
@@ -110,7 +110,7 @@ def _offload(
 
 
 def _stored(buckets: Sequence[BucketPlan]) -> int:
-    """Return the bytes of this rank's weight shards."""
+    """Return the size in bytes of this rank's weight shards."""
     return sum(bucket.layout.shard_length * bucket.dtype.itemsize for bucket in buckets)
 
 

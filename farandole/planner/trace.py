@@ -116,7 +116,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Group:
-    """The key of the bytes that a group sends."""
+    """The key for the number of bytes that a group sends."""
 
     ranks: tuple[int, ...]
 
@@ -178,7 +178,7 @@ def _measure(
 
 
 def note(ends: dict[int, int], number: int, tracker: MemoryTracker, gradient: Tensor) -> None:
-    """Record the place in the history at which a gradient is complete."""
+    """Record the position in the history at which a gradient is complete."""
     ends.setdefault(number, len(tracker.history))
 
 

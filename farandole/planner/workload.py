@@ -90,8 +90,8 @@ class Machine:
     def bandwidth_among(self, members: Sequence[int], ranks: int) -> float:
         """Return the bus bandwidth of a group of ranks.
 
-        Each rank sends at most `bandwidth`.  If the group spans hosts, the members on a host share its traffic to other
-        hosts, so each member sends a part of it.
+        Each rank sends at most `bandwidth`.  If the group spans hosts, the members on a host share the host's traffic
+        to other hosts, so each member sends a part of this traffic.
         """
         counts = Counter(self.host_of(member, ranks) for member in members)
         if self.host_bandwidth is None or len(counts) == 1:
@@ -131,7 +131,7 @@ class Workload:
     sent: Sent | None = None
 
     def split(self, plan: Plan, ranks: int, hosts: int = 1) -> Workload:
-        """Return the workload of rank 0 under `plan`, with the plan's adapters and with this rank's shards of the model.
+        """Return the workload of rank 0 under `plan`, with the plan's adapters and the rank's shards of the model.
 
         The model is not divided into stages (`planner.pipeline`).
 
@@ -158,7 +158,7 @@ class Workload:
         return replace(self, model=model, applied=True, mesh=mesh, layouts=layouts, sent=sent)
 
     def trace(self, plan: Plan) -> Trace:
-        """Trace a forward and backward pass with the recomputation of `plan`, then switch recomputation off."""
+        """Trace a forward and backward pass with the recomputation of `plan`, then turn off recomputation."""
         needs_example = plan.recompute in ("selective", "attention", "auto")
         dtype = weight_type(plan)
 

@@ -193,7 +193,7 @@ def test_a_disk_error_is_raised_by_the_wait_for_the_record(tmp_path: Path) -> No
         file.write(first, aligned_buffer(4096)).wait()
         large = file.write(second, aligned_buffer(16 << 20).random_())
         with pytest.raises(
-            OffloadError, match=rf"^writing record 1 of things: .* in {disk} \(ext4 of /dev/loop"
+            OffloadError, match=rf"^cannot write record 1 of things: .* in {disk} \(ext4 of /dev/loop"
         ):
             large.wait()
         assert large.done and large.error is not None
@@ -206,7 +206,7 @@ def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     buffer = aligned_buffer(PART_BYTES)
     file.read(first, buffer).wait()
     with pytest.raises(
-        OffloadError, match=r"^reading record 1 of things: the file is [\d,]+ bytes too short in "
+        OffloadError, match=r"^cannot read record 1 of things: the file is [\d,]+ bytes too short in "
     ):
         file.read(second, buffer).wait()
     file.close()

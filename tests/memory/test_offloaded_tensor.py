@@ -65,10 +65,10 @@ def test_reading_an_unwritten_tensor_is_an_error(tmp_path: Path) -> None:
     with mock.patch.object(store._file, "write", side_effect=OSError(28, "No space left on device")):
         _write(one, 1.0)
         store.wait_until_done()
-    with pytest.raises(OffloadError, match="writing record 0 of gradients: No space left on device"):
+    with pytest.raises(OffloadError, match="cannot write record 0 of gradients: No space left on device"):
         one.read()
     _write(others[0], 1.0)
-    with pytest.raises(OffloadError, match="writing record 0"):  # who writes the next ones is told, too
+    with pytest.raises(OffloadError, match="cannot write record 0"):  # who writes the next ones is told, too
         _write(others[1], 1.0)
     _write(one, 2.0)
     assert (one.read() == 2).all()

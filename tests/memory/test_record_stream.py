@@ -155,7 +155,7 @@ def test_a_record_in_a_buffer_is_not_read_again(file: DiskStore) -> None:
     os.ftruncate(file._file._descriptor, 0)
     assert stream.read(0).tolist() == [0] * 1000
     stream.release(0)
-    with pytest.raises(OffloadError, match="reading record 1 of things: the file is"):
+    with pytest.raises(OffloadError, match="cannot read record 1 of things: the file is"):
         stream.read(1)
     stream.close()
 
@@ -254,7 +254,7 @@ def test_a_write_that_fails_is_raised_by_the_next_calls(tmp_path: Path) -> None:
             stream.write(record)
             stream.flush()
 
-        with pytest.raises(OffloadError, match=r"^writing record \d of things: .* in ") as first:
+        with pytest.raises(OffloadError, match=r"^cannot write record \d of things: .* in ") as first:
             list(map(write_and_wait, range(6)))
         for _ in range(2):
             with pytest.raises(OffloadError, match=re.escape(str(first.value))):

@@ -102,7 +102,10 @@ def test_a_cuda_device_enforces_the_limit_itself() -> None:
     with DeviceMemory(64 << 20, device) as memory:
         kept = torch.empty(32 << 20, dtype=torch.uint8, device=device)
         assert memory.total == kept.nbytes
-        with pytest.raises(OutOfDeviceMemory, match="more requested for gradients"), memory_tag("gradients"):
+        with (
+            pytest.raises(OutOfDeviceMemory, match="more memory requested for gradients"),
+            memory_tag("gradients"),
+        ):
             torch.empty(64 << 20, dtype=torch.uint8, device=device)
     torch.empty(64 << 20, dtype=torch.uint8, device=device)
 

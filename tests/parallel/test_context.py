@@ -100,7 +100,12 @@ def _refused(rank: int, size: int, name: str, plan: Plan, dropout: float) -> str
     [
         ("bert", Plan(context=2), 0.0, "expected a decoder-only Transformer, got BERT"),
         ("gpt", Plan(context=2), 0.1, "attention dropout is not supported, got 0.1"),
-        ("uneven", Plan(context=2, ring=1), 0.0, "2 ranks cannot divide 3 heads; nearest plan: ring=2"),
+        (
+            "uneven",
+            Plan(context=2, ring=1),
+            0.0,
+            "3 heads cannot be split over 2 ranks; nearest plan: ring=2",
+        ),
     ],
 )
 def test_unsupported_models_are_refused(
@@ -133,4 +138,4 @@ def test_positions_that_depend_on_the_length_are_refused(ranks: Any, options: di
     scaling = "longrope" if options else "dynamic"
     rotary = Rotary(8, scaling=scaling, original=16, **options)
     for message in ranks(2).run(_refused_scaling, rotary):
-        assert f"{scaling} scaling of rotary positions depends on all positions" in message
+        assert f"{scaling} RoPE scaling is not supported" in message

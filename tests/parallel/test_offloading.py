@@ -345,7 +345,7 @@ def _broken(rank: int, size: int, folder: str) -> None:
     assert engine._stores.gradients is not None
     with (
         mock.patch.object(engine._stores.gradients.store._file, "read", side_effect=OSError(5, "I/O error")),  # type: ignore[attr-defined]
-        pytest.raises(OffloadError, match="reading record .* of gradients: I/O error"),
+        pytest.raises(OffloadError, match="cannot read record .* of gradients: I/O error"),
     ):
         engine.gradients()
     engine.close()

@@ -92,7 +92,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest(ranks: Any) -> No
         (
             "llama",
             3,
-            "2 key-value heads of width 4, which 3 ranks cannot divide; nearest plans: tensor=2, tensor=4",
+            "2 key-value heads of width 4, which cannot be split over 3 ranks; nearest plans: tensor=2, tensor=4",
         ),
         ("linear", 2, "Linear has no module with a rule"),
     ]:

@@ -101,7 +101,7 @@ def test_widths_that_do_not_divide_the_heads_are_refused() -> None:
     folder: Path = model.pretrained.folder  # type: ignore[union-attr, assignment]
     check_width(from_pretrained(folder, lazy=True), 2)
     with pytest.raises(
-        RequestError, match="2 query heads .* which 3 ranks cannot divide; nearest plans: .*tensor=2"
+        RequestError, match="2 query heads .* which cannot be split over 3 ranks; nearest plans: .*tensor=2"
     ):
         check_width(from_pretrained(folder, lazy=True), 3)
 

@@ -11,10 +11,10 @@ class CheckpointError(Documented, RuntimeError):
     reason: OSError | str = ""
     """The reason, without the name of the checkpoint."""
     nbytes = 0
-    """The total bytes of tensors that all ranks tried to write."""
+    """The total size in bytes of the tensors that all ranks tried to write."""
 
 
 class UnreadableError(CheckpointError):
-    """Raised if a checkpoint is missing or damaged, but not for system errors such as a missing permission or a lack of memory."""
+    """Raised if a checkpoint is missing or damaged; other errors, such as a full disk, raise `CheckpointError`."""
 
     _section = "is-damaged"

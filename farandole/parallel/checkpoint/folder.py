@@ -93,7 +93,7 @@ class PendingSave:
         partial = partial_folder(self.folder)
         try:
             self._write_state(state, partial, group)
-            state.clear()  # copies of the whole state: memory for training
+            state.clear()  # frees the copies of the state
             if self._comm.rank == 0:  # all ranks have written their parts: dcp.save is a collective call
                 (partial / METADATA).write_text(text)
                 partial.rename(self.folder)
@@ -122,7 +122,7 @@ _background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGro
 
 
 def _background_group(comm: Communicator) -> dist.ProcessGroup:
-    """Return another group with the same ranks, so that the thread's collectives do not interfere with those of training."""
+    """Return another group with the same ranks, so that the thread's collectives do not interfere with training."""
     if comm.group not in _background_groups:
         ranks = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
         _background_groups[comm.group] = local_group(comm.group, ranks)
@@ -256,7 +256,7 @@ def partial_folder(folder: Path) -> Path:
 def fail_on_all(comm: Communicator, folder: Path) -> Iterator[None]:
     """Raise a `CheckpointError` about `folder` on all ranks if any rank fails in the block.
 
-    All ranks enter the context.
+    All ranks must enter the context.
 
     Missing or damaged files raise an `UnreadableError`.
     """
@@ -287,7 +287,7 @@ def raise_on_all(
 def _is_damage(error: BaseException) -> bool:
     """Return whether `error` shows that files are missing or damaged.
 
-    Libraries raise many types for damaged files, but system errors and a lack of memory are not the fault of files.
+    Libraries raise many types for damaged files, but system errors and a lack of memory do not show damage.
     """
     if _is_torch_error(error):
         return all(_is_damage(failure) for failure, _ in error.failures.values())
@@ -309,7 +309,7 @@ def _is_torch_error(error: BaseException) -> TypeGuard[CheckpointException]:
 
 
 def reason_of(error: BaseException) -> OSError | str:
-    """Return the disk failure that caused `error`, or the first line of its message."""
+    """Return the `OSError` that caused `error`, or the first line of the message of its root cause."""
     if _is_torch_error(error):
         reasons = [reason_of(failure) for failure, _ in error.failures.values()]
         return next((reason for reason in reasons if isinstance(reason, OSError)), reasons[0])

@@ -39,7 +39,7 @@ class TensorBoxes:
 
     @staticmethod
     def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> TensorBoxes:
-        """Return the boxes of a tensor that consists of several boxes, concatenated along the dimensions in which they differ."""
+        """Return the boxes of a tensor that concatenates `boxes` along the dimensions in which they differ."""
         firsts: list[dict[tuple[int, int], int]] = [{} for _ in shape]
         for box in boxes:
             for first, ends in zip(firsts, box, strict=True):
@@ -110,7 +110,7 @@ class Range:
             yield box, elements.view([end - start for start, end in local])[slices]
 
     def _boxes(self) -> Iterator[tuple[Box, int, Box, tuple[slice, ...]]]:
-        """Yield (box of the global tensor, first element of the local box that contains it, the local box, its slices)."""
+        """Yield (global box, start in this range of the local box that contains it, local box, slices)."""
         first = 0
         for local in boxes_of_range(_box_of(self.place.local), self.start, self.start + self.length):
             for region, stored in self.place.regions:

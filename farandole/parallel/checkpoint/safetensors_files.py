@@ -127,7 +127,7 @@ def _write(
     from farandole.parallel.checkpoint.storage import write_state
 
     comm, temporary = engine.comm, partial_folder(folder)
-    # of the stages of all ranks
+    # the scalings of all stages
     scalings = dict(
         pair for each in comm.all_gather_object(lora_scalings(engine.model)) for pair in each.items()
     )
@@ -302,7 +302,8 @@ def load_weights(engine: Engine, path: Path) -> None:
     with fail_on_all(engine.comm, path):
         if any(update.state.weights for update in engine.offloaded):
             raise CheckpointError(
-                "the master weights are offloaded: load weights before engine.optimizer(...) is called"
+                "cannot load weights after the master weights were offloaded; load them before "
+                "engine.optimizer(...) is called"
             )
         source = _matching(engine, _entries(path), path)
     read_weights(engine, source)

@@ -111,7 +111,7 @@ def restore(engine: Engine, rank: int, loaded: State) -> None:
         set_values((stored, new.values) for stored, new in pairs if isinstance(new, Range))
     keys = _keys_of(loaded)
     for stem, _, shard, _, states in _states(engine):
-        states.clear()  # of steps after the checkpoint
+        states.clear()  # they belong to steps after the checkpoint
         states.update({key: _as_state(loaded[f"{stem}/{key}"], shard) for key in keys[stem]})
     engine.all_gather_parameters(frozen=True)
     whole = {entry: value for entry, value in loaded.items() if isinstance(value, Tensor)}
@@ -383,7 +383,7 @@ def offloaded_states(
 
 
 def _places(engine: Engine) -> dict[int, tuple[str, int, TensorBoxes]]:
-    """Return the parameter's name, the first element in the parameter, and the parameter's boxes, for each updated tensor."""
+    """Return, for each updated tensor, its parameter's name, its first element in the parameter, and its boxes."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     return {
         id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))

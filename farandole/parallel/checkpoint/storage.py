@@ -25,7 +25,7 @@ class SavePlanner(DefaultSavePlanner):
     """Plans how ranges and tensors are saved by name."""
 
     nbytes = 0
-    """The bytes that this rank writes, known once the plan is final."""
+    """The number of bytes that this rank writes, known once the plan is final."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -17,7 +17,7 @@ from farandole.plan import LoRA
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of an adapted model: its adapted layers by path, its parameter counts, and the bytes of all parameters."""
+    """A summary of an adapted model: its adapted layers, its parameter counts, and its size in bytes."""
 
     layers: tuple[str, ...]
     trained: int
@@ -40,8 +40,8 @@ def add_lora(model: nn.Module, lora: LoRA) -> Summary:
     A is drawn from torch's global generator, and `Engine` copies the values of rank 0 to all ranks.
 
     Raises:
-        ValueError: if a pattern matches nothing or no plain `nn.Linear`, the model already has adapters, or weights
-            would no longer be tied.  The model is then unchanged.
+        ValueError: if a pattern matches nothing or a module that cannot be adapted, the model already has adapters, or
+            weights would no longer be tied.  The model is then unchanged.
         ImportError: if torchao is required and missing.
     """
     present = lora_layers(model)
@@ -79,10 +79,11 @@ def summarize(model: nn.Module) -> Summary:
 
 
 def merge(model: nn.Module, untie: bool = False) -> None:
-    """Add the updates to the weights, so that the model has the same output (up to rounding) and is as fast as the base model.
+    """Add the updates to the weights, which makes the model as fast as the base model.
 
-    Weights are changed in place and rounded once; bf16 and fp16 weights lose the part of the update below their
-    precision. A quantized weight becomes an ordinary tensor. Adapters are kept for `unmerge`, `save_adapter` and `remove`.
+    The output does not change except for rounding.  Weights are changed in place and rounded once; bf16 and fp16
+    weights lose the part of the update below their precision. A quantized weight becomes an ordinary tensor. Adapters
+    are kept for `unmerge`, `save_adapter` and `remove`.
 
     Args:
         untie: copy weights that other modules also use, so that merging changes only the adapted layers.
@@ -199,7 +200,7 @@ def _biases(model: nn.Module, lora: LoRA, layers: Iterable[str]) -> dict[str, nn
 
 
 def _check_trained_alone(model: nn.Module, trained: dict[str, nn.Module]) -> None:
-    """Raise ValueError if only some of several tied modules are trained, because loading the adapter would untie them."""
+    """Raise ValueError if only some of several tied modules are trained; loading the adapter would untie them."""
     inside = {module for outer in trained.values() for module in outer.modules()}
     for path, outer in trained.items():
         for name, parameter in outer.named_parameters():

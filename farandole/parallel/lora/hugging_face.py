@@ -9,7 +9,7 @@ The experts of a model are stacked, here and in `transformers`, where PEFT adapt
 the first parameter have the path `experts.base_layer`.
 
 In the other direction, layers may have different matrices A.  The fused adapter's A is then the concatenation of all
-A, and B is zero in the blocks that combine the rows of one layer with the ranks of another layer.
+A, and B is zero in the blocks that combine the rows of one layer with the A of another layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TASKS = {
 
 
 _EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""The projections of experts.  In models with experts, PEFT takes all target modules with these names for experts, and
+"""The projections of experts.  In models with experts, PEFT treats all target modules with these names as experts, and
 finds other layers, such as shared experts, only by the names of their parameters."""
 
 
@@ -208,7 +208,7 @@ def _rows(part: Part) -> tuple[int, int] | None:
 
 
 def peft_stacks(origin: Pretrained, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the paths of our stacked layers by the paths that a PEFT adapter has for them."""
+    """Return the paths of the model's stacked layers, by their paths in a PEFT adapter."""
     targets = [f".{target}" for target in config.get("target_parameters") or ()]
     ours = [
         path
@@ -219,7 +219,7 @@ def peft_stacks(origin: Pretrained, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def _wrapped(table: Table, adapted: Iterable[str]) -> dict[str, str]:
-    """Return the adapted stacks by their paths in an adapter: PEFT wraps a module for each of its adapted parameters."""
+    """Return the adapted stacks by their paths in an adapter; PEFT wraps a module once per adapted parameter."""
     modules: dict[str, list[str]] = {}
     for path in (path for path in _stacks(table) if path in set(adapted)):
         modules.setdefault(_parameter(table, path).rpartition(".")[0], []).append(path)
@@ -231,7 +231,7 @@ def _wrapped(table: Table, adapted: Iterable[str]) -> dict[str, str]:
 
 
 def _stacks(table: Table) -> list[str]:
-    """Return the paths of our stacked layers."""
+    """Return the paths of the model's stacked layers."""
     return [ours.removesuffix(".weight") for ours, parts in table.parts.items() if _is_stacked(parts[0])]
 
 

@@ -54,7 +54,7 @@ class AdaptedLayer(nn.Module):
         return f"{super().extra_repr()}, rank={self.lora.rank}, alpha={self.lora.alpha:g}{state}"
 
     def _adapts(self) -> bool:
-        """Return whether a call adds the adapter's output, or raise RuntimeError if it should, but is merged."""
+        """Return whether a call adds the adapter's output; raise RuntimeError if merged adapters would be trained."""
         if self.merged and self.training and torch.is_grad_enabled():
             raise RuntimeError(
                 "merged LoRA adapters cannot be trained: call unmerge(model) to train, or model.eval() for inference"
@@ -66,7 +66,7 @@ class AdaptedLayer(nn.Module):
         if not torch.is_autocast_enabled(rows.device.type):  # autocast chooses the type of the products
             rows = rows.to(a.dtype)
         low = F.linear(rows, a)
-        if low.dtype == result.dtype:  # in place, which takes a third of the time of a product and a sum
+        if low.dtype == result.dtype:  # in place, which is faster than a product and a sum
             return result.addmm_(low, b.to(low.dtype).T, alpha=self.lora.scaling)
         return torch.add(result, F.linear(low, b).to(result.dtype), alpha=self.lora.scaling)
 
@@ -81,7 +81,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
     """
 
     sharded_dropout: Callable[[Tensor, float, bool], Tensor] | None = None
-    """Dropout for a part of the inputs, if processes share them."""
+    """Dropout for this rank's part of the inputs, if they are sharded."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output (..., out) for `input` (..., in)."""
@@ -100,7 +100,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
 
 
 class LoRAStackedLinear(AdaptedLayer, StackedLinear):
-    """A stack of experts' linear layers, each with its own adapter, whose weights are stacked as those of the layers."""
+    """A stack of experts' linear layers, each with its own adapter; A and B are stacked like the layers' weights."""
 
     grouped = False
 

@@ -78,8 +78,8 @@ def save_adapter(model: nn.Module, folder: str | Path, base_model: str | None = 
     values = trained_tensors(model, adapter)
     if hidden := [name for name, tensor in values.items() if is_hidden(tensor)]:
         raise RuntimeError(
-            f"this rank has only its shard of {hidden[0]}: call engine.save_adapter(folder), or "
-            "engine.save_pretrained(folder) for merged weights, on all ranks"
+            f"cannot save the adapter: this rank has only its shard of {hidden[0]}; call engine.save_adapter(folder), "
+            "or engine.save_pretrained(folder) for merged weights, on all ranks"
         )
     write_adapter(adapter, values, folder, base_model)
 
@@ -112,9 +112,10 @@ def write_adapter(
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
-    """Load the adapter in `folder` into `model`: add adapters to a plain model, or replace the values of existing adapters.
+    """Load the adapter in `folder` into `model`.
 
-    For a quantized base, call `add_lora` first.
+    A plain model gets adapters; the values of existing adapters are replaced.  For a quantized base, call `add_lora`
+    first.
 
     Raises:
         AdapterError: if files are missing or damaged, require an unsupported feature, or do not match the model's names,
@@ -315,7 +316,7 @@ _HARMLESS = {
         "runtime_config",
     ),  # have an effect only together with other fields
 }
-"""Ignored fields: the origin of an adapter, and its layers, which are determined by its tensors."""
+"""Ignored fields: they describe the adapter's origin, or layers that its tensors determine."""
 
 _STARTS = (True, False, "gaussian", "orthogonal")
 """Supported initializations of A and B; other initializations change the base model's weights."""
@@ -425,7 +426,7 @@ def lora_of(saved: Saved) -> LoRA:
 
 
 def check_fits(model: nn.Module, lora: LoRA, saved: Saved, has_lora: bool) -> None:
-    """Raise `AdapterError` with the differences between an adapter and a model, layers first."""
+    """Raise `AdapterError` if an adapter does not match a model; the message lists the differences."""
     problems = [*_layers_that_differ(model, saved, has_lora), *_settings_that_differ(lora, saved)]
     problems += _shapes_that_differ(model, saved)
     if not problems:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 _NF4_UNIT = 64 * 256
 """The block size: 64 weights share a scale, and 256 scales share a second-level scale.
 
-Torchao supports multiples of this size.
+Torchao supports only multiples of this size.
 """
 
 

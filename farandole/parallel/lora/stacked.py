@@ -1,7 +1,7 @@
 """Convert the adapters of stacked layers to and from the shapes of PEFT's `target_parameters`.
 
-A stack of E layers has the adapters A (E, rank, in) and B (E, out, rank).  PEFT stores A as (E rank, in), in which all ranks
-of an expert are consecutive, and B as (out, rank E), in which all experts of a rank are consecutive.
+A stack of E layers has the adapters A (E, rank, in) and B (E, out, rank).  PEFT stores A as (E rank, in), in which the
+rows of an expert are adjacent, and B as (out, rank E), in which the columns of the experts are interleaved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def matrix_for_peft(name: str, matrix: Tensor) -> Tensor:
-    """Return the tensor `name` of an adapter with two dimensions, if it is the A or the B of a stack."""
+    """Return the tensor `name` of an adapter; the A or B of a stack is flattened to two dimensions."""
     if name.endswith(_A) and matrix.dim() == 3:
         return matrix.flatten(0, 1)
     if name.endswith(_B) and matrix.dim() == 3:

@@ -17,7 +17,7 @@ from farandole.plan import ALL_LINEAR, LoRA, Pattern, as_patterns
 
 
 def find_targets(model: nn.Module, lora: LoRA) -> dict[str, Adaptable]:
-    """Return the layers that `lora` adapts by path, in model order.
+    """Return the layers that `lora` adapts, by path, in model order.
 
     Raises:
         ValueError: if a pattern matches nothing or a module that cannot be adapted.
@@ -53,7 +53,7 @@ def find_targets(model: nn.Module, lora: LoRA) -> dict[str, Adaptable]:
 
 
 def find_trained(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
-    """Return the modules in `lora.also_train` by path.  Raise ValueError if a pattern matches nothing."""
+    """Return the modules in `lora.also_train`, by path.  Raise ValueError if a pattern matches nothing."""
     modules = _modules(model)
     found: dict[str, nn.Module] = {}
     for pattern in as_patterns("also_train", lora.also_train):
@@ -88,7 +88,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the address range of a tensor, which is empty for meta and quantized tensors."""
+    """Return the address range of a tensor; it is empty for meta and quantized tensors."""
     if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.is_meta or is_wrapper(tensor):
         return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -120,7 +120,7 @@ def _why_not(module: nn.Module, lora: LoRA) -> str | None:
         derived = isinstance(
             module, nn.Linear
         )  # such as that of nn.MultiheadAttention, which does not call it
-        return f"a {type(module).__name__}{', whose weight may be used without a call of it' * derived}"
+        return f"a {type(module).__name__}{', whose weight may be used without calling the layer' * derived}"
     weight = module._parameters.get("weight")
     if weight is None:  # computed before each call, as `nn.utils.weight_norm` does
         return "an nn.Linear whose weight is not a parameter"
@@ -144,7 +144,7 @@ def _why_not_stacked(lora: LoRA) -> str | None:
 
 
 def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
-    """Raise ValueError for layers whose weights torch's encoder uses without calling them, because their adapters would have no effect."""
+    """Raise ValueError for layers that torch's encoder does not call in inference, where adapters have no effect."""
     targets = set(found.values())
     for path, module in model.named_modules():
         if (

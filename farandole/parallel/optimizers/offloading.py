@@ -161,7 +161,7 @@ class OffloadedUpdate:
             if any(shard.grad is not None for unit in self.state.units for shard in unit):
                 for shards in self._shards[:_AHEAD]:
                     shards.prefetch()
-                with self._in_place:  # `_end_unit` has left it, except if a unit failed
+                with self._in_place:  # `_end_unit` closes it, unless a unit fails
                     self.state.step(self._begin_unit if self._brings else None, self._end_unit)
         self._after()
 

@@ -42,7 +42,7 @@ class OwnedParameters:
 
     Args:
         shards: this rank's shards of each bucket.
-        members: the identities of the optimizer's parameters; the same parameters on all ranks.
+        members: the `id` of each of the optimizer's parameters; the same parameters on all ranks.
     """
 
     def __init__(self, shards: Sequence[OptimizerShards], members: set[int]) -> None:
@@ -86,7 +86,7 @@ class OwnedParameters:
 
 
 class _Exchange:
-    """The parameters in one bucket that span several shards, and the exchange of their parts between holders and owners."""
+    """The parameters of a bucket that span several shards, and the exchange of parts between holders and owners."""
 
     def __init__(self, shards: OptimizerShards, comm: Communicator, parts: Sequence[_Part]) -> None:
         self._shards, self._comm = shards, comm
@@ -177,7 +177,7 @@ class _Exchange:
 
 
 def _owned_parts(shards: OptimizerShards, members: set[int], load: list[int]) -> list[_Part]:
-    """Return the parts of parameters that span several ranks, with their owners, and add their elements to the owners' `load`."""
+    """Return the parts of parameters that span several shards, with their owners; add all element counts to `load`."""
     layout = shards.bucket.plan.layout
     holders: dict[int, list[tuple[int, FlatRange]]] = {}
     for rank in range(layout.shards):

@@ -87,7 +87,8 @@ def _run(
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
-        type(copied).step(copied)  # some optimizers need a closure, which is to be found out
+        # an optimizer that requires a closure raises an error, which becomes the reason
+        type(copied).step(copied)
 
 
 def _optimizer_like(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:

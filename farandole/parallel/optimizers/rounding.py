@@ -1,6 +1,6 @@
 """Stochastic rounding: train bf16 weights without fp32 master weights.
 
-bf16 has 8 bits of precision, so rounding to nearest loses every update below 1/256 of a weight.  Stochastic rounding
+bf16 has 8 bits of precision, so rounding to nearest loses every update below 1/512 of a weight.  Stochastic rounding
 rounds up with a probability proportional to the distance from the number below.  Its result is exact in expectation, so
 small updates add up (Gupta et al., 2015, "Deep Learning with Limited Numerical Precision"; for training in bf16:
 Zamirai et al., 2020, "Revisiting BFloat16 Training").

@@ -7,7 +7,7 @@ A shard is an `nn.Parameter`: a parameter's master weights, or their part in thi
 optimizer updates shards, the parameter's `.grad` is a `ShardedGradient`, a placeholder without memory:
 
     nn.utils.clip_grad_norm_(model.parameters(), 1)  # the global norm, and the same factor on every rank's shards
-    parameter.grad.abs()                             # RuntimeError: names the calls of the engine
+    parameter.grad.abs()                             # RuntimeError that names the methods of the engine to use
 
 Elementwise operations with a number, and norms, are supported; other operations raise an error.
 """
@@ -33,7 +33,7 @@ class OptimizerShards:
     """The tensors in `bucket` that the optimizer updates.
 
     Args:
-        weights: the bucket's weights; None if the optimizer updates the model's parameters directly (`zero=0`, same type).
+        weights: the bucket's weights; None if the optimizer updates the model's parameters (`zero=0`, same dtype).
         number: the index of this rank's shard.
         offloaded: whether shards are offloaded between updates; they are then flat.
     """
@@ -205,7 +205,7 @@ class OptimizerShards:
                 tensor.grad = mark
 
     def _gradient(self, index: int) -> Tensor:
-        """Return a tensor's gradient in the memory of the bucket, which must not be offloaded, even if it is not set."""
+        """Return a tensor's gradient in the memory of the bucket, set or not; the bucket must not be offloaded."""
         if self.weights is None:
             return self.bucket.gradient_view(index)
         found = self._gradients[index]
@@ -381,7 +381,7 @@ class GradientNorms:
         return float(square.sqrt())
 
     def _own_square(self) -> Tensor:
-        """Return the sum of the squares of this rank's parts, each divided by the number of ranks with the same part."""
+        """Return the sum of squares of this rank's parts, each divided by the number of ranks with the same part."""
         squares: dict[int, list[Tensor]] = {}
         for _, norm, holders in self._parts(2):
             squares.setdefault(holders, []).append(norm.to(self._device, torch.float64))

@@ -34,7 +34,7 @@ class StateDicts:
     Args:
         given: the parameters of each group before they were replaced by shards.
         tensors: the tensors that replace them on this rank.
-        names: the names of parameters by their identity.
+        names: the names of parameters by `id(parameter)`.
         comm: the communicator of all ranks, if they have different shards; `load_state_dict` is then a collective call.
         elementwise: whether the optimizer updates each element independently.
     """
@@ -146,7 +146,10 @@ def refuse_state_dicts(optimizer: Optimizer) -> None:
     """Make `state_dict` and `load_state_dict` of an optimizer with offloaded states raise an error."""
 
     def refuse(*_: Any) -> None:
-        raise RuntimeError(f"the states of {type(optimizer).__name__} are offloaded: {_INSTEAD}")
+        raise RuntimeError(
+            f"state dictionaries of {type(optimizer).__name__} are not supported, because its states are "
+            f"offloaded: {_INSTEAD}"
+        )
 
     optimizer.register_state_dict_pre_hook(refuse)
     optimizer.register_load_state_dict_pre_hook(refuse)

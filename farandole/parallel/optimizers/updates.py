@@ -44,8 +44,8 @@ class Updates:
         layouts: the layouts of all parameters.
         zero: the ZeRO stage.
         place: where master weights and states are stored.
-        before, after: functions called at the start and at the end of each step; `before` returns whether there are
-            gradients.
+        before, after: functions called at the start and at the end of each step; `before` returns False if
+            the step is skipped.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Updates:
             # the stages of a rank may have frozen parameters only, and torch's optimizers need at least one parameter
             given = given(trained or parameters)
         if not isinstance(given, Optimizer):
-            name = given.__name__ if isinstance(given, type) else type(given).__name__
+            found = f"{given.__name__} (a class)" if isinstance(given, type) else type(given).__name__
             raise TypeError(
-                "engine.optimizer expected a function that creates an optimizer, such as lambda parameters: "
-                f"torch.optim.AdamW(parameters), or an optimizer, such as torch.optim.AdamW(model.parameters()), got {name}"
+                f"engine.optimizer expected an optimizer or a function that creates one, got {found}; "
+                "try engine.optimizer(lambda params: torch.optim.AdamW(params))"
             )
         if any(known is given for known in self.optimizers):
             raise ValueError(
@@ -137,7 +137,7 @@ class Updates:
         return given
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, tensor, start) for all tensors that can have optimizer states: shards and complete parameters."""
+        """Yield (parameter, tensor, start) for tensors that can have optimizer states: shards or whole parameters."""
         yield from self._tensors_of_shards()
         for owned in self._owned:
             yield from owned.tensors()
@@ -266,7 +266,7 @@ class Updates:
     def _begin_checked(self, optimizer: Optimizer, owned: OwnedParameters | None = None) -> None:
         if self._divided and hasattr(optimizer, "found_inf"):  # set by GradScaler
             raise RuntimeError(
-                "torch.amp.GradScaler looks for overflows only in this rank's shards of the gradients: use "
+                "torch.amp.GradScaler is not supported with shards, because it checks only this rank's shards: use "
                 'Plan(precision="fp16"), which scales the loss in engine.backward(loss), instead of GradScaler'
             )
         self._begin_step(owned)
@@ -282,12 +282,12 @@ class Updates:
 
 
 def _members(optimizer: Optimizer) -> set[int]:
-    """Return the identities of the optimizer's parameters."""
+    """Return the `id` of each of the optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Parameter, int]]) -> None:
-    """Replace the optimizer's parameters by shards, and cut its existing states accordingly.
+    """Replace the optimizer's parameters with shards, and cut its existing states accordingly.
 
     Args:
         shards: tuples (parameter, shard, first element of the flattened parameter); a whole parameter is also a shard.

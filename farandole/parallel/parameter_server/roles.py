@@ -77,9 +77,8 @@ class ParameterServer:
         """
         if not callable(optimizer):
             raise TypeError(
-                "expected optimizer to be a function that returns an optimizer for a server's parameters, "
-                "such as lambda parameters: torch.optim.SGD(parameters, lr=0.1); it returned "
-                f"{type(optimizer).__name__}"
+                f"expected a function that creates a server's optimizer, got {type(optimizer).__name__}; "
+                "try optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
             )
         if mode not in ("sync", "async"):
             raise ValueError(f"expected mode='sync' or 'async', got {mode!r}")
@@ -99,7 +98,7 @@ class ParameterServer:
 
     def forget(self, worker: int) -> None:
         """Exclude a lost worker on a server, also in later sessions."""
-        self.channels.pop(worker).abandon("this worker was given up")
+        self.channels.pop(worker).abandon("the server excluded this worker")
 
     def close(self) -> None:
         """Close all channels."""

@@ -53,7 +53,7 @@ class Schedule(ABC):
 
 
 class Synchronous(Schedule):
-    """Each round applies the mean of one gradient from every active worker, after which all workers can pull the parameters."""
+    """Each round applies the mean of one gradient from every active worker; then all workers can pull parameters."""
 
     def __init__(self, workers: Iterable[int], apply: Apply) -> None:
         super().__init__(workers, apply)
@@ -76,7 +76,7 @@ class Synchronous(Schedule):
 
     def _end_round(self) -> None:
         if self._round and self._active <= self._round.keys():
-            # in a fixed order, so that every run has the same bits
+            # in a fixed order, so that every run gives the same bits
             self._apply([self._round[worker] for worker in sorted(self._round)])
             self._round = {}
 

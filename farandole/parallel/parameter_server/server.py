@@ -107,7 +107,7 @@ class Server:
                 self._send_wait()
                 next_beat = time.monotonic() + self._beat_s
         for worker, listener in listeners.items():
-            if worker not in self.report.lost:  # it ends with the last message of the worker
+            if worker not in self.report.lost:  # the thread ends with the worker's last message
                 listener.join()  # the interpreter aborts if a thread frees tensors while it shuts down
         if not self._finished:
             raise AllWorkersLost(
@@ -222,7 +222,7 @@ class Server:
         self._post(worker, header, self._shard.snapshot(into))
 
     def _send_wait(self) -> None:
-        """Send WAIT to the workers that are still waiting, whose answers prevent a timeout of their channels."""
+        """Send WAIT to the workers that are still waiting; their replies prevent a timeout of their channels."""
         for worker in list(self._asking):
             self._post(worker, Header(Kind.WAIT))
 

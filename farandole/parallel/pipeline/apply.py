@@ -169,8 +169,8 @@ def _check_plan(plan: Plan, schedule: Schedule) -> None:
 def _sequential(model: nn.Module) -> nn.Sequential:
     if not isinstance(model, nn.Sequential):
         raise PlanError(
-            f"pipeline parallelism divides an nn.Sequential of blocks, got {type(model).__name__}; write the model as "
-            "nn.Sequential, or use pipeline=1"
+            f"expected an nn.Sequential of blocks for pipeline parallelism, got {type(model).__name__}; write the "
+            "model as nn.Sequential, or use pipeline=1"
         )
     return model
 

@@ -83,7 +83,7 @@ class SavedTensors:
 
     @contextmanager
     def releasing(self) -> Iterator[None]:
-        """Return a context for the first half, which releases the tensors that only functions other than branches have used."""
+        """Return a context for the first half; it releases the tensors that no branch has used."""
         self._is_releasing = True
         try:
             yield
@@ -109,7 +109,7 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class _Branch:
-    """Functions, and the parameters behind them, which are behind no other branch."""
+    """Functions, and the parameters behind them; no other branch leads to these parameters."""
 
     nodes: list[Node]
     parameters: list[nn.Parameter]

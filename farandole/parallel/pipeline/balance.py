@@ -26,7 +26,7 @@ from farandole.parallel.pipeline.schedule import ScheduleError
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The cost of one block: the time of a forward and a backward pass, and the bytes of its activations."""
+    """The cost of one block: the time of a forward and a backward pass, and the size of its activations in bytes."""
 
     name: str
     seconds: float

@@ -177,7 +177,7 @@ class BatchNormStatistics:
 
 
 def _move(layer: _NormBase, mean: Tensor, variance: Tensor) -> None:
-    """Update running statistics by the rule of a call of `layer`."""
+    """Update running statistics as a call of `layer` does."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert layer.num_batches_tracked is not None

@@ -83,7 +83,7 @@ class _State:
         self._ready[self._rank(action)][action] = time
 
     def next(self, key: Key) -> tuple[int, Action, float] | None:
-        """Return the rank that can start first, its action, and the start."""
+        """Return the rank that can start first, its action, and the start time."""
         best: tuple[float, tuple[float, ...], int, Action] | None = None
         for rank, ready in enumerate(self._ready):
             allowed = [(max(time, self._free[rank]), a) for a, time in ready.items() if self._fits(rank, a)]

@@ -59,7 +59,7 @@ def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
 
 
 def median_costs(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Costs:
-    """Return the median time of each kind of action of each stage.
+    """Return the median time of each kind of action for each stage.
 
     If a schedule does not separate weight gradients, their time is included in the time of input gradients.
     """

@@ -39,7 +39,7 @@ class RankActivations:
         self.blocks: Collection[str] = [name for stage in sorted(own) for name in self._stages[stage]]
 
     def bytes(self, saved: SavedBytes) -> int:
-        """Return the peak of this rank's activations in a step, given the bytes that one forward pass saves.
+        """Return the peak of this rank's activations in a step in bytes, given the bytes that a forward pass saves.
 
         Bytes that are saved outside of blocks, such as those of the loss, belong to the last stage.
         """
@@ -55,17 +55,17 @@ class RankActivations:
 def block_sizes(
     model: nn.Sequential, schedule: Schedule, example: Any, dtype: torch.dtype | None
 ) -> list[list[float]]:
-    """Return the bytes of each block in each stage: its parameters, and its activations for all micro-batches in flight.
+    """Return the size in bytes of each block in each stage: parameters, and activations of micro-batches in flight.
 
     If a rank has several stages, each stage may use a fraction of the rank's memory, in proportion to its micro-batches
-    in flight.  The returned bytes are divided by this fraction.
+    in flight.  The returned sizes are divided by this fraction.
 
     Args:
         model: the complete model.
         example: the input of one micro-batch.
         dtype: the dtype in which the model computes; None for the dtypes of its parameters.
     """
-    saved, schedule = saved_bytes(model, example, dtype=dtype), steady(schedule, "stage_bytes=")
+    saved, schedule = saved_bytes(model, example, dtype=dtype), steady(schedule, "stage_bytes")
     sizes = []
     for name, block in blocks_of(model):
         kinds = [

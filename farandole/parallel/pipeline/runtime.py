@@ -1,10 +1,10 @@
 """Run a schedule: the stages of this rank, on all micro-batches of a step.
 
     runtime = Pipeline(model, stages, name, comm, places, rank, statistics)
-    runtime.run(batches, loss, train=True)
+    runtime.run(micro_batches, present, arguments, loss, train=True)
 
 An action runs when its inputs have arrived.  The runtime follows the schedule's order, and keeps for each stage and
-micro-batch only what the remaining actions need:
+micro-batch only the tensors that the remaining actions need:
 
 - Forward keeps the received leaf tensors, and the outputs that require gradients.
 - Backward, or BackwardInput, receives the gradients of these outputs, releases the outputs, and sends the gradients of the leaves.
@@ -109,7 +109,7 @@ class Pipeline:
         Waiting for messages is idle time.
         """
         self.waited_s = 0.0
-        """The seconds in which this rank has waited for messages."""
+        """The total time in seconds that this rank has waited for messages."""
         self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
         """Whether this rank has the last stage of a replica."""
 
@@ -129,14 +129,14 @@ class Pipeline:
         completing: Completing = lambda parameters: nullcontext(),
         every_pass: frozenset[int] = frozenset(),
     ) -> StageFailure | None:
-        """Run all micro-batches; return the exception of this rank, after which no rank has computed the result.
+        """Run all micro-batches; return this rank's exception if one of its actions failed.
 
         Args:
             micro_batches: the number of micro-batches in the schedule, which is the same for all replicas.
-            present: the number of micro-batches that this replica has; the actions of other ones are skipped.
+            present: the number of micro-batches that this replica has; the actions of the others are skipped.
             arguments: returns the arguments of the model for a micro-batch, given its number.
-            loss: called on the last rank with the output of a micro-batch and its number; returns the loss to
-                differentiate.
+            loss: called on the rank with the last stage, with the output of a micro-batch and its number; returns
+                the loss to differentiate.
             train: whether to run backward passes.
             completing: used for the last action of each stage, and for each action that completes the gradients of a
                 micro-batch for the parameters in `every_pass`.
@@ -214,7 +214,7 @@ class Pipeline:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - an engine has one pipeline
     def _present(self, micro_batches: int, present: int, train: bool) -> Schedule:
-        """Return the schedule with the actions of the first `present` micro-batches, and only forward passes unless `train`."""
+        """Return the schedule of the first `present` micro-batches, with only forward passes unless `train`."""
         schedule, kind = self.schedule(micro_batches), Action if train else Forward
         actions = (
             tuple(each for each in row if each.micro_batch < present and isinstance(each, kind))
@@ -295,19 +295,19 @@ class _Step:
 
     @property
     def _failed(self) -> bool:
-        """Whether this rank has failed, or has received a message of a failed rank."""
+        """Whether this rank has failed, or has received a message from a failed rank."""
         return self.failure is not None or self._transfers.failed
 
     # ---- computation ----
 
     def _compute(self, action: Action, compute: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the result of `compute`; record an exception as the failure of this rank, and then return `otherwise`."""
+        """Return the result of `compute`; if it fails, record the failure of this rank and return `otherwise`."""
         if self._failed:
             return otherwise
         try:
             return compute()
         except CommunicationError:
-            raise  # other ranks find it too
+            raise  # other ranks detect it too
         except Exception as error:
             self.failure = StageFailure(action, error)
             return otherwise
@@ -323,7 +323,7 @@ class _Step:
             self._send_output(stage, m, output)
 
     def _output(self, found: _Pass, stage: int, m: int, hidden: Any) -> Any:
-        """Return the output of a stage, and keep in `found` what the backward pass needs."""
+        """Return the output of a stage, and keep in `found` the tensors that the backward pass needs."""
         split = self._schedule.splits_backward and torch.is_grad_enabled()
         saved = SavedTensors() if split else None
         with nullcontext() if saved is None else saved.hooks():

@@ -145,7 +145,7 @@ def linear(ranks: int, chunks: int = 1) -> Placement:
 
 
 def v_shape(ranks: int) -> Placement:
-    """Return a placement with two chunks: stages 0, 1, ... on ranks 0, 1, ..., and back, so that the last stage is on rank 0."""
+    """Return a placement with two chunks: stages on ranks 0, 1, ... and back, so that the last stage is on rank 0."""
     return ((*range(ranks), *reversed(range(ranks))),)
 
 

@@ -38,7 +38,7 @@ class Found:
 
     Args:
         best: the fastest schedule that fits.
-        bound: a lower bound of the makespan of any schedule.
+        bound: a lower bound on the makespan of any schedule.
         named: the timelines of the registered schedules that exist for these sizes, by name.
     """
 
@@ -110,7 +110,7 @@ def _placements(ranks: int, costs: Costs, mirrored: bool) -> list[Placement]:
 
 
 def _rules() -> Iterator[tuple[str, Key]]:
-    """Yield the priority rules, which rank forward passes and weight gradients relative to all other actions."""
+    """Yield the priority rules: priorities of forward passes and weight gradients relative to other actions."""
     for name, forward, weight in (
         ("backward first", 1, 2),
         ("forward first", 0, 2),
@@ -141,7 +141,7 @@ def _candidates(
 
 
 def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
-    """Return a lower bound of the makespan, from the arrival of each rank's first input and the total work."""
+    """Return a lower bound on the makespan, from the arrival of each rank's first input and the total work."""
     numbers = tuple(m % len(placement) for m in range(micro_batches))
     ranks = max(placement[0]) + 1
     schedule = Schedule("", ((),) * ranks, placement, numbers)

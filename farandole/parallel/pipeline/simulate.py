@@ -93,7 +93,7 @@ class Costs:
 
 
 Ends = dict[tuple[str, int, int], float]
-"""The time at which a result exists: a forward pass "F", an input gradient "I" or a weight gradient "W" of (stage, micro-batch)."""
+"""The time at which each result exists; a key is "F", "I" or "W" (as in `Costs`), the stage and the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Timeline:
         spans: the actions of each rank.
         peaks: the maximum size of the activations on each rank.
         repeated: the time of all repeated forward passes.
-        messages: the number of tensors that each rank sends.
+        messages: the number of messages that each rank sends.
     """
 
     schedule: Schedule

@@ -137,8 +137,8 @@ class Absent(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raise RuntimeError."""
         raise RuntimeError(
-            "this rank has only some stages of the model: call engine.forward_backward or engine.evaluate, which run all "
-            "stages"
+            "this rank does not have this block of the model: call engine.forward_backward or engine.evaluate, which "
+            "run all stages"
         )
 
 
@@ -186,7 +186,7 @@ def split(
     layouts: Layouts,
     found: Balance | None = None,
 ) -> tuple[dict[int, Stage], Balance]:
-    """Remove the blocks of other ranks from `model`, and declare in `layouts` which stages store each parameter and buffer.
+    """Remove the blocks of other ranks from `model`, and declare the stages of each parameter and buffer in `layouts`.
 
     Args:
         rank: the pipeline rank.
@@ -252,7 +252,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _check_statistics(
     children: Sequence[tuple[str, nn.Module]], ranges: Sequence[range], names: Mapping[int, str]
 ) -> None:
-    """Refuse a layer with running statistics that is part of several stages, because no rank would have all its statistics."""
+    """Raise PlanError for a layer with running statistics in several stages, because no rank has all its statistics."""
     seen: dict[nn.Module, int] = {}
     for number, blocks in enumerate(ranges):
         for place in blocks:
@@ -268,7 +268,7 @@ def _check_statistics(
 def _check_parameters(
     children: Sequence[tuple[str, nn.Module]], ranges: Sequence[range], schedule: Schedule
 ) -> None:
-    """Refuse a rank without parameters, for which an optimizer of torch cannot be created."""
+    """Raise PlanError for a rank without parameters, because torch requires parameters to create an optimizer."""
     ranks = {
         row[number]
         for number, blocks in enumerate(ranges)

@@ -107,9 +107,9 @@ class Transfers:
     ) -> None:
         self._comm, self._places, self._schedule, self._device = comm, places, schedule, device
         self.waited_s = 0.0
-        """The seconds in which `receive` has waited."""
+        """The total time in seconds that `receive` has waited."""
         self.failed = False
-        """Whether a message of a failed rank has arrived."""
+        """Whether a message from a failed rank has arrived."""
         self._sends: list[tuple[dist.Work, Tensor]] = []
         self._gradients: dict[Message, Shapes] = {}
         self._posted: dict[Message, _Receive] = {}
@@ -145,7 +145,7 @@ class Transfers:
             self._send(flag, peer, self._tag(message, header=True))
 
     def receive(self, code: str, stage: int, m: int) -> Any:
-        """Return the input of a pass: the previous stage's output for "F", or the gradients of this stage's outputs for "I".
+        """Return the input of a pass: the previous stage's output ("F") or the gradients of this stage's output ("I").
 
         Outputs are leaves that require gradients if the sent tensors did.  `failed` is set if the sender has failed.
         """

@@ -34,7 +34,7 @@ def layer(ranks: int, micro_batches: int) -> Schedule:
 
 @register("layer-w", "layer parallel; weight gradients run after the input gradient was sent")
 def layer_w(ranks: int, micro_batches: int) -> Schedule:
-    """Return layer parallelism with separate weight gradients, so that weight gradients do not delay the previous stage.
+    """Return layer parallelism with separate weight gradients, which do not delay the previous stage.
 
     A micro-batch takes D (F + I) + W.  Activations: 1.
     """
@@ -122,7 +122,7 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _alternate(forward: list[Forward], backward: list[Backward], warm_up: int) -> list[Action]:
-    """Return `warm_up` forward passes, then pairs of a forward and a backward pass, then the remaining backward passes."""
+    """Return `warm_up` forward passes, pairs of a forward and a backward pass, and the remaining backward passes."""
     steady = len(forward) - warm_up
     pairs = zip(forward[warm_up:], backward[:steady], strict=True)
     return [*forward[:warm_up], *(action for pair in pairs for action in pair), *backward[steady:]]

@@ -23,7 +23,9 @@ from farandole.parallel.pipeline.schedule import (
 )
 
 
-@register("zb-v", "ZB-V (zero bubble): two chunks per rank in a V, no idle time but the first micro-batch's")
+@register(
+    "zb-v", "ZB-V (zero bubble): two chunks per rank in a V; only the first micro-batch causes idle time"
+)
 def zb_v(ranks: int, micro_batches: int) -> Schedule:
     """Return ZB-V (Qi et al., 2023, "Zero Bubble Pipeline Parallelism", section 6).
 
@@ -215,7 +217,7 @@ def _building_block(ranks: int, down: int, up: int) -> list[tuple[int, ...]]:
 
 
 def _held(starts: tuple[int, ...]) -> int:
-    """Return the maximum number of activations that a rank holds if its block of actions is repeated every 6 units of time."""
+    """Return the maximum number of activations on a rank if its block of actions is repeated every 6 time units."""
     spans = ((starts[0], starts[5] + 1), (starts[1], starts[4] + 1))
     return max(sum((t - first) // 6 - (t - end) // 6 for first, end in spans) for t in range(6))
 

@@ -49,7 +49,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
         except Indivisible as error:
             near = sorted(error.nearest, key=lambda n: abs(n - ranks))[:2]
             raise PlanError(
-                f"tensor={ranks}: {path} has {error}, which {ranks} ranks cannot divide; nearest plans: "
+                f"tensor={ranks}: {path} has {error}, which cannot be split over {ranks} ranks; nearest plans: "
                 + ", ".join(f"tensor={n}" for n in sorted(near))
             ) from error
     comm = position.comm(AXIS)

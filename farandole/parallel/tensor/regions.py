@@ -24,7 +24,7 @@ AXIS = "tensor"
 class ColumnLinear(nn.Linear):
     """The only layer that uses the input of a region.
 
-    The input enters here, and the backward pass overlaps (`linear_of_copies`).
+    The input enters here, and the backward pass overlaps with the all-reduce (`linear_of_copies`).
     """
 
     comm: AxisCommunicator

@@ -20,13 +20,13 @@ from farandole.parallel.axes import Position
 from farandole.parallel.tensor.regions import AXIS, GatherHead
 
 Parts = Callable[[Any, int], Sequence[Part]]
-"""A function of a module and the number of ranks that returns the parts of the split dimension, or raises `Indivisible`."""
+"""A function (module, number of ranks) that returns the parts of the split dimension, or raises `Indivisible`."""
 
 
 class Indivisible(ValueError):
     """Raised if a module cannot be split over the ranks.
 
-    `nearest` contains the nearest numbers of ranks that can split it.
+    `nearest` contains the nearest numbers of ranks over which the module can be split.
     """
 
     def __init__(self, what: str, nearest: Iterable[int]) -> None:
@@ -62,7 +62,7 @@ class Rule:
     adjust: Callable[[Any, Position], None] | None = None
 
 
-# ---- the parts of our layers ----
+# ---- the parts of the layers in `models` ----
 
 
 def _heads(module: SelfAttention) -> tuple[int, int]:

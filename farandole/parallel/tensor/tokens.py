@@ -65,7 +65,7 @@ class Tokens:
         return slice_of_same(hidden.flatten(0, 1), self.comm)
 
     def dropout(self, x: Tensor, probability: float, training: bool = True) -> Tensor:
-        """Drop elements of this rank's tokens (tokens, width), with the mask that one process would draw for all tokens."""
+        """Drop elements of this rank's tokens (tokens, width), with the mask that one process would draw."""
         first = own_rows(self.count, self.comm).start if self.comm is not None else 0
         return ShardedDropout(0, first, self.count)(x, probability, training)
 
@@ -98,7 +98,7 @@ class TokenBlock:
 
 
 class TokenRegion:
-    """Wraps a region: gathers the tokens of all ranks for the region, and returns this rank's tokens of the summed output."""
+    """Wraps a region: gathers the tokens of all ranks, and returns this rank's tokens of the summed output."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -113,7 +113,7 @@ class TokenRegion:
 
 
 class TokenDropout:
-    """Wraps dropout between regions: each rank draws the mask for all tokens, and applies the part for its own tokens."""
+    """Wraps dropout between regions: each rank draws the mask for all tokens, and applies its part."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens

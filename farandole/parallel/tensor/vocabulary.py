@@ -114,7 +114,7 @@ class ParallelEmbedding:
 
 @contextmanager
 def sharded_logits(model: nn.Module) -> Iterator[slice]:
-    """Return a context in which `model` does not gather logits, but returns the logits of this rank's part of the vocabulary.
+    """Return a context in which `model` returns the logits of this rank's part of the vocabulary, without a gather.
 
         with sharded_logits(model) as own:
             logits = engine(tokens)  # (batch, positions, own tokens): logits[..., own] of the complete logits

@@ -38,7 +38,7 @@ class Stores:
 
 @dataclass
 class BuiltBuckets:
-    """The buckets of trained parameters, the tensors of each bucket that the optimizer updates, and all flat weights."""
+    """The buckets of trained parameters, the tensors in them that the optimizer updates, and all flat weights."""
 
     buckets: list[Bucket] = field(default_factory=list)
     shards: list[OptimizerShards] = field(default_factory=list)

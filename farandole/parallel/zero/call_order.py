@@ -7,7 +7,7 @@ make them in an agreed order:
 
     order.begin("backward")
     order.request(3)         # returns when item 3 has been launched
-    order.advance(ready)     # launches the next items, as far as they are ready
+    order.advance(ready)     # launches the next items that are ready
     order.end(rest)          # launches the remaining items of this rank and of other ranks
 
 - The first pass of a kind is *negotiated*: before each launch, an all-reduce computes the minimum of the items that
@@ -147,7 +147,7 @@ class CallOrder:
                 return
 
     def _gathering_ahead(self, items: list[int]) -> list[int]:
-        """Return the items in an order in which each gather precedes the reductions of gradients that are computed meanwhile."""
+        """Move each gather before the reductions since the previous gather, so that it overlaps with computation."""
         ordered: list[int] = []
         reductions = 0  # since the last gather
         for item in items:

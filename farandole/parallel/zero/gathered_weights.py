@@ -1,4 +1,4 @@
-"""Sharded weights that are gathered for each block while it computes (`zero=3`, `gatherer`).
+"""Sharded weights that are gathered only while their block computes (`zero=3`, `gatherer`).
 
 Ranks that share memory do not need to gather (`weights`), unless shards are offloaded.
 """
@@ -29,7 +29,7 @@ class GatheredWeights(FlatWeights):
 
     Args:
         offload: the store of the shard, if the shard is not in memory.
-        master_copy: whether an offloaded shard in the master weights' dtype is only a copy of the master weights.
+        master_copy: whether master weights are separate from the shard even if both have the same dtype.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class GatheredWeights(FlatWeights):
         return whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
     def use_weights(self) -> None:
-        """Replace the parameters by placeholders."""
+        """Replace the parameters with placeholders."""
         self._whole, self.is_whole = None, False
         self._hide()
 

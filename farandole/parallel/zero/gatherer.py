@@ -1,11 +1,12 @@
-"""Gather sharded weights for each block while it computes (`zero=3`).
+"""Gather sharded weights block by block (`zero=3`).
 
 A block's weights are gathered while the preceding block computes, both for the forward and for the backward pass, and
-released soon afterwards.  Weights of several blocks, such as a tied embedding, stay gathered until the last of these
-blocks has computed its forward pass.  All ranks gather in the same order (`call_order`), even if they compute different blocks.
+released soon afterwards.  Weights shared by several blocks, such as a tied embedding, stay gathered until the last of
+these blocks has computed its forward pass.  All ranks gather in the same order (`call_order`), even if they compute
+different blocks.
 
 Autograd saves weights for the backward pass, which would keep the gathered memory.  Therefore hooks
-(`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight by its position in the group.  When the backward
+(`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight with its position in the group.  When the backward
 pass requests the tensor, released weights are gathered again, and the tensor becomes a view of them.
 
 An offloaded shard is read before its group is gathered.  Because the order of gathers is known, the read overlaps
@@ -33,7 +34,7 @@ from farandole.parallel.zero.call_order import CallOrder, Kind
 from farandole.parallel.zero.gathered_weights import GatheredWeights
 
 CAPACITY = 3
-"""The number of groups that are gathered at a time: for the current, the previous and the next block."""
+"""The maximum number of groups that are gathered at a time: for the current, the previous and the next block."""
 
 READ_AHEAD = 2
 """The number of groups whose offloaded shards are being read, in addition to the gathered groups."""
@@ -100,7 +101,7 @@ class Gatherer:
         self._later: Counter[int] = (
             Counter()
         )  # modules that need each group and have not ended in this forward pass
-        self._depth = 0  # of running modules
+        self._depth = 0  # the nesting depth of the running modules
         self._handled: BaseException | None = None
         self._whole_contexts = 0
         self._contexts: list[saved_tensors_hooks | None] = []
@@ -143,7 +144,7 @@ class Gatherer:
             self._order.end()
         if kind == "backward" or not torch.is_grad_enabled():
             self.release()
-        else:  # the backward pass begins with the last groups; as many on every pass, so that its order stays the same
+        else:  # the backward pass begins with these groups; keep the same number in each pass, for a constant order
             self._release(self._recent[:-_KEPT])
             self._unused = set(self._recent)
             for weights in (weights for group in self._recent for weights in self._groups[group]):
@@ -190,7 +191,7 @@ class Gatherer:
         return all(weights.is_whole for group in self._groups for weights in group)
 
     def one_by_one(self) -> Iterator[list[nn.Parameter]]:
-        """Yield all parameters, one group at a time, with unsharded values.  This is a collective call."""
+        """Yield all parameters, one bucket at a time, with unsharded values.  This is a collective call."""
         self.release()
         every = [weights for group in self._groups for weights in group]
         for weights, following in zip(every, [*every[1:], None], strict=True):
@@ -205,7 +206,7 @@ class Gatherer:
     def whole(self) -> Iterator[None]:
         """Return a context with unsharded weights, in which ranks can compute independently.
 
-        All ranks enter and leave it together.
+        All ranks must enter and exit the context together.
         """
         self.release()
         for weights in (weights for group in self._groups for weights in group):
@@ -246,13 +247,13 @@ class Gatherer:
         self._release_old()
 
     def _is_ready(self, item: int) -> bool:
-        """Return whether to launch an item before it is requested: the next group, or complete gradients."""
+        """Return whether an item can be launched before it is requested."""
         if item < len(self._groups):
             return not self._ahead and len(self._unused) < CAPACITY - 1  # the current group is gathered too
         return self._buckets[item - len(self._groups)].ready
 
     def _left(self) -> list[int]:
-        """Return the numbers of the buckets that have not been reduced in this pass."""
+        """Return the items of the buckets that were not reduced in this pass, or received late gradients."""
         return [
             len(self._groups) + number
             for number, bucket in enumerate(self._buckets)

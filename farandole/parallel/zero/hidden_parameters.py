@@ -2,11 +2,11 @@
 
     hide(parameter, "0.weight")
     parameter.shape             # as before
-    parameter.sum()             # RuntimeError: names the calls of the engine
+    parameter.sum()             # RuntimeError that names the methods of the engine to use
     show(parameter)             # an ordinary parameter again
 
-Without a reason, the values are not on this rank.  `loss_parameters` hides parameters with values, and gives a reason.  A
-backward pass may use these parameters, because it may recompute a module.
+If `hide` gets no reason, the values are not on this rank.  `loss_parameters` passes a reason, and hides existing
+values.  A backward pass may use these parameters, because it may recompute a module.
 
 The class of a hidden parameter has a `__torch_function__`.  A shown parameter is a plain `nn.Parameter`, so operations of
 the model have no overhead.
@@ -99,7 +99,9 @@ class _Hidden(Tensor):
             if function(example, *args[1:], **kwargs) is example:  # nothing is converted
                 return args[0]
         hidden = _first(args, kwargs)
-        raise RuntimeError(f"{name.strip('_')} of {hidden.name_of_hidden}: {hidden.reason or _SHARDED}")
+        raise RuntimeError(
+            f"cannot compute {name.strip('_')} of {hidden.name_of_hidden}: {hidden.reason or _SHARDED}"
+        )
 
 
 class _HiddenParameter(_Hidden, nn.Parameter):
@@ -121,7 +123,7 @@ def show(parameter: nn.Parameter, reason: str | None = None) -> None:
 
 
 def unchecked() -> AbstractContextManager[None]:
-    """Return a context in which access to hidden parameters is fast and unchecked, for code that does not read values."""
+    """Return a context without checks of access to hidden parameters, for code that does not read values."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

@@ -55,12 +55,12 @@ class WeightSource(Protocol):
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Return whether parameters of `model` are on the meta device."""
+    """Return whether any parameter of `model` is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def stand_in(models: Sequence[nn.Module], device: torch.device) -> dict[int, torch.dtype]:
-    """Replace meta parameters by placeholders, and allocate meta buffers on `device`; tied tensors remain tied.
+    """Replace meta parameters with placeholders, and allocate meta buffers on `device`; tied tensors remain tied.
 
     The models can share modules and parameters.
 

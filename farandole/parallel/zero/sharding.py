@@ -32,7 +32,7 @@ REPLICATE = "data.replicate"
 """The sub-axis along which hybrid sharding replicates states."""
 
 Filling = Literal["copied", "copied at once", "zero-copy"]
-"""How a bucket is filled: with several copied gradients, with one copied gradient, or with one gradient in autograd's memory."""
+"""How a bucket is filled: with several copied gradients, one copied gradient, or one gradient in autograd's memory."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ReductionRanks:
         column: all ranks whose gradients are summed.
         shards: the ranks in the column among which the sum is sharded, in shard order.
         replicas: the ranks in the column with the same shard.
-        weight: the factor of this rank's gradient in the sum; None if the sum is the average over the column.
+        weight: the coefficient of this rank's gradient in the sum; None if the sum is the average over the column.
         key: a key that is equal for parameters with the same reduction.
     """
 
@@ -252,7 +252,7 @@ def plan_sharding(
 def moves_parameters(
     zero: int, dtype: torch.dtype | None, offload: str, layouts: Mapping[str, Layout]
 ) -> bool:
-    """Return whether parameters are moved into flat buffers, in which case the optimizer updates tensors other than the parameters.
+    """Return whether parameters move into flat buffers, so that optimizers update other tensors than the parameters.
 
     This is necessary if ranks update different elements, because an axis or ZeRO shards parameters, or if the optimizer
     updates master weights.
@@ -311,7 +311,7 @@ def _ranks(mesh: Mesh, reduction: Reduction, rank: int, zero: int) -> ReductionR
 
 @functools.lru_cache(maxsize=1024)
 def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, ...]]:
-    """Return the ranks in one column among which the sum is sharded."""
+    """Divide the ranks of a column into groups; each group shards one copy of the sum."""
     parts: dict[tuple[object, ...], list[int]] = {}
     for each in column:
         cells = mesh.of_rank(each)
@@ -323,7 +323,7 @@ def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, 
 
 
 def _stages_on(mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Return the positions of a rank in the pipeline, one for each replica of a mirrored pipeline."""
+    """Return the pipeline coordinates of a rank: one, or in a mirrored pipeline one per direction."""
     return tuple(cell.pipeline for cell in mesh.of_rank(rank))
 
 
@@ -333,7 +333,7 @@ def fill(
     """Assign parameters to buckets of about `bucket_bytes` in the given order; a bucket has one dtype, device and key.
 
     A parameter of at least this size gets a separate bucket, so that its gradient need not be copied (`bucket`).
-    `keys` maps the identities of parameters to keys.
+    `keys` maps `id(parameter)` to a key.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device, object], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
@@ -355,7 +355,7 @@ def master_type(parameter: torch.Tensor) -> torch.dtype:
 
 
 def _of_statistics(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Return the parameters of layers such as BatchNorm, which require fp32 parameters."""
+    """Yield the parameters of layers such as BatchNorm, which require fp32 parameters."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             yield from module.parameters(recurse=False)
@@ -370,7 +370,7 @@ def _is_frozen(parameter: nn.Parameter) -> bool:
 # ---- flat buffers ----
 
 ALIGNMENT = 16
-"""The alignment in elements: every tensor starts on a cache line, so that kernels treat it like a separate tensor."""
+"""The alignment in elements (a cache line in fp32): kernels then treat a tensor in the buffer like a separate one."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,8 @@ def shard_states(
     source: WeightSource | None = getattr(model, "weight_source", None) if deferred else None
     if deferred != (initialise is not None or source is not None):
         raise ValueError(
-            "initialise= and a model on the meta device require each other: pass both, or omit both"
+            "expected initialise= for a model on the meta device, and only for such a model: pass initialise=, or "
+            "create the model in memory and omit initialise="
         )
     types: dict[int, torch.dtype] = {}
     in_memory: set[str] | None = None

@@ -3,7 +3,7 @@
 Each rank's optimizer updates the rank's shard in the master weights' dtype.  If the model computes in the same dtype, the
 master weights are a part of the model's weights.
 
-    WholeWeights       every rank has all weights in one flat buffer, which ranks with shared memory have in common
+    WholeWeights       every rank has all weights in one flat buffer; ranks with shared memory share the buffer
     GatheredWeights    each rank has its shard, in memory or offloaded; blocks gather their weights (`gathered_weights`)
 
 Ranks that share a buffer read all of it, and each updates its own shard in place, without gathering.  Two barriers

@@ -165,7 +165,7 @@ BUDGET: dict[str, Any] = {"recompute": "auto", "activation_bytes": 9}
         (
             Plan(pipeline=2, schedule="gpipe", stage_bytes=1 << 20),
             {},
-            "stage_bytes=.*nearest plan: schedule='1f1b'",
+            "with stage_bytes: .*nearest plan: schedule='1f1b'",
         ),
         (Plan(pipeline=2, stage_bytes=9), {}, r"fits in 9 per stage; allow at least \d+"),
         (Plan(pipeline=2, stage_bytes=9), {"example": None}, "stage_bytes=9 requires example="),

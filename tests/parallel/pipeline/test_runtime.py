@@ -148,7 +148,7 @@ def _refused(rank: int, size: int, kind: str, plan: Plan) -> str:
         ),
         ("norm", {}, "0.0.running_mean belongs to stages 0 and 1"),
         ("short", {}, "1 blocks cannot be divided into 2 stages"),
-        ("linear", {}, "divides an nn.Sequential of blocks, got Linear"),
+        ("linear", {}, "expected an nn.Sequential of blocks for pipeline parallelism, got Linear"),
     ],
 )
 def test_what_stages_do_not_support_is_refused(
@@ -163,7 +163,7 @@ def test_invalid_plans_are_refused() -> None:
         Plan(pipeline=2, zero=3)
     with pytest.raises(PlanError, match="stage_bytes=9 with pipeline=1: .* nearest plan: pipeline=2"):
         Plan(stage_bytes=9)
-    with pytest.raises(PlanError, match="stage_bytes=9 with recompute='auto', which has a budget of its own"):
+    with pytest.raises(PlanError, match="stage_bytes=9 with recompute='auto', which uses activation_bytes"):
         Plan(pipeline=2, recompute="auto", activation_bytes=9, stage_bytes=9)
     with pytest.raises(PlanError, match="schedule='gpipe' with pipeline=1"):
         Plan(schedule="gpipe")
