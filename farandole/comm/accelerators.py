@@ -23,7 +23,10 @@ def visible_devices() -> list[str]:
 
 
 def must_share(hosts: Iterable[Sequence[Sequence[str]]]) -> bool:
-    """Return whether any host has fewer devices than ranks; `hosts[h][r]` lists the devices visible to a rank."""
+    """Return whether a host with CUDA devices has fewer devices than ranks.
+
+    `hosts[h][r]` lists the devices that are visible to rank r of host h.
+    """
     for ranks in hosts:
         visible = {name for names in ranks for name in names}
         if visible and len(visible) < len(ranks):
@@ -43,7 +46,7 @@ def wait_for_kernels(tensors: Iterable[Tensor]) -> None:
 
 
 def staged(tensors: Sequence[Tensor]) -> bool:
-    """Wait for pending kernels, and return whether the tensors can be communicated through host copies.
+    """Return whether the tensors can be communicated through host copies; if so, first wait for pending kernels.
 
     The wait is necessary because another thread, which does not use the caller's stream, may make the copies.
     """

@@ -16,10 +16,10 @@ Array = Tensor | np.ndarray[Any, Any]
 
 
 def read(value: Array) -> Tensor:
-    """Return a tensor that shares memory with an input array; copy a read-only array.
+    """Return a tensor that shares memory with an input array, or with a copy of a read-only array.
 
     Raises:
-        TypeError: for a tensor without memory, such as a fake tensor.
+        TypeError: for a tensor without memory, such as a fake tensor, and for objects of other types.
     """
     if isinstance(value, Tensor):
         return plain(value)

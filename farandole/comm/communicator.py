@@ -48,7 +48,7 @@ class Communicator:
     """
 
     group: dist.ProcessGroup
-    """The torch process group; communicators from `from_mpi`, and their subgroups, lack this attribute."""
+    """The torch process group; communicators without one, such as those from `from_mpi`, lack this attribute."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ours: Communicator | None = getattr(group, "communicator", None)
@@ -120,7 +120,7 @@ class Communicator:
         """Add the role of each rank to the errors and stall warnings of this process; "" removes a role.
 
         With the role `stage 3`, messages name `rank 3 (process 4711, stage 3)`.  Subgroups share the
-        roles.  The backends of torch do not name ranks in their messages.
+        roles.  Torch's own backends do not name ranks in their messages.
 
         Raises:
             ValueError: if the number of roles is not the number of ranks.
@@ -138,10 +138,10 @@ class Communicator:
     def empty(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor:
-        """Return an uninitialized tensor in shared memory, separate for each rank.  This is a collective call.
+        """Return an uninitialized tensor in memory shared by the ranks of this host.  This is a collective call.
 
-        Every rank passes the same shape and dtype.  If the group cannot share memory (because it uses another backend,
-        spans several hosts, or `device` is not the CPU), the tensor is in private memory.
+        Every rank passes the same shape and dtype and gets a separate tensor.  If the group uses another backend, or
+        `device` is not the CPU, the tensor is in private memory.
         """
         if self.dispatcher.core.returns_work or (device is not None and device.type != "cpu"):
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -454,12 +454,12 @@ class Communicator:
                 batch.send(halo, right)
                 batch.recv(other, left)
 
-        The messages may be sent and received in any order.
+        Sends and receives may be added in any order without a deadlock.
         """
         return Batch(self)
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool, any_rank: bool = False) -> dist.Work:
-        """Post a send or a receive; `any_rank` receives from any rank."""
+        """Post a send or a receive; if `any_rank` is set, receive from any rank and ignore `peer`."""
         if any_rank:
             peer = -1
         else:

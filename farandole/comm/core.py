@@ -67,7 +67,10 @@ class Core(Protocol):
         """Reduce `input` over all ranks into `output`, which may be `input` itself."""
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> Any:
-        """Reduce `input` into `output` on rank `root`, which may be its `input`; `output` is None on other ranks."""
+        """Reduce `input` over all ranks into `output` on rank `root`; `output` is None on other ranks.
+
+        On the root, `output` may be `input` itself.
+        """
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> Any:
         """Reduce `inputs` over all ranks and store this rank's part in `output`; part lengths may differ."""
@@ -221,9 +224,9 @@ class GroupCore:
             output.copy_(reduce_rows(rows[: last + 1], reduction).view(output.shape))
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Check that the other ranks make the same call before a torch process group runs it.
+        """Check that all ranks make the same call before a torch process group runs the call.
 
-        MPI groups do not compare calls.
+        This default implementation, which MPI groups use, checks nothing.
         """
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:

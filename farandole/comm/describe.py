@@ -162,10 +162,10 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
 def describe_stalled_message(
     own: Call, reader: int, waited_message: Callable[[int], Call | None], membership: Membership
 ) -> str:
-    """Describe a stalled message, and the calls of the ranks that wait for each other's messages.
+    """Describe a stalled message, and the chain of ranks in which each rank is waiting for the next.
 
-    The last rank in such a chain is the rank that delays the other ranks.  Only the lowest rank in a cycle describes the
-    cycle; the other ranks return "".  `waited_message(rank)` returns the message that a rank is waiting for.
+    The last rank in the chain delays all others.  If the chain is a cycle, only the lowest rank describes the cycle,
+    and the other ranks return "".  `waited_message(rank)` returns the message that a rank is waiting for.
     """
     text, ranks, call = describe_call(own, membership), [reader], own
     while (peer := call.root) >= 0 and peer not in ranks:

@@ -122,13 +122,13 @@ class DirectCalls:
     # ---- point-to-point ----
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Send `tensor` and return True after it may be modified; return False if the fast path does not apply."""
+        """Send `tensor`; return True once it may be modified, or False if the fast path does not apply."""
         return self._is_message(tensor, peer) and self._messages.send(
             tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
         )
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Receive into `tensor` and return True on arrival; return False if the fast path does not apply."""
+        """Receive into `tensor`; return True on arrival, or False if the fast path does not apply."""
         return self._is_message(tensor, peer) and self._messages.recv(
             tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
         )

@@ -260,7 +260,8 @@ class Endpoint:
 
         Raises:
             RankLate: if a rank did not arrive before the timeout.
-            ValueError: if the ranks passed different members or signatures.
+            CommunicationError: if a rank died or left the job.
+            ValueError: if the ranks passed different numbers of members or different signatures.
         """
         with self._lock:
             self._users += 1
@@ -302,7 +303,7 @@ class Endpoint:
         return _by_host([self.processes[member] for member in members])
 
     def shares_devices(self, members: Sequence[int]) -> bool:
-        """Return whether a host of these members has fewer CUDA devices than ranks.
+        """Return whether a host of these members has CUDA devices, but fewer devices than ranks.
 
         All ranks on the host count, members or not, because the device that a rank uses is unknown.
         """
@@ -317,7 +318,7 @@ class Endpoint:
     def _agree(
         self, members: Sequence[int], name: str, who: str, timeout: timedelta, block: int, signature: int
     ) -> tuple[int, list[int]]:
-        """Agree on the number of a new group; return it and the memory reserved by each member."""
+        """Agree on a number for a new group; return the number, and the memory that each member has reserved."""
         leader, tag = members[0], zlib.crc32(name.encode()) & 0x7FFFFFFF
         deadline = time.monotonic() + timeout.total_seconds()
         record = struct.Struct("=QII")  # block, signature, number of members
@@ -356,11 +357,11 @@ class Endpoint:
         context, differs, how, *blocks = fields
         if differs >= 0:
             what = (
-                "list of members; pass the same list on all ranks"
+                "lists of members; pass the same list on all ranks"
                 if how
-                else "algorithm or table of measurements; pass the same Options on all ranks"
+                else "algorithms or tables of measurements; pass the same Options on all ranks"
             )
-            raise ValueError(f"cannot create {who}: ranks 0 and {differs} were given a different {what}")
+            raise ValueError(f"cannot create {who}: ranks 0 and {differs} were given different {what}")
         return context, list(blocks)
 
     def _open_group(self, context: int, members: Sequence[int], blocks: Sequence[int]) -> int:
@@ -423,8 +424,8 @@ class Endpoint:
     def _late(self, late: Sequence[int], members: Sequence[int], who: str, timeout: timedelta) -> RankLate:
         numbers = ", ".join(str(list(members).index(member)) for member in late)
         return RankLate(
-            f"cannot create {who}: rank {numbers} of {len(members)} did not arrive within the timeout of "
-            f"{timeout.total_seconds():g} s"
+            f"cannot create {who}: {'rank' if len(late) == 1 else 'ranks'} {numbers} of {len(members)} did not arrive "
+            f"within the timeout of {timeout.total_seconds():g} s"
         )
 
     # ---- shutdown ----

@@ -207,7 +207,7 @@ class TorchCore:
     def _exchange_and_reduce(self, output: Tensor, input: Tensor, reduction: int) -> dist.Work:
         """Exchange the parts of `input` and reduce this rank's part.
 
-        Torch all-reduces all parts, which sends twice the bytes.
+        Torch's own implementation all-reduces all parts and therefore sends twice as many bytes.
         """
         parts = input.new_empty((self.size, output.numel()))
         inference = torch.is_inference_mode_enabled()  # required for writing inference tensors

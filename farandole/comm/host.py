@@ -18,10 +18,10 @@ from farandole.comm.errors import RankLate
 
 @functools.cache
 def host_identity() -> str:
-    """Return a text that is equal for two processes if and only if they share a kernel, all namespaces and a user.
+    """Return a string that is equal for processes with the same kernel, user, and PID, network and UTS namespaces.
 
-    Containers and network namespaces on one machine count as different hosts, because process IDs are not valid in
-    other namespaces.  Tests use namespaces to simulate hosts.
+    Containers on one machine count as different hosts, because process IDs are not valid in other namespaces.  Tests
+    use namespaces to simulate hosts.
     """
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "uts")]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -40,8 +40,8 @@ class SegmentName:
 class Segment:
     """An anonymous memory file (`memfd_create`) that this process keeps open until `close`.
 
-    The file has no path, so no file remains after a crash.  Other processes of the same user open it through
-    `/proc/<owner>/fd/`.
+    The file has no path, so no file remains after a crash.  Other processes of the same user open the file through
+    `/proc/PID/fd`.
     """
 
     def __init__(self, size: int, label: str) -> None:
@@ -67,7 +67,8 @@ def open_segment(name: SegmentName) -> int:
     """Return a descriptor for another process's memory file.
 
     Raises:
-        OSError: if the file does not exist, is not accessible, or belongs to another user (root may open any file).
+        OSError: if the file does not exist, is not accessible, or belongs to another user.  (Without this check, root
+            could open the file of any user.)
     """
     descriptor = os.open(f"/proc/{name.pid}/fd/{name.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     found, user = os.fstat(descriptor), os.geteuid()
@@ -95,11 +96,11 @@ def open_and_map(name: SegmentName, size: int) -> mmap.mmap:
 
 
 class Rendezvous:
-    """All-gathers texts among the ranks of a job through a store.
+    """All-gathers strings among the ranks of a job through a store.
 
     torchrun uses one store for the whole job, so later groups may use the same store with the same name.  Keys
-    therefore contain a rendezvous number, which each rank counts in the store.  Rank 0 collects the texts, so traffic
-    is linear in the number of ranks.
+    therefore contain a rendezvous number, which each rank counts in the store.  Rank 0 collects the strings, so the
+    number of requests to the store is linear in the number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str) -> None:
@@ -111,7 +112,7 @@ class Rendezvous:
         self.store = dist.PrefixStore(f"rendezvous-{number}/", store)
 
     def exchange(self, topic: str, text: str) -> list[str]:
-        """All-gather a text; raise `RankLate` if a rank does not arrive before the timeout."""
+        """All-gather one string per rank; raise `RankLate` if a rank does not arrive before the timeout."""
         keys = [f"{topic}/{rank}" for rank in range(self._size)]
         everything = f"{topic}/all"
         if self._rank:
@@ -130,9 +131,9 @@ class Rendezvous:
                 if rank != self._rank and not self.store.check([key if rank else everything])
             ]
             raise RankLate(
-                f"cannot create {self._who}: rank {', '.join(missing)} of {self._size} did not arrive within the "
-                f"timeout of {self._timeout.total_seconds():g} s; check that these ranks are running, or increase the "
-                "timeout"
+                f"cannot create {self._who}: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of "
+                f"{self._size} did not arrive within the timeout of {self._timeout.total_seconds():g} s; check that "
+                "these ranks are running, or increase the timeout"
             ) from error
         texts = json.loads(self.store.get(everything))
         return texts

@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     from farandole.comm.endpoint import Endpoint
 
 _NOTICEABLE_SILENCE_S = 3.0
-"""Seconds of silence to report; a running host acknowledges a probe every 2 s (`KEEPALIVE_S` in native/handshake.c)."""
+"""Seconds after which a silent host is reported as unreachable.
+
+A running host acknowledges a probe every 2 s (`KEEPALIVE_S` in native/handshake.c).
+"""
 
 
 class HostGroup:

@@ -31,7 +31,7 @@ def interface_towards(host: str) -> str | None:
 def own_address(store: Any, interface: str | None) -> str:
     """Return the address at which other hosts reach this host.
 
-    If `interface` is None, prefer the address that is routed to the store's host, then the address of any other
+    If `interface` is None, prefer the source address of packets to the store's host, then the address of any other
     interface.  A loopback address is the last choice, because other machines cannot reach it.
 
     Raises:

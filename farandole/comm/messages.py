@@ -24,7 +24,7 @@ from farandole.native import TRY, Status
 
 _PENDING = int(Status.PENDING)  # comparing with an enum member is slower
 FEW = 8
-"""From this number of pending messages on, each new message checks for completed messages."""
+"""If more messages than this are pending, posting a message also tests the oldest messages for completion."""
 
 
 class MessagePassing(Protocol):
@@ -113,7 +113,7 @@ class MessageWork(FarandoleWork):
             seconds, host = None if timeout is None else seconds_of(timeout), self._host
             if not (self._lock.acquire() if seconds is None else self._lock.acquire(timeout=seconds)):
                 raise RankLate(
-                    f"the message was not complete within the timeout of {seconds:g} s; the message is still pending, so wait again"
+                    f"the message did not complete within the timeout of {seconds:g} s and is still pending; wait again"
                 )
             try:
                 if self._message is None:
@@ -124,7 +124,8 @@ class MessageWork(FarandoleWork):
                     outcome = host.wait_message(self._message, seconds, flags_here() | TRY)
                     if outcome == _PENDING:
                         raise RankLate(
-                            f"the message was not complete within the timeout of {seconds:g} s; the message is still pending, so wait again"
+                            f"the message did not complete within the timeout of {seconds:g} s and is still pending; "
+                            "wait again"
                         )
                     self._complete(outcome)
             finally:
@@ -179,7 +180,7 @@ class MessageWork(FarandoleWork):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future for the tensor; a separate thread waits for the message."""
+        """Return a future whose value is a list with the tensor; a separate thread waits for the message."""
         if self._outcome is None:
             self._outcome = OutcomeFuture(self)
             if self.is_completed():

@@ -1,4 +1,4 @@
-"""Collectives on picklable Python objects; a small object needs only one fixed-size message."""
+"""Collectives on picklable Python objects; for small objects, one call with messages of a fixed size suffices."""
 
 from __future__ import annotations
 

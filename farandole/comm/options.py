@@ -22,7 +22,8 @@ class Options:
     """
 
     leaders: int | None = None
-    """The number of leaders per host, which share the work; by default the number of ranks on the smallest host."""
+    """The number of ranks per host that communicate with other hosts (leaders); by default the number of ranks on the
+    smallest host."""
     transport: Transports = "tcp"
     """The transport for messages between leaders; `nccl` copies messages through each leader's CUDA device."""
     algorithm: Algorithms = "auto"

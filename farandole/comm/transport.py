@@ -174,8 +174,8 @@ class TorchMessage:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise RankLate(
-                f"a message through torch's transport was not complete within {timeout_s:g} s, or its connection failed: "
-                f"{error}; check that the other ranks are running"
+                f"a message through torch's transport did not complete within {timeout_s:g} s, or its connection "
+                f"failed: {error}; check that the other ranks are running"
             ) from error
         self._complete()
 

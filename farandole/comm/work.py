@@ -115,7 +115,7 @@ class CompletedWork(FarandoleWork):
 
 
 class FutureWork(FarandoleWork):
-    """Work of torch, followed by a callback: `future` completes after the callback."""
+    """The work of a torch process group, followed by a callback; `future` completes after the callback."""
 
     def __init__(
         self, first: dist.Work, future: torch.futures.Future[Any], tensors: Sequence[torch.Tensor]
@@ -213,7 +213,7 @@ class QueuedWork(FarandoleWork):
             self._running.acquire()
         elif not self._running.acquire(timeout=seconds):
             raise RankLate(
-                f"the work was not complete within the timeout of {seconds:g} s: {self._queue.whereabouts()}"
+                f"the work did not complete within the timeout of {seconds:g} s: {self._queue.whereabouts()}"
             )
         self._running.release()
         self._see()
@@ -373,12 +373,12 @@ class WorkQueue:
         self.acquire = lambda blocking: False
 
     def refuse_in_handler(self) -> None:
-        """Raise CommunicationError if this signal handler interrupted a call of this queue and would deadlock."""
+        """Raise CommunicationError if a signal handler that interrupted a call of this queue runs this code."""
         if self.holder == _thread.get_ident() and not self.in_callback():
             raise CommunicationError(
-                f"a signal handler called the group whose call it interrupted ({self.whereabouts()}), and the "
-                "interrupted call is waiting for the handler; set a flag in the handler and call the group later, "
-                f"or use another group{see('a-signal-handler-called-the-group')}"
+                f"a signal handler used a group while it interrupted another call on this group "
+                f"({self.whereabouts()}), which would deadlock; set a flag in the handler and make the call later, or "
+                f"use another group{see('a-signal-handler-used-a-group')}"
             )
 
     def help(self) -> bool:

@@ -8,7 +8,7 @@
 frameworks share the other modules:
 
 - `basics` provides the functions that all frameworks have in common, and `compression` the gradient compressors.
-- `state` stores the ranks and `process_sets` of a process.
+- `state` stores this process's ranks, requests and process sets (`process_sets`).
 - `engine` queues named requests (`requests`), finds the requests that all ranks have submitted (`negotiation`), and
   runs their collectives (`execution`).
 - `monitoring` writes the timeline and detects stalled tensors.

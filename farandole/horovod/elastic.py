@@ -195,7 +195,7 @@ def run_with(
 
 
 TIMEOUT_S = 600.0
-"""The default value of HOROVOD_ELASTIC_TIMEOUT, the time that survivors wait for a live rank to arrive."""
+"""The default value of HOROVOD_ELASTIC_TIMEOUT, the time in seconds that survivors wait for a live rank to arrive."""
 
 _POLL_INTERVAL_S = 0.02
 
@@ -279,7 +279,7 @@ class World:
 
 
 def _has_ended(process: int) -> bool:
-    """Return whether the process behind a process file descriptor has ended; zombies have ended."""
+    """Return whether the process behind a process file descriptor has ended; a zombie counts as ended."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))

@@ -17,7 +17,7 @@ UNLIMITED = 1 << 60
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that this process can still use on this host and in its control groups."""
+    """Return how many bytes of memory this process can still allocate on this host and in its control groups."""
     kib = read_field(Path("/proc/meminfo"), "MemAvailable:")
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kib is None else kib << 10
     granted = free_memory()
@@ -25,7 +25,7 @@ def available_memory() -> int:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that are still free in the control groups; None if memory is unlimited.
+    """Return how many bytes of memory the control groups still allow; None if memory is unlimited.
 
     Cached files count as free, because the kernel drops them when memory is needed.
     """

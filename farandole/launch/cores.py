@@ -120,10 +120,11 @@ def divide_cores(
 
     Args:
         quota: The available processor time as a number of processors; None if it is unlimited.
-        pin: Whether to pin each rank to its own cores, or the same number of ranks to each core.  Without pinning, the
-            kernel may run more ranks on one core than on another, and every collective waits for the slower ranks.
-            Ranks are not pinned if they cannot be divided evenly, if other jobs have reserved cores that the ranks
-            need, or if `quota` allows less time than the cores provide.
+        pin: Whether to pin the ranks.  Each rank is pinned to its own cores; with fewer cores than ranks, the same
+            number of ranks is pinned to each core.  Without pinning, the kernel may run more ranks on one core than on
+            another, and every collective waits for the slower ranks.  Ranks are not pinned if they cannot be divided
+            evenly, if other jobs have reserved cores that the ranks need, or if `quota` allows less time than the
+            cores provide.  A single rank is pinned only if other jobs have reserved cores.
         threads: The number of threads per rank; None divides the cores by the number of ranks.
         reserved: The processors that other jobs have reserved.
     """
@@ -225,7 +226,10 @@ class CoreReservation:
 
 @contextlib.contextmanager
 def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Division]:
-    """Return a context in which cores that no other job has reserved are reserved for this job, and divided among its ranks."""
+    """Reserve cores for this job, divide them among its ranks, and release them at the end of the context.
+
+    Cores that other jobs have reserved are not used if enough other cores exist.
+    """
     processors = affinity()
     reservation = CoreReservation()
     try:

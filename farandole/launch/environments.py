@@ -29,7 +29,7 @@ RUN_ID_PREFIX = "farandole-"
 """The prefix of the run ids of `farandole launch`; torch's agent passes the run id to its ranks."""
 
 FIRST_PORT, PORTS = 10_000, 20_000
-"""The range of ports, below Linux's ephemeral ports (32768 and up)."""
+"""Slurm jobs use a port from FIRST_PORT to FIRST_PORT + PORTS - 1, below Linux's ephemeral ports (32768 and up)."""
 
 
 def find_placement(environ: Mapping[str, str]) -> Placement:

@@ -175,7 +175,7 @@ def find_interfaces(names: str | None) -> dict[str, str]:
     """Return the addresses of the named interfaces ("eth0,eth1"), or of all interfaces except the loopback.
 
     Raises:
-        LaunchError: if this host does not have one of the named interfaces.
+        LaunchError: if this host lacks one of the named interfaces.
     """
     with uncollected():  # loads torch
         from farandole.comm.interfaces import interface_addresses, is_loopback

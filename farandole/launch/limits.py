@@ -12,13 +12,13 @@ from farandole.launch.cores import usable_cores
 from farandole.launch.placement import LaunchError
 
 RANK_BYTES = 140 << 20
-"""The memory of a rank before any computation: Python and torch 2.13, measured on Linux."""
+"""The memory in bytes that a rank uses before any computation, for Python and torch 2.13, as measured on Linux."""
 RANK_TASKS = 2
-"""The processes and threads of an idle rank."""
+"""The number of processes and threads of an idle rank."""
 LAUNCHER_FILES = 64
-"""The open files of a launcher, except its connection to each rank."""
+"""The number of files that a launcher opens, not counting one connection per rank."""
 START_S = 2.0
-"""The core seconds that a rank needs to load torch."""
+"""The processor time in seconds that a rank needs to load torch."""
 MAX_RANKS_PER_CORE = 4
 """A higher number of ranks per core causes a warning."""
 
@@ -51,7 +51,7 @@ def check_rank_limits(ranks: int) -> None:
 
 
 def oversubscription_warning(ranks: int, cores: int) -> str | None:
-    """Return a warning if ranks outnumber cores by more than `MAX_RANKS_PER_CORE`, or None."""
+    """Return a warning if there are more than `MAX_RANKS_PER_CORE` ranks per core, else None."""
     if ranks <= MAX_RANKS_PER_CORE * cores:
         return None
     seconds = ranks * START_S / cores

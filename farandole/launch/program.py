@@ -43,7 +43,7 @@ class Program:
     max_restarts: int = 0
     """The maximum number of times that all ranks are restarted after a failure."""
     stop_timeout_s: float = STOP_TIMEOUT_S
-    """The seconds between a signal to the launcher and the end of ranks that are still running."""
+    """How long, in seconds, ranks may run after a signal to the launcher before they are killed."""
 
     def check(self) -> None:
         """Raise `LaunchError` if the script, module or command does not exist."""

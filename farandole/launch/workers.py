@@ -1,6 +1,6 @@
 """Start processes that compute together with this process, which is rank 0 of their group.
 
-    with Workers("my.worker", ranks=2) as workers:
+    with Workers("my.worker", ranks=2, name="my group") as workers:
         workers.join().barrier()
 
 and in `my/worker.py`:
@@ -87,7 +87,7 @@ class Workers:
         Raises:
             LaunchError: if a worker has ended, or the processes cannot share memory.
         """
-        self._store = loopback_store()  # as long as the workers may read it
+        self._store = loopback_store()  # an attribute, because workers may read the store later
         for rank, link in enumerate(self._sockets, 1):
             if link.recv(1) != _READY:
                 raise LaunchError(f"{self.describe(rank)}; see its error message above")
@@ -106,10 +106,12 @@ class Workers:
             except OSError:
                 raise LaunchError(self.describe(rank)) from None
         if not self._sockets:
-            raise LaunchError(f"the processes of {self._name} have ended")
+            raise LaunchError(
+                f"cannot resume {self._name}: close() has stopped the processes; create the object again"
+            )
 
     def describe(self, rank: int) -> str:
-        """Return, as text, the process of a rank and its exit status."""
+        """Describe the process of a rank and how it ended, such as `rank 1 (process 4711) ended with exit status 1`."""
         process = self._processes[rank - 1]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
@@ -133,7 +135,7 @@ class Workers:
 
 
 class Link:
-    """The connection of a worker to the process that has started it.
+    """The connection of a worker to the process that started the worker.
 
     Args:
         descriptor: the command-line argument of the worker's module.
@@ -164,7 +166,7 @@ class Link:
         self._resumed.get()
 
     def waits(self) -> Iterator[None]:
-        """Yield once for each call of `Workers.resume`."""
+        """Yield once for each call to `Workers.resume`."""
         while True:
             self.wait()
             yield
@@ -186,7 +188,7 @@ def _connect(store: dist.Store, rank: int, ranks: int, name: str) -> Communicato
 
 
 def _kill(processes: list[subprocess.Popen[bytes]], sockets: list[socket.socket]) -> None:
-    """End the workers, which hold nothing to be saved."""
+    """Kill the workers, which have no state to save."""
     for process in processes:
         process.kill()
     for link in sockets:

@@ -1,8 +1,8 @@
-"""The C core: collectives between the processes of one host, in shared memory.
+"""The C core: collectives in shared memory among the processes of one host, and messages between all processes.
 
-The library is built with the package if a C compiler is available.  This module opens it with ctypes, which releases
-the interpreter lock during every call.  If the library or a required system call is missing, `available` returns False,
-and `why_unavailable` returns the reason.
+The library is built with the package if a C compiler is available.  This module opens the library with ctypes, which
+releases the interpreter lock during every call.  If the library or a required system call is missing, `available`
+returns False, and `why_unavailable` returns the reason.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ KEY_BYTES = 32
 SILENCE_S = 15.0
 """Seconds without a response after which another host is treated as unreachable."""
 BACKGROUND, MAIN_THREAD, TRY = 1, 2, 4
-"""Flags of a call: sleep early while waiting; handle signals while waiting; return `Status.PENDING` at a
-message's deadline instead of failing the group."""
+"""Flags of a call.
+
+BACKGROUND: Sleep early while waiting.
+MAIN_THREAD: Handle signals while waiting.
+TRY: When the timeout of a message expires, return `Status.PENDING` instead of failing the group.
+"""
 
 
 class Status(IntEnum):
@@ -130,7 +134,7 @@ class Failure(ctypes.Structure):
 
 
 StallWarning = ctypes.CFUNCTYPE(None)
-"""The type of the function that the core calls when a rank is late."""
+"""The type of the function that the core calls if this rank has waited for several seconds."""
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_abi": (c_int, []),
@@ -258,7 +262,7 @@ def library() -> ctypes.CDLL:
 
 
 def vector_level() -> VectorLevel:
-    """Return the instruction set that reductions use on this processor."""
+    """Return the most powerful of these instruction sets that this processor supports."""
     return VectorLevel(library().frd_vector_level())
 
 

@@ -2,7 +2,7 @@
  *
  * The file is much larger than the memory that is ever used; only touched pages take memory.  The records of the
  * allocator are private.  Whole free pages are returned to the system, except the pages of recently freed buffers: the
- * system would clear them again, which takes longer than to fill them.
+ * system would have to clear these pages again, which takes longer than filling them.
  *
  * After a group broke, a peer may still copy from or to a buffer that its owner has freed.  Freed memory is therefore
  * held back (`arena_hold`) until every rank of the broken group has left the group or ended.

@@ -91,12 +91,12 @@ void frd_pending_interrupt(void **type, void **value, void **traceback);
 
 /* ---- shared memory of this process ---- */
 
-/* Map the arena of this process, an empty memory file of `bytes`; once per process (a forked child has none). */
+/* Map the arena of this process, an empty memory file of `bytes` bytes; once per process (a forked child has none). */
 int frd_arena_open(int descriptor, size_t bytes);
 size_t frd_arena_bytes(void);          /* 0: this process has no arena */
 void *frd_alloc(size_t bytes);         /* whole pages of this process's arena; NULL: the arena is full */
 void frd_free(void *);                 /* frees the memory once no other process uses it */
-size_t frd_arena_used(void);           /* allocated by frd_alloc, or freed but not released yet */
+size_t frd_arena_used(void);           /* bytes in use by tensors, groups and messages, or freed but not released yet */
 
 /* ---- endpoints ---- */
 
@@ -123,8 +123,8 @@ int frd_tcp_start(struct frd_endpoint *);             /* after all addresses */
 /* Reserve this process's part of a group in its arena. */
 uint64_t frd_group_reserve(void);
 void frd_group_unreserve(uint64_t block);             /* of a group that was not opened */
-/* `members` are ranks of the endpoint, `blocks` the memory reserved by each member on this host.  `context` is a number
- * that no other group shared by two of these processes has.  In the group of context 0, failures do not break the
+/* `members` are ranks of the endpoint, `blocks` the memory reserved by each member on this host.  `context` differs
+ * between any two groups that have two processes in common.  In the group of context 0, failures do not break the
  * group. */
 struct frd_group *frd_group_open(struct frd_endpoint *, uint64_t context, int rank, int ranks, const int *members,
                                  const uint64_t *blocks);
@@ -211,9 +211,9 @@ int frd_decode(int type, const void *message, float *x, float factor, size_t cou
 void frd_orthonormalise(float *p, size_t rows, size_t rank);
 void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t columns, size_t rank);
 
-/* Generation: out = x weight^T + bias with a packed weight of a type, normalization, activation and rotation of fp32 or bf16
- * values, and attention of single queries over stored blocks of keys and values (inference.h).  Each row of a result
- * depends on its own inputs only, and is summed in a fixed order. */
+/* Generation: out = x weight^T + bias with packed weights; normalization, activation and rotary positions of fp32 or
+ * bf16 values; attention of single queries to stored blocks of keys and values (inference.h).  Each row of a result
+ * depends only on its own inputs and is summed in a fixed order. */
 enum { FRD_WEIGHTS_F32, FRD_WEIGHTS_BF16, FRD_WEIGHTS_INT8 };
 size_t frd_packed_size(size_t outputs, size_t inputs, int type);
 void frd_pack(void *packed, const void *weight, size_t outputs, size_t inputs, int type);
@@ -230,7 +230,7 @@ int frd_attend(float *out, const float *query, const void *keys, const void *val
                const int64_t *positions, size_t queries, size_t heads, size_t kv_heads, size_t width, size_t value_width,
                size_t block_length, size_t table_width, int64_t query_stride, int64_t head_stride, int64_t window,
                float scale, int is_bf16, int threads);
-/* Stores a key and a value per row and head.  `strides` are those of keys by row and head, and of values. */
+/* Stores a key and a value per row and head.  `strides`: `key` by row and by head, then `value` by row and by head. */
 void frd_store(void *keys, void *values, const void *key, const void *value, const int32_t *table,
                const int64_t *positions, size_t rows, size_t kv_heads, size_t width, size_t value_width,
                size_t block_length, size_t table_width, const int64_t strides[4], int is_bf16);

@@ -265,8 +265,8 @@ int frd_scatter(struct frd_group *g, const void *const *in, void *out, size_t co
     return status;
 }
 
-/* The counts, in elements, that a rank sends to each rank and expects from it, and the addresses of both parts if they
- * are in shared memory.  Up to SMALL_BYTES of values follow. */
+/* The numbers of elements that a rank sends to each rank and expects from each rank, and the addresses of these parts
+ * if they are in shared memory.  Up to SMALL_BYTES bytes of values follow. */
 struct table {
     uint64_t *sends, *receives, *sources, *targets;
     char *values;
@@ -279,7 +279,7 @@ static struct table table_at(const struct frd_group *g, char *offer)
     return (struct table){words, words + n, words + 2 * n, words + 3 * n, (char *)(words + 4 * n)};
 }
 
-/* The bytes that a rank sends to the other ranks below `before`. */
+/* The number of bytes that a rank sends to all other ranks with numbers less than `before`. */
 static size_t bytes_sent(const struct table *table, int rank, int before, size_t element)
 {
     size_t count = 0;
@@ -287,7 +287,7 @@ static size_t bytes_sent(const struct table *table, int rank, int before, size_t
     return count * element;
 }
 
-/* Breaks the group if a rank sends another count than its peer expects; reports the first such pair. */
+/* Breaks the group if a rank sends more or fewer elements than its peer expects; reports the first such pair. */
 static int check_pairs(struct frd_group *g, const struct table *tables, size_t *longest, bool *few)
 {
     for (int from = 0; from < g->ranks; from++) {

@@ -77,7 +77,7 @@ static void *helper(void *argument)
     return NULL;
 }
 
-/* A child process has no helpers. */
+/* A forked child has no helpers. */
 static void forget_helpers(void)
 {
     pthread_mutex_init(&pool.busy, NULL);

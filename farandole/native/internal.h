@@ -205,7 +205,7 @@ static inline char *offer_of(const struct frd_group *g, int rank, int half)
     return local->stage ? local->stage + (size_t)half * STAGE_BYTES : local->block->payload[half];
 }
 
-/* The bytes of each rank's part when a half is divided among all ranks. */
+/* The size in bytes of each rank's part when a half is divided among all ranks. */
 static inline size_t window_of(const struct frd_group *g) { return STAGE_BYTES / (size_t)g->ranks / 64 * 64; }
 
 _Static_assert(SMALL_BYTES <= STAGE_BYTES && STAGE_BYTES / FRD_MAX_RANKS >= 64, "a half holds a part of every rank");

@@ -20,7 +20,7 @@ static int saves_registers(unsigned wanted)
 }
 #endif
 
-/* Reads CPUID: __builtin_cpu_supports needs support of the compiler's runtime, and with zig's it returns 0. */
+/* Reads CPUID, because __builtin_cpu_supports depends on the compiler's runtime library and returns 0 with zig's. */
 int frd_vector_level(void)
 {
 #if defined(__x86_64__)

@@ -24,7 +24,7 @@
 /* Up to EAGER_BYTES a payload follows its header; measured, see docs/benchmarks/results.md. */
 #define EAGER_BYTES ((size_t)1 << 15)
 #define TURN_BYTES ((size_t)4 << 20)       /* bytes of one stream after which the other streams progress */
-/* The buffered payloads of one sender, unless a posted receive may match a later message of the sender. */
+/* The limit for buffered payloads of one sender, unless a posted receive may match a later message of the sender. */
 #define UNEXPECTED_BYTES ((size_t)4 << 20)
 
 #define LARGEST_MESSAGE ((uint64_t)1 << 48)

@@ -6,8 +6,8 @@
  *
  * A long payload goes through the ring in pieces, and both cores copy at the same time.  The pieces stay in the cache,
  * so memory is read and written once, as by a plain copy.  Reading another process's memory (process_vm_readv) needs
- * one copy instead of two.  It was slower at every size, because the kernel pins each page and only one core copies:
- * 1.8 times at 4 MiB, 2.1 times at 64 MiB.
+ * one copy instead of two.  It was slower at every measured size, because the kernel pins each page and only one core
+ * copies: it took 1.8 times as long for 4 MiB, and 2.1 times as long for 64 MiB.
  *
  * A process that changes a stream notifies the process at the other end ("rings its bell"): it sets its own bit in
  * `ready` and increments `events`, the counter on which sleeping threads wait.
@@ -121,7 +121,7 @@ static size_t put(struct peer *peer, const char *data, size_t bytes, bool more)
     return moved;
 }
 
-/* Copies with non-temporal stores, which do not read the old content of the target, a third of the memory traffic. */
+/* Copies with non-temporal stores, which do not read the target's old content and save a third of the traffic. */
 static void *copy_uncached(void *target, const void *source, size_t bytes)
 {
     char *to = target;
@@ -147,7 +147,7 @@ static void tell_of_space(struct peer *peer)
     ring_bell(peer);
 }
 
-/* Reads in pieces, after each of which the writer may continue. */
+/* Reads in pieces; the writer may continue after each piece. */
 static size_t take(struct peer *peer, char *data, size_t bytes)
 {
     void *(*copy)(void *, const void *, size_t) = peer->in.header.bytes >= UNCACHED_BYTES ? copy_uncached : memcpy;

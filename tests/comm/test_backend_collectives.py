@@ -230,7 +230,9 @@ def check_refusals(rank: int, size: int) -> None:
         dist.reduce_scatter_tensor(torch.zeros(3), torch.zeros(7))
     with pytest.raises(ValueError, match="expected a multiple of 2 rows in the input, got 7"):
         dist.all_to_all_single(torch.zeros(8), torch.zeros(7))
-    with pytest.raises(ValueError, match=r"expected 2 .* splits that add up to its 8 rows, got \[1, 9\]"):
+    with pytest.raises(
+        ValueError, match=r"expected 2 .* splits that add up to the 8 rows of the input, got \[1, 9\]"
+    ):
         dist.all_to_all_single(torch.zeros(8), torch.zeros(8), [4, 4], [1, 9])
     with pytest.raises(ValueError, match="got RedOpType.PREMUL_SUM$"):
         dist.all_reduce(torch.zeros(8), dist._make_nccl_premul_sum(2.0))

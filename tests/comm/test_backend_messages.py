@@ -166,7 +166,7 @@ def check_wait_with_timeout(rank: int, size: int) -> None:
         buffer = torch.zeros(2)
         work = dist.irecv(buffer, 1)
         start = time.monotonic()
-        with pytest.raises(RankLate, match="was not complete within the timeout of 0.2 s"):
+        with pytest.raises(RankLate, match="did not complete within the timeout of 0.2 s"):
             work.wait(timedelta(seconds=0.2))
         assert time.monotonic() - start < 2
         dist.send(torch.ones(1), 1)

@@ -173,7 +173,9 @@ def test_a_group_chooses_algorithms_by_its_table(ranks, tmp_path):
 
 
 def _by_different_tables(rank: int, size: int, paths: list[str]) -> None:
-    with pytest.raises(ValueError, match="different algorithm or table of measurements; .* the same Options"):
+    with pytest.raises(
+        ValueError, match="different algorithms or tables of measurements; .* the same Options"
+    ):
         hierarchical_group(list(range(size)), rank, table=paths[rank])
 
 

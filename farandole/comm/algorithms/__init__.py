@@ -6,6 +6,5 @@ therefore make progress at the same time:
     steps = ring.all_reduce(transport, tensor, combine)
     finish(steps, timeout_s)
 
-Costs follow the usual model for p ranks and S bytes: each message takes `latency_s`, plus `seconds_per_byte` for each
-byte.
+The functions `*_cost` use the usual model: each message takes `latency_s`, plus `seconds_per_byte` for each byte.
 """

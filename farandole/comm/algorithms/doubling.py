@@ -25,8 +25,9 @@ def all_reduce(
 ) -> Steps:
     """All-reduce a one-dimensional tensor, with the same arguments as `ring.all_reduce`.
 
-    The cost is log2(p) (latency + S per byte), plus 2 (latency + S per byte) if p is not a power of two.  Partners
-    combine values in rank order, so all ranks get bitwise equal results.
+    With 2^k ranks, there are k steps, and each rank sends the whole tensor in every step.  For other numbers of ranks,
+    k is rounded down, and the whole tensor is sent in two more steps.  Partners combine values in rank order, so all
+    ranks get bitwise equal results.
     """
     result = tensor if result is None else result
     inner = PowerOfTwo(transport)
@@ -48,7 +49,7 @@ def all_reduce(
 
 
 def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
-    """Copy part i from rank i to all other ranks; cost log2(p) latency + (p - 1)/p S per byte.
+    """Copy part i from rank i to all other ranks; each of p ranks sends p - 1 parts in log2(p) messages.
 
     Args:
         transport: The transport among the ranks.

@@ -17,7 +17,7 @@ from farandole.comm.transport import Transport
 
 
 def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
-    """Reduce part i over all ranks into part i on rank i; cost log2(p) latency + (p - 1)/p S per byte.
+    """Reduce part i over all ranks into part i on rank i; each of p ranks sends p - 1 parts in log2(p) messages.
 
     Args:
         transport: The transport among the ranks.

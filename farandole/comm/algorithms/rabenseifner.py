@@ -23,7 +23,8 @@ def all_reduce(
 ) -> Steps:
     """All-reduce a one-dimensional tensor, with the same arguments as `ring.all_reduce`.
 
-    The cost is 2 log2(p) latency + 2 (p - 1)/p S per byte, plus 2 (latency + S per byte) if p is not a power of two.
+    With p = 2^k ranks, each rank sends 2 (p - 1)/p times the tensor's size in 2 k messages.  For other numbers of
+    ranks, k is rounded down, and the whole tensor is sent in two more steps.
     """
     result = tensor if result is None else result
     inner = PowerOfTwo(transport)

@@ -23,13 +23,14 @@ def all_reduce(
     result: Tensor | None = None,
     store: Store | None = None,
 ) -> Steps:
-    """All-reduce a one-dimensional tensor; cost 2 (p - 1) latency + 2 (p - 1)/p S per byte.
+    """All-reduce a one-dimensional tensor: each of p ranks sends 2 (p - 1) messages, each with 1/p of the tensor.
 
-    Part i is reduced along the ring in the same order on all ranks, so all ranks get bitwise equal results.
+    Each part of the tensor is reduced once, along the ring, and then copied to all ranks, so all ranks get bitwise
+    equal results.
 
     Args:
         transport: The transport among the ranks.
-        tensor: The values, which are overwritten with the totals.
+        tensor: The values.  They are overwritten with the totals, or with partial sums if `result` is given.
         combine: The reduction.
         result: The output tensor, by default `tensor`.  If its dtype is narrower, results are sent in that dtype.
         store: A function that converts totals to results; not needed if totals and results have the same dtype.
@@ -45,7 +46,7 @@ def all_reduce(
 def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
     """Reduce part i over all ranks into part i on rank i, and overwrite the other parts.
 
-    The cost is (p - 1) latency + (p - 1)/p S per byte.
+    Each of p ranks sends p - 1 messages, each with one part.
     """
     n, me = transport.size, transport.rank
     spare = torch.empty(max(part.numel() for part in parts), dtype=parts[0].dtype, device="cpu")
@@ -60,7 +61,7 @@ def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combi
 
 
 def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
-    """Copy part i from rank i to all other ranks; cost (p - 1) latency + (p - 1)/p S per byte."""
+    """Copy part i from rank i to all other ranks; each of p ranks sends p - 1 messages, each with one part."""
     n, me = transport.size, transport.rank
     sends: list[Pending] = []
     for step in range(n - 1):

@@ -21,7 +21,7 @@ def broadcast(transport: Transport, tensor: Tensor, root: int) -> Steps:
 
 
 def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """Broadcast over a binomial tree; in step k, 2^k ranks send the values.  Cost: log2(p) (latency + S per byte)."""
+    """Broadcast over a binomial tree; in step k (from 0 on), up to 2^k ranks send the tensor to one more rank each."""
     n = transport.size
     place = (transport.rank - root) % n
     low = place & -place if place else 1 << math.ceil(math.log2(n)) if n > 1 else 1
@@ -37,7 +37,7 @@ def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
 
 
 def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """Broadcast along a chain; cost (p - 1) (latency + S per byte).
+    """Broadcast along a chain of p ranks, in p - 1 steps.
 
     Each link carries the values once, so windows of a large tensor can be pipelined.
     """
@@ -56,9 +56,9 @@ def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) ->
 
 
 def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce over a binomial tree; in step k, sums are sent 2^k ranks further.
+    """Reduce over a binomial tree; in step k (from 0 on), ranks send partial results to the rank 2^k places lower.
 
-    Cost: log2(p) (latency + S per byte).
+    With p ranks, there are ceil(log2(p)) steps.
     """
     n = transport.size
     place = (transport.rank - root) % n
@@ -73,7 +73,7 @@ def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Co
 
 
 def reduce_chain(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce along a chain; cost (p - 1) (latency + S per byte).
+    """Reduce along a chain of p ranks, in p - 1 steps.
 
     Each link carries the values once, so windows of a large tensor can be pipelined.
     """

@@ -66,7 +66,7 @@ _KEYWORDS = {
     "dstRank": "peer",
     "srcRank": "peer",
 }
-"""The argument names of torch's methods."""
+"""Argument names of torch's methods, and the corresponding names in `FarandoleProcessGroup`."""
 
 
 def torch_keywords(method: Method) -> Method:

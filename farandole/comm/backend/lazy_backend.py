@@ -1,4 +1,4 @@
-"""The backend object that torch obtains from a process group for CPU tensors."""
+"""The backend object that torch obtains from a process group."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @exclude_from_dynamo
 class LazyBackend(NoCapabilities):
-    """The result of `_get_backend` for CPU tensors, which creates a Gloo backend on first use.
+    """The result of `_get_backend` for tensors that need no inner torch group; creates a Gloo backend on first use.
 
     Creating a Gloo backend is a collective call, but torch usually queries only the capabilities, sometimes on only one
-    rank.  This class answers these queries itself.  `__class__` returns Gloo's class, because torch checks the class
-    before it sets a timeout.
+    rank.  This class handles these queries without Gloo.  `__class__` returns Gloo's class, because torch checks the
+    class before it sets a timeout.
     """
 
     def __init__(self, group: FarandoleProcessGroup) -> None:

@@ -212,7 +212,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._host
 
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in memory shared by all ranks of this host; see `Communicator.empty`."""
+        """Return a separate tensor per rank, in memory shared by the ranks of this host; see `Communicator.empty`."""
         return self._dispatcher.allocate(shape, dtype)
 
     # ---- reductions ----
@@ -531,7 +531,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._dispatcher.issue(_in_turn(calls), written, opts.asyncOp, timeout_s=seconds)
 
     def _agree_on_sparse(self, operation: Operation, tensors: Sequence[Tensor], opts: Any) -> None:
-        """Check that all ranks make the same call if a tensor is sparse; other ranks may pass dense tensors."""
+        """If a tensor is sparse, check that all ranks make the same call with a sparse tensor."""
         core = self._dispatcher.core
         if self._host is None or not isinstance(core, GroupCore):
             return

@@ -37,7 +37,7 @@ def all_reduce(
 
     All ranks, including the rank that sums a part, decode the sum from its message, so all results are bitwise equal.
     The residual contains the encoding error of the sum for the part that this rank sums, and of the summand for other
-    parts.  The cost is 2 latency + 2 (p - 1)/p S/c per byte with compression ratio c.
+    parts.  There are two rounds of messages, in which each of p ranks sends 2 (p - 1)/p times the encoded size.
     """
     me, n = transport.rank, transport.size
     parts = split(tensor, n)

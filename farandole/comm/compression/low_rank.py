@@ -20,7 +20,7 @@ from farandole.comm.compression.base import Compression, Compressor, Parameters,
 from farandole.comm.transport import Transport
 
 _WORTH_IT = 2
-"""The minimum compression ratio; other matrices are not compressed."""
+"""The minimum compression ratio; matrices with a smaller ratio are not compressed."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from farandole.comm.transport import Transport
 class TopK(Compression):
     """Sends a fraction `ratio` of the values, at least one, with their indices: 8 bytes per value.
 
-    Every one of p hosts receives the values from all other hosts, (p - 1) * ratio * 2 S bytes in total for S bytes of
-    values.
+    Each of p hosts receives the values from all other hosts: (p - 1) * ratio * 2 S bytes in total for a tensor of S
+    bytes.
 
     Raises:
         ValueError: unless 0 < `ratio` <= 1.

@@ -7,7 +7,7 @@ Ranks on one host exchange tensors through shared memory.  There are two inter-n
                 one rank of the receiving host distributes them.  With m and n ranks on the two hosts, the number of
                 messages decreases by a factor of m n.
 
-The ranks of a host share the aggregated messages: each handles some of the other hosts.
+The ranks of a host share this work: each rank handles the aggregated messages to and from some of the other hosts.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HostExchange:
         self._distribute(pairs, received, outputs, flags)
 
     def _pairs(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], flags: int) -> list[HostPair]:
-        """Return the data that this host exchanges with each other host, from the counts of all its ranks."""
+        """Return one `HostPair` per remote host, with the element counts that the ranks of both hosts exchange."""
         hosts, host = self._hosts, self._host
         own = torch.tensor([[part.numel() for part in parts] for parts in (inputs, outputs)], device="cpu")
         counts = torch.empty(host.size, 2, hosts.ranks, dtype=torch.int64, device="cpu")
@@ -121,7 +121,7 @@ class HostExchange:
         return pairs
 
     def _aggregates(self, counts: Tensor, element_size: int) -> bool:
-        """Return whether to aggregate messages of this mean size; both hosts must pass the same counts."""
+        """Return whether to aggregate messages with these element counts; both hosts must pass the same counts."""
         size = int(counts.sum()) * element_size // counts.numel()
         return counts.numel() > 1 and self._aggregated("all_to_all", size, max(counts.shape))
 
@@ -129,7 +129,7 @@ class HostExchange:
         return self._choice.exchange(operation, size, ranks) == "aggregated"
 
     def _compare(self, pair: HostPair, sent: Tensor) -> None:
-        """Fail the group unless the other host sends the element counts that this host expects."""
+        """Fail the group unless the counts that the other host sends equal the counts that this host expects."""
         sent = sent.view(len(pair.members), self._host.size).t()
         if torch.equal(sent, pair.received):
             return

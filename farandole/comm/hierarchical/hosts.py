@@ -42,7 +42,7 @@ class Hosts:
         self.leaders = fewest if leaders is None else leaders
         if not 1 <= self.leaders <= fewest:
             raise ValueError(
-                f"expected leaders between 1 and {fewest}, the number of ranks on the smallest host, got {leaders}"
+                f"expected leaders between 1 and {fewest} (the number of ranks on the smallest host), got {leaders}"
             )
         self.leads = host.rank < self.leaders
         self.all = WireTransport(host, range(self.ranks), _ALL)
@@ -76,9 +76,10 @@ class Hosts:
         return blocks
 
     def agree(self) -> Steps:
-        """Compare the declared call with the previous host's call; the ring of hosts compares all calls.
+        """Compare this host's declared call with the previous host's call.
 
-        Later messages do not wait for the comparison, so it adds no latency.
+        Every host does this, so a mismatch between any two hosts is found.  Later messages are sent without waiting for
+        the comparison, which therefore adds no latency.
         """
         if self._agreement is None:
             return

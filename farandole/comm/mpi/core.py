@@ -52,7 +52,7 @@ _OPS = {
 }
 _BOOL_OPS = {**_OPS, "sum": "BOR", "product": "BAND", "min": "BAND", "max": "BOR"}
 _UNITS = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
-"""A datatype for each width, for data movement without reduction."""
+"""The MPI datatype for each element size in bytes, for data movement without reduction."""
 
 
 class MpiCore(GroupCore):
@@ -170,7 +170,7 @@ class MpiCore(GroupCore):
         self._finish(gathering[0], gathering[1].nbytes, flags)
 
     def _exchange_rows(self, window: Tensor, flags: int) -> tuple[Any, Tensor]:
-        """Start collecting this rank's part of every rank's window, one row per rank."""
+        """Start collecting this rank's part of every rank's window; return the request and the rows, one per rank."""
         size, count = self.size, window.numel()
         if not count % size:
             rows = torch.empty(size, count // size, dtype=window.dtype, device="cpu")
@@ -183,7 +183,7 @@ class MpiCore(GroupCore):
         return self._start(flags, "Alltoallv", window.nbytes, sends, receives), rows
 
     def _gather_parts(self, window: Tensor, part: Tensor, root: int | None, flags: int) -> Any:
-        """Start gathering the reduced parts of a window on all ranks or on the root."""
+        """Start gathering the reduced parts of a window on all ranks or on the root; return the request."""
         even, takes = not window.numel() % self.size, root in (None, self.rank)
         receives = None
         if takes:
@@ -296,7 +296,7 @@ class MpiCore(GroupCore):
         return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind]
 
     def _blocks(self, tensor: Tensor, kind: Any = None) -> Any:
-        """Return an mpi4py buffer for a tensor with equal parts for all ranks; mpi4py multiplies the count."""
+        """Return an mpi4py buffer for a tensor with one equal part per rank; the count is that of one part."""
         kind = kind or self._units[tensor.element_size()]
         return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel() // self.size, kind]
 

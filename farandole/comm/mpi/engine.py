@@ -29,7 +29,7 @@ from farandole.comm.mpi.library import load, loaded
 from farandole.comm.notices import warn
 
 SPINS = 30
-"""How often a waiting thread tests an operation before the thread yields its core."""
+"""How many times a waiting thread tests an operation before the thread yields its core."""
 YIELDING_S = 0.005
 """Seconds for which a waiting thread yields before it sleeps between tests; longer for large transfers."""
 MOVED_PER_S = 50e6
@@ -37,7 +37,7 @@ NAP_S, LONG_NAP_S = 50e-6, 500e-6
 BACKGROUND_NAP_S = 20e-6
 """Seconds for which a thread sleeps between tests for a background call, with the interpreter lock released."""
 BURST = 16
-"""Tests between two sleeps; MPICH transfers 16 KiB in each test."""
+"""The number of tests between two sleeps; MPICH transfers 16 KiB in each test."""
 IDLE_S = 1.0
 GUARD_S = 0.2
 """Seconds between deadline checks during a blocking call."""

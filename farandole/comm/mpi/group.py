@@ -31,7 +31,7 @@ from farandole.native import Call, Failure, Status
 
 PIECE_BYTES = 1 << 30
 GRACE_S = 0.5
-"""Seconds after its timeout for which a rank waits until the other ranks have recorded their arrival."""
+"""Seconds for which a rank waits, after its timeout has expired, for other ranks to record their arrival."""
 
 
 class MpiGroup:
@@ -71,7 +71,8 @@ class MpiGroup:
     ) -> MpiGroup:
         """Create the group; all its ranks call this method.
 
-        `ranks` are the rank numbers shown in error messages; they may differ from the MPI ranks, which are exchanged.
+        `ranks` are the rank numbers shown in error messages.  They may differ from the ranks in MPI_COMM_WORLD, which
+        the processes exchange through `rendezvous`.
 
         Raises:
             RankLate: if a rank did not arrive before the timeout.
@@ -267,7 +268,7 @@ class MpiGroup:
         raise self._broken
 
     def message_buffer(self, address: int, nbytes: int) -> Any:
-        """Return an mpi4py buffer; data beyond MPI's largest count become one element of a derived datatype."""
+        """Return an mpi4py buffer; beyond MPI's largest count, all bytes form one element of a derived datatype."""
         mpi = self.engine.mpi
         memory = mpi.memory.fromaddress(address, nbytes)
         if nbytes <= self.engine.largest_count:

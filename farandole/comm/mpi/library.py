@@ -58,7 +58,7 @@ def load() -> Any:
         ) from error
     if MPI.Is_finalized():
         raise MpiUnavailable(
-            "MPI cannot be initialized again, because this program has already finalized it; remove the call of "
+            "MPI cannot be initialized again, because this program has already finalized it; remove the call to "
             "MPI.Finalize()"
         )
     if not MPI.Is_initialized():
@@ -129,6 +129,6 @@ def _remedy(variable: str) -> str:
         return f"use srun --mpi=pmix (or pmi2; see `srun --mpi=list`), or {start}"
     return (
         f"{start}, or let mpi4py load the launcher's library: set MPI4PY_LIBMPI=/path/to/libmpi.so, or "
-        "MPI4PY_MPIABI=openmpi (mpich) if both are installed; the backend farandole works without MPI (`farandole "
+        "MPI4PY_MPIABI=openmpi (or mpich) if both are installed; the backend farandole works without MPI (`farandole "
         "launch`)"
     )

@@ -165,7 +165,7 @@ class Messages:
         largest = group.comm.Get_attr(engine.mpi.TAG_UB) - 1
         if not 0 <= tag <= largest:
             raise ValueError(
-                f"expected a tag between 0 and {largest}, the largest tag of the MPI library, got {tag}"
+                f"expected a tag between 0 and {largest} (the limit of this MPI library), got {tag}"
             )
         call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
         source = engine.mpi.ANY_SOURCE if peer < 0 else peer
@@ -180,7 +180,7 @@ class Messages:
         return message if message.test() else Status.PENDING
 
     def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
-        """Wait for the message and return it; on timeout raise, or with `TRY` in `flags` return `Status.PENDING`."""
+        """Wait for the message and return it; on timeout return a `RankLate` or, with `TRY`, `Status.PENDING`."""
         if message.wait(seconds, background=bool(flags & BACKGROUND)):
             return message
         return Status.PENDING if flags & TRY else message.late(seconds)

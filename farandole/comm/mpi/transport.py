@@ -71,7 +71,7 @@ class MpiTransport:
             )
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(
-                f"expected a peer between 0 and {self.size - 1} except this rank, {self.rank}, got {peer}"
+                f"expected a peer between 0 and {self.size - 1} other than this rank ({self.rank}), got {peer}"
             )
         post = self._group.post_send if sends else self._group.post_recv
         nbytes, kind = tensor.numel() * tensor.element_size(), 1 << 8
@@ -86,7 +86,7 @@ class MpiPending:
         self._tensor = tensor
 
     def wait(self, timeout_s: float) -> None:
-        """Block until the message is complete; raise `RankLate` after `timeout_s`, when it remains pending."""
+        """Block until the message is complete; raise `RankLate` after `timeout_s` s, but keep the message pending."""
         if not self._message.wait(timeout_s, background=False):
             raise self._message.late(timeout_s)
         self._raise()

@@ -156,7 +156,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._adjust(self._epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the learning rate."""
+        """Store the learning rate in `logs["lr"]`."""
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
@@ -204,7 +204,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the learning rate.  If `verbose` is set, print a message after the warmup."""
+        """Store the learning rate in `logs["lr"]`.  If `verbose` is set, print a message after the warmup."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and rank() == 0:
             rate = float(self.model.optimizer.learning_rate)

@@ -252,7 +252,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
 
-    The tape may already contain recorded operations.  `jacobian` and `batch_jacobian` are not reduced.
+    The tape may already contain recorded operations.  The results of `jacobian` and `batch_jacobian` are not
+    reduced.
 
     Args:
         gradtape: The tape to wrap.

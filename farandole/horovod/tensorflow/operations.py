@@ -72,7 +72,7 @@ def differentiable(
 
 
 def on_host(device: str) -> None:
-    """Raise ValueError unless `device` is the CPU, because operations run on the host."""
+    """Raise ValueError unless `device` is empty or names a CPU, because operations run on the host."""
     if device and "cpu" not in device.lower():
         raise ValueError(
             f"device {device!r} is not supported, because operations run on the host; omit the device"
@@ -364,7 +364,8 @@ def gather_slices(
     """Concatenate the slices from all ranks.  With op=Average, divide the values by the number of ranks."""
     if op not in (Sum, Average):
         raise ValueError(
-            "tf.IndexedSlices are reduced with op=Average or op=Sum only; use sparse_as_dense=True for other reductions"
+            "tf.IndexedSlices can be reduced only with op=Average or op=Sum; for other reductions, convert gradients "
+            "with tf.convert_to_tensor, or pass sparse_as_dense=True to the distributed optimizer or tape"
         )
     parts = [part for each in slices for part in (each.values, each.indices)]
     gathered = grouped_allgather(parts, name, process_set=process_set)

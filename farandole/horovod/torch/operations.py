@@ -315,7 +315,8 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Start summing or averaging sparse tensors across ranks.
 
-    The operation gathers the indices and values.  The traffic depends on the number of ranks, not on the dense size.
+    The operation gathers the indices and values of all ranks.  The traffic does not depend on the size of the dense
+    tensor.
 
     Args:
         tensor: A sparse COO tensor.

@@ -39,8 +39,7 @@ def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -
     """Return an optimizer's parameters with their given or generated names.
 
     Raises:
-        ValueError: if `named_parameters` contains an item that is not a pair or a repeated name, or does not name every
-            parameter.
+        ValueError: if an item of `named_parameters` is not a pair, a name is repeated, or a parameter has no name.
     """
     parameters = [parameter for group in param_groups for parameter in group["params"]]
     if named_parameters is None:

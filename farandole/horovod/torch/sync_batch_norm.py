@@ -52,7 +52,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize a batch.  During training, all ranks must call this method.
 
         Raises:
-            ValueError: if the input has an invalid shape, or all ranks together have only one value per channel.
+            ValueError: if the input has an invalid shape, or all ranks together have fewer than two values per channel.
         """
         self._check_input_dim(input)
         alone = self._process_set.size() == 1
