@@ -12,7 +12,7 @@ EXTRAS = {
     "serve": ("fastapi", "llguidance", "starlette", "uvicorn"),
     "plot": ("matplotlib",),
     "mpi": ("mpi4py",),
-    "qlora": ("torchao",),
+    "qlora": ("torchao",),  # also the extra "fp8"
     "labs": ("sklearn",),
     "tensorflow": ("tensorflow", "keras"),
 }

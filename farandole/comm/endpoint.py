@@ -261,7 +261,7 @@ class Endpoint:
         Raises:
             RankLate: if a rank did not arrive before the timeout.
             CommunicationError: if a rank died or left the job.
-            ValueError: if the ranks passed different numbers of members or different signatures.
+            ValueError: if the ranks passed different lists of members or different signatures.
         """
         with self._lock:
             self._users += 1
@@ -321,8 +321,9 @@ class Endpoint:
         """Agree on a number for a new group; return the number, and the memory that each member has reserved."""
         leader, tag = members[0], zlib.crc32(name.encode()) & 0x7FFFFFFF
         deadline = time.monotonic() + timeout.total_seconds()
-        record = struct.Struct("=QII")  # block, signature, number of members
-        own = record.pack(block, signature, len(members))
+        record = struct.Struct("=QII")  # block, signature, checksum of the list of members
+        checksum = zlib.crc32(struct.pack(f"={len(members)}I", *members))
+        own = record.pack(block, signature, checksum)
         # context, rank that differs, kind of difference, blocks
         answer = struct.Struct(f"=Qii{len(members)}Q")
         if self.rank != leader:
@@ -345,7 +346,7 @@ class Endpoint:
                 raise self._late(late, members, who, timeout)
             told = [record.unpack(records[member]) for member in members]
             differs = next((r for r, each in enumerate(told) if each[1:] != told[0][1:]), -1)
-            how = int(differs >= 0 and told[differs][2] != len(members))
+            how = int(differs >= 0 and told[differs][2] != checksum)
             context = (self.rank + 1) << 32 | next(self._numbers)
             fields = (context, differs, how, *(each[0] for each in told))
             packed = bytearray(answer.pack(*fields))

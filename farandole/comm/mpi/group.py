@@ -91,10 +91,10 @@ class MpiGroup:
                     f"expected one MPI library for all ranks of {name}, got {', '.join(libraries)}; load the same "
                     "library on all hosts"
                 )
-            if len(set(numbers)) < size or world.Get_size() < size:
+            if (distinct := len(set(numbers))) < size:
                 raise MpiUnavailable(
-                    f"expected {size} MPI ranks for {name}, got {world.Get_size()} in {libraries[0]}; start the "
-                    "ranks with mpiexec"
+                    f"expected {size} MPI ranks for {name}, got {distinct} with {libraries[0]}; start the ranks with "
+                    "one mpiexec command"
                 )
             tag = sum((i + 1) * number for i, number in enumerate(numbers)) % 32768
             with mpi_engine.lock:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from farandole.comm.notices import warn_once
+from farandole.data.wording import counted
 from farandole.parallel.parameter_server.channel import Channel, Header, Kind, Plan, in_order
 from farandole.parallel.parameter_server.errors import AllWorkersLost, ServerLost
 from farandole.parallel.parameter_server.layout import Buffers
@@ -195,7 +196,7 @@ class Server:
             self._wanted_from = None
         rest = len(self._here)
         warn_once(
-            f"the server (rank {self._rank}) continues with {rest} workers, without rank {worker}: {reason}"
+            f"the server (rank {self._rank}) continues with {counted(rest, 'worker')}, without rank {worker}: {reason}"
         )
 
     def _answer(self) -> None:
