@@ -1,19 +1,20 @@
-# make demo   train a small language model on 2 ranks, in an environment of its own
+# make demo   train a small language model on 2 ranks, in a new virtual environment
 # make test   lint, documentation, types and all tests
 # make test-tensorflow   run the tests of Horovod's interface for TensorFlow, a part of make test
-# make test-torch TORCH=2.15.0   run the tests of process groups with this version of torch, in an environment of its own
-# make test-without-compiler   run tests of programs where no compiler is found: ranks communicate through Gloo
+# make test-torch TORCH=2.15.0   run the tests of process groups with this version of torch, in a separate environment
+# make test-without-compiler   run tests without a C compiler, so that ranks communicate through Gloo
 # make docs   build the documentation into site/ and check every link; make docs-serve serves it at 127.0.0.1:8000
-# make pictures   draw the pictures of the documentation whose data or code changed
-# make matrix run the tests of process groups with every installed Python and the versions TORCHES of torch, with and without a compiler
+# make pictures   draw the pictures in the documentation whose data or code has changed
+# make matrix run the tests of process groups with each installed Python in PYTHONS and each torch version in TORCHES, with and
+#             without a compiler
 # make wheels build the source distribution and wheels for x86_64 and aarch64 in dist/, and test them
-# make coverage  measure the branch coverage of the Python code by all tests, in all ranks, and fail below 93 %: twenty minutes
-# make test-all  run test, coverage, wheels, matrix and all slow tests, including make sanitize: hours
-# make sanitize   fuzz the C core and run random operations under sanitizers: ten minutes; needs gcc and clang
+# make coverage  measure the branch coverage of all tests on all ranks, and fail if it is below 93 % (20 minutes)
+# make test-all  run test, coverage, wheels, matrix and all slow tests, including the tests of sanitize (several hours)
+# make sanitize   fuzz the C core, and run random operations under sanitizers; needs gcc and clang (10 minutes)
 # make gpu    check every CUDA path on one NVIDIA GPU, without a network (docs/guides/gpu.md); WHEELS=folder installs missing packages
-# make clean  remove the environments and build outputs
+# make clean  remove the virtual environments and build outputs
 #
-# PYTHON=python3.12 selects the interpreter (3.11 or later), and TESTS=tests/parallel the tests of test-torch.
+# PYTHON=python3.12 selects the interpreter (3.11 or later). TESTS=tests/parallel selects the tests that test-torch runs.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -29,12 +30,12 @@ GPU_PYTHON := $(if $(and $(wildcard $(BIN)/python),$(filter file,$(origin PYTHON
 GPU_JSON   ?= docs/gpu.json
 
 # An installation is repeated only if one of these files has changed.
-# pip prints errors only, because each target prints a line of its own.  Most modules are never imported, so modules
-# are compiled on their first import.
+# pip prints only errors, because each target prints its own message.  Most installed modules are never imported, so
+# modules are compiled when they are first imported, not by pip.
 INSTALLED := pyproject.toml setup.py constraints.txt $(NATIVE)
 INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable
 
-# Container images often set this variable. Without bytecode each process spends 2 to 3 s on compiling torch.
+# Container images often set this variable. Without bytecode files, each process spends 2 to 3 s compiling torch's modules.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test types tests test-tensorflow test-torch test-without-compiler test-all docs docs-serve pictures coverage matrix wheels gpu sanitize clean
@@ -60,14 +61,16 @@ PYTEST := $(BIN)/pytest --numprocesses 3 --dist worksteal
 tests: test-tensorflow $(VENV)/chromium.stamp
 	$(PYTEST) $(TENSORFLOW_TESTS:%=--ignore=%)
 
-# TensorFlow is visible to its own tests only: with TensorFlow installed, tensorboard imports it in every training run.
+# Only the tests of TensorFlow can import it: if TensorFlow were installed in the environment, tensorboard would import it in
+# every training run.
 TENSORFLOW_TESTS := tests/horovod/tensorflow tests/bench/test_tensorflow.py
 
-# Two at a time, because each process of pytest imports TensorFlow for its ranks.
+# Only two tests run at a time, because each pytest process imports TensorFlow for its ranks.
 test-tensorflow: $(VENV)/tensorflow.stamp
 	PYTHONPATH=$(CURDIR)/$(VENV)/tensorflow $(PYTEST) --numprocesses 2 --quiet $(TENSORFLOW_TESTS)
 
-# All packages have the versions of `make test`, except torch, torchvision, and setuptools, which some versions of torch limit.
+# All packages have the same versions as in `make test`, except torch, torchvision and setuptools.  Some versions of torch
+# limit the version of setuptools.
 test-torch:
 	@test -n "$(TORCH)" || { echo "TORCH is not set: make test-torch TORCH=2.15.0" >&2; exit 2; }
 	$(PYTHON) -m venv $(OTHER)
@@ -76,8 +79,8 @@ test-torch:
 		torch==$(TORCH) --editable '.[test]'
 	$(OTHER)/bin/pytest --numprocesses 3 --dist worksteal $(TESTS)
 
-# A copy of the committed files has no core of another build, and a folder of links to all commands but compilers is the
-# PATH: the core is not built, and ranks communicate through Gloo.
+# The copy of the committed files contains no compiled core, and PATH is a folder with links to all commands except compilers.
+# Therefore the core is not built, and ranks communicate through Gloo.
 BARE := build/without-compiler
 BARE_TESTS ?= tests/parallel/pipeline/test_runtime.py tests/train/test_trainer.py tests/train/test_resume.py \
 	tests/serve/test_engine.py tests/serve/test_sampling.py tests/horovod/test_operations.py tests/horovod/test_optimizer.py \
@@ -101,7 +104,7 @@ matrix:
 		done; \
 	done
 
-# zig includes the headers and the C library of every target, so no container is needed. The wheels need glibc 2.28 or later.
+# zig includes the headers and the C library of each target, so no container is needed. The wheels need glibc 2.28 or later.
 wheels: $(VENV)/wheels.stamp
 	rm -rf dist
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --sdist
@@ -136,12 +139,12 @@ gpu:
 	@$(GPU_PYTHON) -m benchmarks.gpu --json $(GPU_JSON) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(ONLY),--only $(ONLY))
 
 $(VENV)/train.stamp: $(INSTALLED) | $(BIN)/pip
-	@echo "Installing Farandole, torch and what training needs into $(VENV): a minute or two, most of it the download"
+	@echo "Installing Farandole, torch and the dependencies for training into $(VENV): one or two minutes, mostly for downloads"
 	@$(INSTALL) '.[train]'
 	@touch $@
 
 $(VENV)/test.stamp: $(INSTALLED) | $(BIN)/pip
-	@echo "Installing Farandole, torch and what the tests need into $(VENV): a minute or two"
+	@echo "Installing Farandole, torch and the dependencies of the tests into $(VENV): one or two minutes"
 	@$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/train.stamp
 
@@ -152,18 +155,18 @@ $(VENV)/tensorflow.stamp: $(VENV)/test.stamp
 		"tensorflow-cpu; platform_machine == 'x86_64'" "tensorflow; platform_machine != 'x86_64'"
 	@touch $@
 
-# Tests in a browser are skipped if there is none. Chromium is no Python package, and only root can install it.
+# Browser tests are skipped if no browser is installed. Chromium is not a Python package, and only root can install it.
 $(VENV)/chromium.stamp: $(VENV)/test.stamp
 	@if { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null; then :; \
 	elif test "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
-		echo "Installing Chromium, for the tests in a browser"; \
+		echo "Installing Chromium for the browser tests"; \
 		apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium > /dev/null \
-			|| echo "Chromium was not installed: tests in a browser are skipped"; \
-	else echo "Chromium is not installed: tests in a browser are skipped"; fi
+			|| echo "Chromium could not be installed: browser tests are skipped"; \
+	else echo "Chromium is not installed: browser tests are skipped"; fi
 	@touch $@
 
 $(VENV)/docs.stamp: $(VENV)/test.stamp
-	@echo "Installing the tools of the documentation into $(VENV)"
+	@echo "Installing the documentation tools into $(VENV)"
 	@$(INSTALL) '.[test,docs]'
 	@touch $@
 
@@ -173,7 +176,7 @@ $(VENV)/wheels.stamp: $(VENV)/test.stamp
 	@touch $@
 
 $(BIN)/pip:
-	@echo "Making an environment in $(VENV) with $$($(PYTHON) --version): some seconds"
+	@echo "Creating a virtual environment in $(VENV) with $$($(PYTHON) --version): a few seconds"
 	@$(PYTHON) -m venv $(VENV)
 
 clean:

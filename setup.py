@@ -1,8 +1,9 @@
 """Build the C core, and tag wheels that contain it.
 
-`farandole/native/_core.so` is an ordinary shared library that Python opens with ctypes: it includes no Python.h, so it builds where
-the headers of Python are missing, and one wheel serves every version of Python.  The core is optional: where no compiler is found the
-package installs without it, and ranks communicate through Gloo.  FARANDOLE_REQUIRE_CORE=1 makes a failed compilation an error.
+`farandole/native/_core.so` is an ordinary shared library that Python loads with ctypes.  The library does not use Python.h, so it can be
+built without Python's header files, and one wheel works with every supported version of Python.  The core is optional: without a
+compiler, the package is installed without the core, and ranks communicate through Gloo.  With FARANDOLE_REQUIRE_CORE=1, a failed
+compilation is an error.
 """
 
 import os
@@ -16,14 +17,14 @@ FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-ffp-contract=off", "-fvisibil
 
 
 class BuildCore(build_ext):
-    """Names the library without the version of Python."""
+    """Builds the library under a file name without the Python version."""
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"
 
 
 class Wheel(bdist_wheel):
-    """Marks a wheel as independent of the version of Python, but not of the platform."""
+    """Builds a wheel whose tag names the platform, but no Python version."""
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]

@@ -162,15 +162,16 @@ def table(result: dict[str, Any]) -> str:
 
 
 def notes(result: dict[str, Any]) -> str:
-    """Return a paragraph that explains the step time."""
+    """Return a paragraph about the time of an AdamW step with its state on disk."""
     seconds = result["seconds"]
     step = seconds["step"]
     return (
         f"Disk: {result['access']}. The plain test reads in {human_seconds(seconds['plain read'])} and writes in "
-        f"{human_seconds(seconds['plain write'])}. A step reaches {100 * result['share_of_plain']:.0f} % of the plain "
-        f"bandwidth (median over the turns; best turn: {100 * result['best_share']:.0f} %). A step spends "
+        f"{human_seconds(seconds['plain write'])}. An AdamW step with its state on disk reaches "
+        f"{100 * result['share_of_plain']:.0f} % of the bandwidth of the plain test (median over the turns of the "
+        f"per-turn ratio; best turn: {100 * result['best_share']:.0f} %). Such a step spends "
         f"{100 * seconds['waited'] / step:.0f} % of its time waiting for the disk, and uses "
-        f"{human_seconds(seconds['processor'])} of processor time. The predicted time is "
+        f"{human_seconds(seconds['processor'])} of processor time. The predicted time of a step is "
         f"{human_seconds(result['predicted'])}. The machine's load average was {result['load']:.0f}."
     )
 

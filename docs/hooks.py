@@ -95,7 +95,7 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def remote_resources(text: str, styles: bool = False) -> list[str]:
-    """Return the URLs on other servers from which a page, or a file of styles, loads scripts, styles, fonts or pictures."""
+    """Return the URLs on other servers from which a page or a style sheet loads scripts, styles, fonts or pictures."""
     if styles:
         return REMOTE_IN_STYLES.findall(text)
     page = _Page()
@@ -104,7 +104,7 @@ def remote_resources(text: str, styles: bool = False) -> list[str]:
 
 
 class _Page(HTMLParser):
-    """Collects what a page loads; links of the element `a` are only followed by readers."""
+    """Collects the resources on other servers that a page loads; links in `a` elements do not count."""
 
     def __init__(self) -> None:
         super().__init__()
