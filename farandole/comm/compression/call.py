@@ -12,6 +12,7 @@ from farandole.comm.compression.base import Compression, Compressor
 from farandole.comm.dense import copy_back, readable
 from farandole.comm.fallback import TorchCore
 from farandole.comm.hierarchical.core import HierarchicalCore
+from farandole.comm.native_core import NativeCore
 from farandole.comm.notices import warn_once
 from farandole.comm.operations import ALL_REDUCE, reduction_number
 
@@ -30,8 +31,8 @@ def check(comm: Communicator, tensor: Tensor) -> None:
             "compression"
         )
     dispatcher = comm.dispatcher
-    if isinstance(dispatcher.core, TorchCore):
-        if dispatcher.fallback is not None:
+    if not isinstance(dispatcher.core, NativeCore | HierarchicalCore):
+        if isinstance(dispatcher.core, TorchCore) and dispatcher.fallback is not None:
             raise ValueError("compression: expected the C core, which is missing; reduce without compression")
         raise ValueError(
             f"compression: expected a group with the backend 'farandole', got a group with {dispatcher.core.name}; "

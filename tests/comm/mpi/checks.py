@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm import Communicator, RankLate
+from farandole.comm.compression import Cast
 from farandole.comm.mpi import MpiTransport
 from tests.comm import test_collectives as contract
 from tests.comm.test_backend_collectives import check_large
@@ -183,6 +184,8 @@ def over_mpi4py(rank: int, size: int) -> None:
     op = comm.all_reduce_init(half, "max")
     op()
     assert (half == size).all()
+    with pytest.raises(ValueError, match="expected a group with the backend 'farandole'"):
+        comm.all_reduce(torch.ones(4), compression=Cast())
     assert comm.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
     received = np.zeros(3)
     work = comm.irecv(received, (rank - 1) % size)
