@@ -5,9 +5,9 @@
 Each rank has one thread.  The implementations alternate in one run, one training step each (forward and backward pass,
 fused AdamW), for a GPT of 124 M parameters in fp32, 2 samples of 256 tokens.
 
-- `ideal`: one rank computes its half of every split matrix, and nothing is communicated.
-- `parallelize_module`: DTensor, with separate projections of queries, keys and values, a vocabulary split by rows and
-  `loss_parallel`, as in torchtitan.
+- `ideal`: each rank computes its part of every sharded matrix, without communication.
+- `parallelize_module`: DTensor, with separate projections of queries, keys and values, a vocabulary that is sharded by
+  rows, and `loss_parallel`, as in torchtitan.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
 Each rank has one thread.  The implementations alternate in one run.
 
 - `exchange`: an uneven all-to-all of rows of 512 fp32 numbers, forward and backward.
-- `training step`: a Mixtral with 4 experts of which 2 are selected, in fp32, with 1 or 2 samples of 256 tokens per rank (forward
-  and backward pass, fused AdamW).  The implementation in torch has the same model with the steps of torchtitan, and reduces the
-  gradients of the other weights with DistributedDataParallel.
-- `without communication`: two copies of the rows instead of an exchange, or a training step in which each rank sends its
-  own rows to its own experts.
+- `training step`: a Mixtral with 4 experts, 2 of which process each token, in fp32, with 1 or 2 samples of 256 tokens
+  per rank (forward and backward pass, fused AdamW).  The torch implementation trains the same model with torchtitan's
+  steps, and reduces the gradients of the other weights with DistributedDataParallel.
+- `without communication`: two copies of the rows instead of an exchange, or a training step in which each rank sends
+  its own rows to its own experts.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def compute_own_rows(model: nn.Module, ranks: int) -> None:
 
 
 def exchanges(count: int, comm: Any, group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
-    """Return the uneven exchanges of `count` rows, forward and backward, of each implementation."""
+    """Return an uneven exchange of `count` rows, forward and backward, for each implementation."""
     size, rank = comm.size, comm.rank
     axis = AxisCommunicator(range(size), rank, comm)
     shares = [[(source + target) % size + 1 for target in range(size)] for source in range(size)]
@@ -207,7 +207,7 @@ def exchanges(count: int, comm: Any, group: dist.ProcessGroup) -> dict[str, Call
 
 
 def row(what: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return one row of the table: medians, and the ratio in the same round with its spread."""
+    """Return one row of the table: median times, and the median, lowest and highest ratio within a round."""
     ratios = sorted(gloo / ours for ours, gloo in zip(seconds[OURS], seconds[GLOO], strict=True))
     return {
         "measured": what,

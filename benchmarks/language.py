@@ -1,9 +1,11 @@
-"""Compare the training of GPT-2 124 M and a Llama of 100 M with a plain loop, the Hugging Face Trainer, and Accelerate.
+"""Compare the training of language models with a plain loop, the Hugging Face Trainer, and Accelerate.
 
     python -m benchmarks.language [--model gpt2|llama] [--ranks 1|2] [--rounds 5] [--save]
 
-All implementations train the same weights, which `transformers` has written, on the same tokens, with fused AdamW and clipping.  One rank has all
-cores, and each of two ranks one thread.  The implementations alternate after each step; all other implementations wait without computing.
+The models are GPT-2 (124 M parameters) and a Llama (about 100 M parameters).  All implementations train the same
+initial weights, which `transformers` has written, on the same tokens, with gradient clipping and AdamW (fused, except
+with FSDP2).  The ranks share the cores equally.  The implementations alternate after each step; the other
+implementations wait without computing.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from benchmarks.measure import RESULTS, records_table, save
 
 ONE = ("farandole", "plain loop", "trainer")
 ALONE = "farandole without communication"
-"""Each rank trains its own samples with the complete optimizer: the limit of the first implementation."""
+"""Each rank trains its own samples with the complete optimizer: the limit for "farandole"."""
 TWO = ("farandole", "farandole zero=2", "farandole zero=3", ALONE, "accelerate ddp", "accelerate fsdp2")
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,7 +95,7 @@ class Implementation:
     def _read(self) -> list[list[float]]:
         lines = [_pipe(process.stdout).readline() for process in self.processes]
         if not all(lines):
-            raise RuntimeError(f"{self.name} has ended")
+            raise RuntimeError(f"{self.name}: a process ended before it finished a step")
         found = [json.loads(line) for line in lines]
         self.peak = max(self.peak, sum(int(peak) for _, _, peak in found))
         return found
@@ -136,7 +138,7 @@ def main() -> None:
     parser.add_argument(
         "--implementations",
         nargs="+",
-        help="some of the implementations, of which --save adds the rows; by default all",
+        help="implementations to measure (default all); --save then updates only their rows",
     )
     parser.add_argument("--save", action="store_true", help="write docs/benchmarks/language-MODEL-RANKS.json")
     options = parser.parse_args()
@@ -163,7 +165,7 @@ def main() -> None:
 
 
 def with_earlier(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Add the rows of an earlier run, which has the same first implementation; keep the earlier row of this reference."""
+    """Add the rows of an earlier run.  Its first row, the reference, replaces the new row of this implementation."""
     earlier = json.loads(path.read_text())["rows"] if path.exists() else []
     found = {row["implementation"]: row for row in (*rows, *earlier[:1])}
     found = {row["implementation"]: row for row in earlier} | found
@@ -171,7 +173,7 @@ def with_earlier(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]
 
 
 def measure(members: list[Implementation], rounds: int) -> None:
-    """Train steps in turns; the first is not counted."""
+    """Train one step of each implementation per round; the first round is not counted."""
     for number in range(rounds + 1):
         for member in members:
             seconds = member.step()

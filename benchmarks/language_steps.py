@@ -1,4 +1,4 @@
-"""Training steps of a language model of farandole, for comparisons of parallelism axes with torch."""
+"""Provide training steps of farandole's language models, to compare parallelism axes with torch."""
 
 from __future__ import annotations
 

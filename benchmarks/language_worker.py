@@ -1,4 +1,4 @@
-"""One rank of one implementation for `benchmarks.language`: trains a step for each line of its input, and answers with its seconds.
+"""Run one rank of an implementation for `benchmarks.language`: one training step per line of input.
 
 python -m benchmarks.language_worker IMPLEMENTATION FOLDER ROWS CONTEXT PRECISION
 """
@@ -27,7 +27,7 @@ RATE, CLIP = 1e-4, 1.0
 
 
 class Batches:
-    """Random tokens, the same for all implementations, each rank with its own rows."""
+    """Random tokens, which are the same for all implementations and different for each rank."""
 
     def __init__(self, rows: int, context: int, vocabulary: int) -> None:
         self._shape, self._vocabulary, self._step = (rows, context + 1), vocabulary, 0
@@ -170,7 +170,7 @@ def run_trainer(folder: Path, batches: Batches, precision: str) -> None:
 
 
 def wait() -> None:
-    """Wait for a line of the input, and end with it."""
+    """Wait for a line of the input, and end the process if the input has ended."""
     if not sys.stdin.readline():
         os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Measure accuracy over epochs and over time with parameter servers and four workers, of which one is slow.
+"""Measure accuracy over epochs and over time with a parameter server and four workers, one of which is slow.
 
     python -m benchmarks.parameter_server
 

@@ -11,7 +11,7 @@ With four ranks, stages sleep, so that the number of cores does not matter:
 
 With two ranks on two cores, stages compute:
 
-- `idle`: as above; the simulator has the median time of each kind of action of each stage.
+- `idle`: as above; the simulator uses the median time of each kind of action in each stage.
 - `speed`: a forward and a backward pass of 8 transformer layers for 8 micro-batches; the implementations alternate.
 """
 
@@ -45,12 +45,12 @@ MICRO_BATCHES, ROUNDS = 8, 9
 MEASURED = ("layer", "gpipe", "1f1b", "v-half", "v-min", "zb-v", "gems", "gems-w")
 """The schedules whose memory is measured."""
 DEPTH = 48
-"""The layers in a rank's part of the model, when memory is measured."""
+"""The number of layers in a rank's part of the model when memory is measured."""
 UNIT_S = 0.01
-"""The time of a forward pass, an input gradient and a weight gradient of a rank's part of the model of sleeping stages."""
+"""The time in seconds that a rank sleeps in each forward pass, input gradient and weight gradient of its stages."""
 LAYERS, WIDTH, HEADS, WORDS = 8, 256, 4, 1024
 SAMPLES, LENGTH = 2, 128
-"""The samples in a micro-batch and their length, for transformer layers."""
+"""The number of samples in a micro-batch and their length, for transformer layers."""
 OURS, GLOO, BACKEND = "farandole", "torch over Gloo", "torch over farandole"
 
 TORCH = {
@@ -64,7 +64,7 @@ TORCH = {
 
 
 def schedules(ranks: int) -> list[Schedule]:
-    """Return all schedules that exist for these numbers of ranks and micro-batches."""
+    """Return all schedules that support this number of ranks and `MICRO_BATCHES` micro-batches."""
     found = []
     for each in registered():
         try:
@@ -78,7 +78,7 @@ def schedules(ranks: int) -> list[Schedule]:
 
 
 class _Slept(Function):
-    """Sleeps in the forward pass and in the gradient of the input."""
+    """Sleeps in the forward pass and while the gradient of the input is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
@@ -93,7 +93,7 @@ class _Slept(Function):
 
 
 class _SleptWeight(Function):
-    """Sleeps in the gradient of the weight."""
+    """Sleeps while the gradient of the weight is computed."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
@@ -121,7 +121,7 @@ class Sleeping(nn.Module):
 
 
 def step_of(engine: Engine, batches: list[Any], loss: Callable[[Any, Any], Any]) -> Callable[[], Any]:
-    """Return a forward and a backward pass of the engine, with gradients that are cleared afterwards."""
+    """Return a function that runs a forward and a backward pass of the engine, and clears the gradients."""
     optimizer = engine.optimizer(torch.optim.SGD(engine.model.parameters(), 0.0))
 
     def step() -> None:
@@ -132,7 +132,7 @@ def step_of(engine: Engine, batches: list[Any], loss: Callable[[Any, Any], Any])
 
 
 def measured_idle(engine: Engine, step: Callable[[], Any], runtime: Runtime, rounds: int) -> list[Any]:
-    """Return the timelines of `rounds` steps after a first one."""
+    """Return the timelines of `rounds` steps after a warm-up step."""
     assert engine.pipeline is not None
     timelines = []
     for number in range(rounds + 1):
@@ -309,7 +309,7 @@ def computing(runtime: Runtime) -> dict[str, list[dict[str, Any]]]:
 
 
 def speed_row(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return one row of the table: medians, and the ratios in the same round with their spread."""
+    """Return one row of the table: median times, and the median, lowest and highest ratios within a round."""
     row: dict[str, Any] = {"schedule": name}
     row |= {f"{each}, ms": f"{1e3 * statistics.median(found):.1f}" for each, found in seconds.items()}
     for other in (GLOO, BACKEND):

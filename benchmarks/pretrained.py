@@ -1,4 +1,4 @@
-"""Compare the loading of a Hugging Face folder of 1 GB with reading its files.
+"""Compare loading a Hugging Face folder of 1 GB with reading its files.
 
     python -m benchmarks.pretrained [--rounds 5] [--save]
 

@@ -11,12 +11,12 @@ from farandole.bench import resident
 
 
 def data_bytes(pid: int) -> int:
-    """Return the proportional set size of a process without file-backed pages."""
+    """Return the proportional set size of a process in bytes, without file-backed pages."""
     return resident.data_bytes(Path("/proc", str(pid)))
 
 
 def peak_resident_bytes(pid: int) -> int:
-    """Return the peak resident bytes of a process (VmHWM), including libraries and all shared memory."""
+    """Return the peak resident set size of a process in bytes (VmHWM), including libraries and all shared memory."""
     return resident.fields(Path("/proc", str(pid), "status"))["VmHWM"]
 
 
@@ -36,7 +36,7 @@ def in_shared_memory(address: int) -> bool:
 
 
 class PeakOf:
-    """The peak of the total data bytes of several processes within a `with` block, sampled by a thread.
+    """The peak of the total of `data_bytes` over several processes within a `with` block, sampled by a thread.
 
     with PeakOf(pids) as memory:
         ...

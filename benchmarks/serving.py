@@ -3,7 +3,7 @@
     python -m benchmarks.serving [--threads 1] [--rounds 3] [--only PATTERN] [--save]
     python -m benchmarks.serving --model FOLDER --peers PYTHON ...      # see `serving_peers.py`
 
-The model is a Llama with 24 M random parameters.  Prompts have 8 to 128 tokens and answers 32 to 128 tokens, so that
+The model is a Llama with 24 M random parameters.  Prompts have 8 to 128 tokens and outputs 32 to 128 tokens, so that
 requests join and leave the batch at different times.  The rounds of all implementations are interleaved, after one that
 does not count.  The limit is the time of the matrix products alone in fp32, at the speed of a large product of torch.
 """
@@ -43,7 +43,7 @@ FORMATS = {
     "int8": {"precision": "fp32", "weights": "int8"},
     "bf16, int8": {"precision": "bf16", "weights": "int8"},
 }
-"""The options of our engines."""
+"""The options of farandole's engines, by name."""
 
 Generate = Callable[[], tuple[float, list[list[int]]]]
 """Generates all requests, and returns the seconds and the tokens."""
@@ -154,7 +154,7 @@ def timed(call: Callable[[], list[list[int]]]) -> Generate:
 def peer(
     stack: contextlib.ExitStack, python: str, folder: Path, name: str, threads: int, line: str
 ) -> Generate:
-    """Start a process with another implementation."""
+    """Start a process with another implementation, and return a function that generates with this process."""
     script = str(Path(__file__).with_name("serving_peers.py"))
     command = [python, script, "run", str(folder), name, str(threads)]
     process = stack.enter_context(
@@ -183,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", type=Path, help="the folder that --write wrote")
+    parser.add_argument("--model", type=Path, help="a model folder that --write has written")
     parser.add_argument("--write", type=Path, help="only write the model to this folder")
     parser.add_argument("--peers", help="the interpreter of an environment for serving_peers.py")
     parser.add_argument(

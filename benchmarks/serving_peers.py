@@ -10,7 +10,7 @@
     python -m benchmarks.serving --model FOLDER --peers peers/bin/python
 
 `export` writes the models of OpenVINO, whose exporter needs an older version of transformers.  `run` reads lines with
-requests, each a list of (prompt, number of output tokens), and prints the seconds and the generated tokens of each line.
+requests, each a list of (prompt, number of output tokens), and prints the seconds and the generated tokens per line.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def write_gguf(folder: Path, kind: str) -> None:
 
 
 def ctranslate2(folder: Path, kind: str, threads: int) -> Run:
-    """Batch all requests; a request leaves the batch when it has its tokens."""
+    """Return a function that batches all requests; a request leaves the batch when it has its tokens."""
     import ctranslate2
 
     compute = "int8_float32" if kind == "int8" else "float32"
@@ -133,7 +133,7 @@ def ctranslate2(folder: Path, kind: str, threads: int) -> Run:
 
 
 def onnxruntime(folder: Path, kind: str, threads: int) -> Run:
-    """Generate one padded batch; tokens after the end of a request do not count."""
+    """Return a function that generates one padded batch; tokens after the end of a request do not count."""
     import numpy as np
     import onnxruntime_genai as genai
 
@@ -166,7 +166,7 @@ def onnxruntime(folder: Path, kind: str, threads: int) -> Run:
 
 
 def openvino(folder: Path, kind: str, threads: int) -> Run:
-    """Generate with continuous batching."""
+    """Return a function that generates with continuous batching."""
     import numpy as np
     import openvino
     import openvino_genai as genai
@@ -197,7 +197,7 @@ def openvino(folder: Path, kind: str, threads: int) -> Run:
 
 
 def llama_cpp(folder: Path, kind: str, threads: int) -> Run:
-    """Decode all requests in one batch; a request leaves the batch when it has its tokens."""
+    """Return a function that decodes all requests in one batch; a request leaves it when it has its tokens."""
     import llama_cpp
     import numpy as np
 

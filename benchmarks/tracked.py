@@ -1,4 +1,4 @@
-"""Track the bytes of live tensors during a step, and their peak.
+"""Track the memory of live tensors during a step, and its peak.
 
 The memory that the operating system reports includes libraries and freed memory that the allocator keeps, and excludes
 untouched pages.  This module counts only the memory of live tensors.  Two tensors that share a storage count once.
@@ -56,7 +56,7 @@ class TensorBytes(TorchDispatchMode):
                 if tensor.is_leaf and tensor.grad is not None:
                     self._add(tensor.grad)
         self.before = self.now()
-        """The bytes of live tensors when the context was created."""
+        """The number of bytes of live tensors when the context was created."""
         self.peak = self.before
         """The largest number of live bytes so far."""
 

@@ -64,7 +64,7 @@ CLOSE = {"fp32": 1e-4, "bf16": 3e-2}
 LEARNT = 0.1
 """The smallest decrease of the loss, in nats, with which a comparison of losses is meaningful."""
 BYTES_PER_PARAMETER = 20
-"""The bytes of a weight, its gradient and two moments in fp32, plus 25 %."""
+"""The number of bytes of a weight, its gradient and two moments in fp32, plus 25 %."""
 
 
 class DisagreementError(RuntimeError):

@@ -26,7 +26,7 @@ from farandole._startup import keep_freed_memory
 from farandole.models.gpt import GPTConfig, build_gpt
 
 BATCHES = 2
-"""The number of batches, which are used cyclically; a few batches are learned quickly, so the losses reveal a wrong step."""
+"""The number of batches, which repeat.  A few batches are learned quickly, so the losses reveal a wrong step."""
 
 
 def batches_of(config: GPTConfig, samples: int, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -65,7 +65,7 @@ class Rank:
         }
 
     def track(self) -> dict[str, Any]:
-        """Run a step, and return the bytes of tensors; shared weights are divided by the number of ranks."""
+        """Run a step, and return the tensor memory in bytes; shared weights count in part."""
         gc.collect()
         with TensorBytes(self.model.parameters()) as tracked:
             self.step()
@@ -74,7 +74,7 @@ class Rank:
 
 
 def _common_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights in shared memory."""
+    """Return the size in bytes of the weights in shared memory."""
     storages = [storage for parameter in model.parameters() if (storage := storage_of(parameter)) is not None]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
     return sum(size for address, size in sizes.items() if in_shared_memory(address))

@@ -1,1 +1,1 @@
-"""The benchmark commands for training, collectives and tuning, and the planner's measurements."""
+"""The benchmarks of training, collectives and serving, `farandole tune`, and the planner's measurements."""

@@ -15,12 +15,12 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """An accelerator in a host of its vendor.
+    """An accelerator, in a host that its vendor sells.
 
     Args:
-        memory: bytes that the driver reports.
+        memory: the memory that the driver reports, in bytes.
         flops: floating-point operations per second in matrix products, by precision.
-        stream: bytes per second that operations read and write in the accelerator's memory.
+        stream: the bandwidth of the accelerator's memory, in bytes per second.
         bandwidth: bytes per second to the other accelerators of a host.
         host_bandwidth: bytes per second to other hosts, per accelerator.
         per_host: the number of accelerators in a host.
@@ -111,4 +111,4 @@ def described(
     if not any(values.values()):
         return ""
     chosen = ", ".join(text for text, is_chosen in values.items() if is_chosen)
-    return f"Published peaks of {accelerator.name}: {chosen} ({accelerator.source}); give measured speeds if you have them"
+    return f"Published peaks of {accelerator.name}: {chosen} ({accelerator.source}); specify measured speeds if available"

@@ -33,7 +33,7 @@ class HalfCommunicator(Communicator):
         compression: Compressor | Compression | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """All-reduce `tensor` in place; an fp16 tensor is reduced without conversion."""
+        """All-reduce `tensor` in place, in fp16 if it is an fp32 tensor, without `output` and `compression`."""
         if (
             not isinstance(tensor, Tensor)
             or tensor.dtype != torch.float32

@@ -60,7 +60,7 @@ def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
 
 
 def measured(module: str, ranks: int, kind: str | int, *, remeasure: bool = False) -> Any:
-    """Return the JSON that `ranks` ranks of a module write (at most one per core), cached unless `remeasure`.
+    """Run a module on `ranks` ranks (at most one per core), and return its JSON, from the cache unless `remeasure`.
 
     Args:
         module: the module to run; its argument is the file for the JSON.
@@ -77,8 +77,7 @@ def measured(module: str, ranks: int, kind: str | int, *, remeasure: bool = Fals
         answer = Path(folder, "speeds.json")
         if launch(module, [str(answer)], ranks=together, module=True):
             raise BenchError(
-                "the speed of this machine could not be measured; see the error message above, or describe the machine "
-                "with options"
+                "cannot measure the speed of this machine; see the error message above, or specify the speed with options"
             )
         text = answer.read_text()
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +117,7 @@ def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
 
 
 def _stream(runtime: Runtime) -> float:
-    """Return the bytes per second that activation functions and normalizations read and write."""
+    """Return the number of bytes per second that activation functions and normalizations read and write."""
     x = torch.randn(_ELEMENTS // _WIDTH, _WIDTH, device=runtime.device)
 
     def others() -> None:

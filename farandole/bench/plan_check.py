@@ -39,7 +39,7 @@ from farandole.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Seen:
-    """The measured bytes of a rank, without library pages.
+    """The measured memory of a rank, in bytes, and the seconds per step.  Only `libraries` includes library pages.
 
     `process` is measured before the model exists.  `parts` contains the tensors that exist between steps, and `tensors`
     is the peak of the other tensors in a step.  `start` is the peak before the first step, and `peak` is the peak
@@ -110,7 +110,7 @@ class HostMemory:
         start_peak()
 
     def peak(self) -> int:
-        """Return the peak of the bytes in use since the start."""
+        """Return the peak memory since the start, in bytes."""
         return peak_bytes()
 
 
@@ -127,14 +127,14 @@ class CudaMemory:
         return 0
 
     def peak(self) -> int:
-        """Return the peak of the bytes in use since the start, including the context."""
+        """Return the peak memory since the start, in bytes, including the context."""
         return self.process + torch.cuda.max_memory_allocated(self._device)
 
 
 def context_bytes(runtime: Runtime) -> int:
-    """Return the bytes of CUDA memory that this process uses without tensors.  This is a collective call.
+    """Return the CUDA memory in bytes that this process uses without tensors.  This is a collective call.
 
-    The device reports the total of all processes, so ranks that share a device count equally.
+    The device reports only the total of all processes, which is divided equally among the ranks that share the device.
     """
     torch.cuda.synchronize(runtime.device)
     torch.cuda.empty_cache()
@@ -166,7 +166,10 @@ def measure(job_spec: PlanCheckJobSpec, runtime: Runtime) -> Seen:
 
 
 def _parts(trainer: Trainer) -> dict[str, int]:
-    """Return the bytes of tensors between two steps, including this rank's share of shared weights."""
+    """Return the number of bytes of weights, gradients and optimizer states that this rank holds between steps.
+
+    Shared weights count in part.
+    """
     shards = trainer.engine.shards_of_buckets
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
@@ -181,9 +184,9 @@ def _parts(trainer: Trainer) -> dict[str, int]:
 
 
 def _weights(trainer: Trainer) -> int:
-    """Return the bytes of the weights with which this rank computes.
+    """Return the size in bytes of this rank's weights.
 
-    Shared weights are divided among the ranks that share them.
+    The size of shared weights is divided among the ranks that share them.
     """
     sharing = {
         id(p): each.comm.size
@@ -196,13 +199,13 @@ def _weights(trainer: Trainer) -> int:
 
 
 def _storages(tensors: Any) -> int:
-    """Return the bytes of the storages of `tensors`, each counted once."""
+    """Return the total size in bytes of the distinct storages of `tensors`."""
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(found.values())
 
 
 def _peak_of_step(trainer: Trainer) -> int:
-    """Return the peak bytes of the tensors that exist only within a step."""
+    """Return the peak size in bytes of the tensors that exist only within a step."""
     gc.collect()
     longer = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     with MemoryTracker([*longer, *trainer.model.parameters()]) as alive:

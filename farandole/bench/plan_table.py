@@ -37,7 +37,7 @@ TOLERANCE = 0.1
 
 
 def column(estimate: Estimate, name: str) -> int:
-    """Return the bytes in column `name` of the table."""
+    """Return the number of bytes in column `name` of the table."""
     return sum(estimate.parts[part] for part in COLUMNS[name])
 
 
@@ -134,7 +134,7 @@ def _by_mesh(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def checked(predicted: Mapping[int, Estimate], seen: Sequence[Mapping[str, Any]]) -> tuple[Group, bool]:
-    """Return the table of each rank's predicted and measured bytes, and whether all peaks are within the tolerance.
+    """Return the table of each rank's predicted and measured memory, and whether all peaks are within the tolerance.
 
     Args:
         predicted: the estimate of each rank.  Ranks with the same estimate are next to each other in the table.
@@ -165,7 +165,7 @@ def checked(predicted: Mapping[int, Estimate], seen: Sequence[Mapping[str, Any]]
 
 
 def _predicted(estimate: Estimate) -> dict[str, float]:
-    """Return the predicted bytes of each part, and the seconds of a step."""
+    """Return the predicted size of each part in bytes, and the predicted seconds per step."""
     parts = estimate.parts
     return {
         **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
@@ -179,7 +179,7 @@ def _predicted(estimate: Estimate) -> dict[str, float]:
 
 
 def _measured(one: Mapping[str, Any], estimate: Estimate, ranks: int) -> dict[str, float]:
-    """Return the measured bytes of each part, and the seconds of a step; `ranks` processes share library pages."""
+    """Return the measured size of each part in bytes, and the seconds per step.  `ranks` processes share libraries."""
     parts, libraries = one["parts"], one["libraries"] / ranks
     found: dict[str, float] = {
         **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
@@ -205,7 +205,7 @@ def _unit(most: float) -> tuple[int, str]:
 
 
 def _number(count: float, divisor: int, least: float = 10) -> str:
-    """Format bytes in GiB or MiB; MiB below `least` have decimals."""
+    """Format a number of bytes in GiB or MiB; numbers of MiB below `least` have decimals."""
     if count == 0:
         return "-"
     number = count / divisor

@@ -39,7 +39,7 @@ from farandole.train.workload import model_of, workload_of
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")
 
 _AXES = ("tensor", "sequence", "context", "expert", "pipeline")
-"""The fields of a plan that split the model or the samples, and with them the micro-batches of a rank."""
+"""The fields of a plan that determine how the model and the samples are split among ranks."""
 
 _FIELDS = (
     *(
@@ -93,8 +93,10 @@ _LEAST_POSITIONS = 8192
 """The fewest positions per rank for which context parallelism is considered by default."""
 
 _CHECKED_PASSES = 2
-"""The number of micro-batches per pipeline stage and step with `--check`; more would take time, and with most schedules use no
-more memory."""
+"""The number of micro-batches per pipeline stage and step with `--check`.
+
+More micro-batches would take longer, and with most schedules need no more memory.
+"""
 
 _FLOPS_PER_BYTE = 200
 """The assumed FLOP per byte of memory traffic for accelerators of other machines.
@@ -112,8 +114,8 @@ class PlanSetup:
     """Options of `farandole plan`: the run, the machine, and the plans to consider.
 
     Without `ranks`, `default_ranks` selects the number.  `memory` (bytes), `flops`, `bandwidth` and `host_bandwidth` are
-    per rank; None selects this machine's values.  `accelerators` plans for accelerators with this name, whose published
-    values are used for None; without `nodes`, hosts are full.
+    per rank; None selects this machine's values.  With `accelerators`, the plans are for the accelerator with this
+    name, None selects the accelerator's published values, and without `nodes`, all accelerators of each host are used.
     `choices` maps fields of `Plan` to the values to consider; every valid combination is a plan.  Other fields have
     default choices.
     """
@@ -397,7 +399,7 @@ def _estimates(
 
 
 def _simplest(plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """Return the plans for comparing meshes (for each mesh, with recomputed blocks and 1F1B if possible), and the other plans."""
+    """Return the plans for comparing meshes (if possible with recomputed blocks and 1F1B), and the other plans."""
     first: list[Plan] = []
     for _, members in itertools.groupby(sorted(plans, key=_axes_of), _axes_of):
         of_mesh = list(members)
@@ -414,7 +416,7 @@ def _estimated(
     tracer: StageTracer,
     plans: Sequence[Plan],
 ) -> tuple[list[Estimate], Exception | None]:
-    """Return the estimates of all plans that are valid for the model and the batch, and the error of one invalid plan, if any."""
+    """Return the estimates of the plans that are valid for the model and the batch, and an error of another plan."""
     found: list[Estimate] = []
     refusal: Exception | None = None
     shared: set[tuple[Any, ...]] = set()  # the meshes for which sequence parallelism is possible
@@ -436,7 +438,7 @@ def _estimated(
 
 
 def _best_meshes(estimates: Sequence[Estimate]) -> list[tuple[Any, ...]]:
-    """Return the axes of the first meshes in a list of sorted estimates."""
+    """Return the axes of the first `_REFINED` meshes in a sorted list of estimates."""
     return list(dict.fromkeys(_axes_of(one.plan) for one in estimates))[:_REFINED]
 
 

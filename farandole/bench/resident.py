@@ -18,20 +18,20 @@ def start_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return this process's peak bytes since `start_peak`, without file pages."""
+    """Return this process's peak memory since `start_peak` in bytes, without file pages."""
     status = fields(_SELF / "status")
     own = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
     return own + fields(_SELF / "smaps_rollup")["Pss_Shmem"]
 
 
 def data_bytes(process: Path = _SELF) -> int:
-    """Return the bytes in use by a process, without file pages; `process` is its folder in /proc."""
+    """Return the memory of a process in bytes, without file pages; `process` is the process's folder in /proc."""
     rollup = fields(process / "smaps_rollup")
     return rollup["Pss_Anon"] + rollup["Pss_Shmem"]
 
 
 def library_bytes() -> int:
-    """Return the bytes of this process's file pages, which other processes may also map."""
+    """Return the size in bytes of this process's file pages, which other processes may also map."""
     return fields(_SELF / "status")["RssFile"]
 
 

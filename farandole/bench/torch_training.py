@@ -55,7 +55,7 @@ Step = Callable[[], None]
 
 
 def alone(job: Job) -> Step:
-    """Train without communication."""
+    """Return a step without communication."""
 
     def step() -> None:
         job.optimizer.zero_grad()
@@ -66,7 +66,7 @@ def alone(job: Job) -> Step:
 
 
 def farandole(job: Job) -> Step:
-    """Train with `farandole.parallelize`."""
+    """Return a step in which farandole's `Engine` reduces the gradients."""
     comm = job.runtime.comm
     replica = Engine(job.model, HalfCommunicator(comm.group) if job.fp16_allreduce else comm)
 
@@ -80,12 +80,12 @@ def farandole(job: Job) -> Step:
 
 
 def ddp(job: Job) -> Step:
-    """Train with DistributedDataParallel over the backend farandole."""
+    """Return a step with DistributedDataParallel over the farandole backend."""
     return _ddp(job, job.runtime.comm.group)
 
 
 def ddp_gloo(job: Job) -> Step:
-    """Train with DistributedDataParallel over Gloo."""
+    """Return a step with DistributedDataParallel over Gloo."""
     return _ddp(job, dist.new_group(backend="gloo"))
 
 
@@ -105,7 +105,7 @@ def _ddp(job: Job, group: dist.ProcessGroup) -> Step:
 
 
 def horovod(job: Job) -> Step:
-    """Train with the DistributedOptimizer of the Horovod interface."""
+    """Return a step with the DistributedOptimizer of the Horovod interface."""
     hvd = importlib.import_module(HOROVOD)
     hvd.init()
     job.at_end = hvd.shutdown

@@ -230,28 +230,31 @@ def serving(
     requests: Annotated[int, typer.Option("--requests", "-n", help="Number of requests per scenario.")] = 32,
     rate: Annotated[
         float | None,
-        typer.Option(help="Mean arrivals per second of a Poisson process, for server.", show_default=False),
+        typer.Option(
+            help="Server scenario: mean arrivals per second of a Poisson process.", show_default=False
+        ),
     ] = None,
-    burst: Annotated[int, typer.Option(help="Requests that arrive together, for server.")] = 1,
-    prompt_tokens: Annotated[str, typer.Option(metavar="MIN:MAX", help="Tokens of a prompt.")] = "8:128",
-    output_tokens: Annotated[str, typer.Option(metavar="MIN:MAX", help="Tokens of an answer.")] = "32:128",
+    burst: Annotated[int, typer.Option(help="Server scenario: requests that arrive together.")] = 1,
+    prompt_tokens: Annotated[str, typer.Option(metavar="MIN:MAX", help="Tokens per prompt.")] = "8:128",
+    output_tokens: Annotated[str, typer.Option(metavar="MIN:MAX", help="Tokens per output.")] = "32:128",
     seed: Annotated[int, typer.Option(help="Seed of lengths, tokens and arrivals.")] = 0,
     ttft: Annotated[
         float,
         typer.Option(
-            parser=parse_duration, metavar="TIME", help="Limit of the time to first token, for server."
+            parser=parse_duration, metavar="TIME", help="Server scenario: limit of the time to first token."
         ),
     ] = "2s",  # type: ignore[assignment]
     tpot: Annotated[
         float,
         typer.Option(
-            parser=parse_duration, metavar="TIME", help="Limit of the time per output token, for server."
+            parser=parse_duration, metavar="TIME", help="Server scenario: limit of the time per output token."
         ),
     ] = "100ms",  # type: ignore[assignment]
     sequential: Annotated[
         bool,
         typer.Option(
-            "--sequential", help="Also measure the speed-up of 1, 2, 4, ... requests over one after another."
+            "--sequential",
+            help="Also measure the speed-up of 1, 2, 4, ... concurrent over sequential requests.",
         ),
     ] = False,
     json: Measurements = None,
@@ -259,9 +262,9 @@ def serving(
 ) -> None:
     """Measure the latency and throughput of a server with OpenAI's completions interface.
 
-    Answers are streamed, and prompts and answers have random lengths.  With FOLDER, the report also shows the lower
-    bound of each time, from reading the weights once per step and computing the matrix products.  The exit status is 1
-    if a request failed; requests refused with status 429 are counted separately.
+    Responses are streamed, and prompts and outputs have random lengths.  With FOLDER, the report also shows a lower
+    bound for each time, which is the time to read the weights once per step and to compute the matrix products.  The
+    exit status is 1 if a request failed; requests refused with status 429 are counted separately.
 
     \b
       farandole bench serving runs                            all requests at once
@@ -300,7 +303,7 @@ def serving(
 
 
 def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:
-    """Run `measure` with this process's placement, and exit with its status.  Report errors in one line."""
+    """Run `measure` with this process's placement, and exit with the returned status.  Report errors in one line."""
     # import here, so that `--help` does not wait for torch
     from farandole.bench.setup import BenchError
     from farandole.launch.environments import find_placement
@@ -327,7 +330,7 @@ def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
         return None
     if ranks not in (None, placement.size):
         raise BenchError(
-            f"--ranks {ranks}: this process is a rank of a job of size {placement.size} ({placement.launcher}); omit --ranks"
+            f"--ranks {ranks}: this process is one of {placement.size} ranks started by {placement.launcher}; omit --ranks"
         )
     return placement.size
 

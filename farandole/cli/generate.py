@@ -37,7 +37,7 @@ def generate(
     ] = 0,
     input_file: Annotated[
         Path | None,
-        typer.Option("--input", help="A file with a JSON object per line, with prompt or messages."),
+        typer.Option("--input", help="A file with one JSON object per line, each with prompt or messages."),
     ] = None,
     output_file: Annotated[
         Path | None, typer.Option("--output", help="The file for the results of --input, in the same order.")
@@ -47,7 +47,7 @@ def generate(
         typer.Option(
             "--tensor",
             min=1,
-            help="Number of ranks that divide the model.",
+            help="Number of tensor-parallel ranks.",
             show_default="the ranks of the launcher, else 1",
         ),
     ] = None,
@@ -63,7 +63,7 @@ def generate(
       farandole generate runs/stdlib-20260102-030405 --prompt "class Queue:"
       farandole generate runs --prompt "import" --tokens 400 --temperature 1 --seed 7
       farandole generate FOLDER --input prompts.jsonl --output out.jsonl --temperature 0
-      farandole generate FOLDER --prompt "import" --tensor 2    2 ranks divide the model
+      farandole generate FOLDER --prompt "import" --tensor 2    shard the model across 2 ranks
       mpirun -n 2 farandole generate FOLDER --prompt "import"   the same, under another launcher
     """
     # import here, so that `--help` does not wait for torch
@@ -126,7 +126,7 @@ def _generate_together(
     *,
     is_file: bool,
 ) -> None:
-    """Generate with the engine, which batches sequences and divides the model over ranks."""
+    """Generate with the engine, which batches sequences and can shard the model across ranks."""
     from farandole.data.errors import DataError
     from farandole.launch.placement import LaunchError
     from farandole.models.hf.fields import FolderError
@@ -144,7 +144,7 @@ def _generate_together(
             raise DataError("--prompt and --input are mutually exclusive; omit one of them")
         sampling = Sampling(**parameters)
         with LLM(folder, tensor=tensor) as llm:
-            if llm.rank:  # leaving the block computes with rank 0 until rank 0 has finished
+            if llm.rank:  # the end of the block computes with rank 0 until rank 0 has finished
                 return
             if input_file is not None and output_file is not None:
                 _write_file(llm, input_file, output_file, sampling)

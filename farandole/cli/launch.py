@@ -200,7 +200,7 @@ def launch(
         typer.Option(metavar="FILE", show_default=False, help="Sets HOROVOD_TIMELINE for the program."),
     ] = None,
     fusion_threshold_mb: Annotated[
-        int | None, typer.Option(min=0, help="Sets HOROVOD_FUSION_THRESHOLD, in bytes.")
+        int | None, typer.Option(min=0, help="Sets HOROVOD_FUSION_THRESHOLD, converted to bytes.")
     ] = None,
     cycle_time_ms: Annotated[float | None, typer.Option(min=0, help="Sets HOROVOD_CYCLE_TIME.")] = None,
     timeline_mark_cycles: Annotated[
@@ -285,8 +285,8 @@ def launch(
                 )
             if nodes > 1 or node_rank or rendezvous is not None or standalone or rdzv_backend is not None:
                 raise LaunchError(
-                    "--hosts and --hostfile start the launchers on all hosts; omit --nodes, --node-rank, --rendezvous, "
-                    "--rdzv-backend and --standalone, which are for launchers that you start on each host"
+                    "--hosts and --hostfile are not supported with --nodes, --node-rank, --rendezvous, --rdzv-backend and "
+                    "--standalone, because they start the launchers on all hosts; omit these options"
                 )
             from farandole.launch.remote import RemoteShell, launch_on_hosts
 
@@ -325,7 +325,9 @@ def _rendezvous(address: str | None, host: str | None, port: int | None, nodes: 
     if host is None and port is None:
         return address
     if address is not None or (host is None and nodes > 1):
-        raise LaunchError("use either --rendezvous HOST:PORT, or --master-addr HOST with --master-port PORT")
+        raise LaunchError(
+            "expected either --rendezvous HOST:PORT, or --master-addr HOST with --master-port PORT"
+        )
     return f"{host or LOOPBACK}:{port or 29500}"
 
 
@@ -336,7 +338,7 @@ def _only_with_hosts(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise LaunchError(
-                f"--{name.replace('_', '-')} requires --hosts or --hostfile; name the hosts, or omit it"
+                f"--{name.replace('_', '-')} requires --hosts or --hostfile; name the hosts, or omit this option"
             )
 
 
@@ -350,8 +352,8 @@ def _check_torchrun(
         raise LaunchError(f"--rdzv-backend {backend} is not supported; use c10d or static, or omit it")
     if standalone and (nodes > 1 or node_rank or rendezvous is not None):
         raise LaunchError(
-            "--standalone starts a job on this host only; omit either --standalone or --nodes, --node-rank and "
-            "--rendezvous"
+            "--standalone is not supported with --nodes, --node-rank and --rendezvous, because it starts a job on this "
+            "host only; omit it, or omit the other options"
         )
     if nodes > 1 and node_rank is None and backend == "c10d":
         raise LaunchError(

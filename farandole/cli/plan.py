@@ -133,7 +133,8 @@ def plan(
     offloaded: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to offload: optimizer, also gradients, or also parameters.  Repeatable.",
+            help="What to offload: optimizer (states), gradients (and optimizer states) or parameters (and both).  "
+            "Repeatable.",
             show_default="optimizer; if nothing fits, all",
         ),
     ] = None,
@@ -161,7 +162,7 @@ def plan(
         list[str] | None,
         typer.Option(
             "--data-shard",
-            help="Hybrid sharding to consider: the number of ranks among which ZeRO shards states, all or host.  Repeatable.",
+            help="Hybrid sharding to consider: all, host, or the number of ranks among which ZeRO shards states.  Repeatable.",
             show_default="all; with several --nodes, also host",
         ),
     ] = None,
@@ -187,10 +188,10 @@ def plan(
         bool, typer.Option("--serve", help="Predict how the ranks serve the model, instead of training it.")
     ] = False,
     prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", min=1, help="With --serve: mean tokens of a prompt.")
+        int, typer.Option("--prompt-tokens", min=1, help="With --serve: mean tokens per prompt.")
     ] = 512,
     output_tokens: Annotated[
-        int, typer.Option("--output-tokens", min=1, help="With --serve: mean tokens of an output.")
+        int, typer.Option("--output-tokens", min=1, help="With --serve: mean tokens per output.")
     ] = 128,
     max_running: Annotated[
         list[int] | None,
@@ -239,8 +240,8 @@ def plan(
     """Predict the memory and step time of all plans for a training run, fastest first.
 
     Plans that do not fit in memory come last.  Without --check, nothing is trained.  The command measures this
-    machine's speed once, which takes seconds, unless --flops and --bandwidth specify the speed. The exit status is 1 if
-    no plan fits, or if the peak memory measured by --check differs from the prediction by more than 10 %.
+    machine's speed once, which takes seconds, unless --flops and --bandwidth specify the speed.  The exit status is 1
+    if no plan fits, or if the peak memory measured by --check differs from the prediction by more than 10 %.
 
     \b
       farandole plan                                    the default preset on this machine
@@ -351,7 +352,7 @@ def _check_options(context: typer.Context, *, serve: bool) -> None:
             continue
         option = "--" + name.replace("_", "-")
         if serve and name not in SERVING:
-            raise BenchError(f"{option} is for training; omit {option} or --serve")
+            raise BenchError(f"{option} is not supported with --serve; omit one of them")
         if not serve and name in ONLY_SERVING:
             raise BenchError(f"{option} requires --serve")
 

@@ -113,10 +113,12 @@ def schedule(
     try:
         costs = _costs(forward, input_gradient, weight_gradient, activation, send, recompute, stage_input)
         if memory is not None and not search:
-            raise ScheduleError("--memory is a limit for --search: add --search, or omit --memory")
+            raise ScheduleError("--memory requires --search: add --search, or omit --memory")
         if search:
             if names or options:
-                raise ScheduleError("--search compares all schedules: omit names, --parts and --chunks")
+                raise ScheduleError(
+                    "--search does not support names, --parts and --chunks, because it compares all schedules; omit them"
+                )
             timelines = _search(stages, micro_batches, costs, math.inf if memory is None else memory)
         else:
             timelines = _simulate(names or [], stages, micro_batches, costs, options)
@@ -135,9 +137,7 @@ def _costs(forward: str, input_: str, weight: str, activation: str, send: float,
     from farandole.parallel.pipeline.simulate import Costs
 
     if stage_input and not recompute:
-        raise ScheduleError(
-            "--stage-input is used with --recompute only: add --recompute, or omit --stage-input"
-        )
+        raise ScheduleError("--stage-input requires --recompute: add --recompute, or omit --stage-input")
 
     def parse(option: str, text: str) -> float | list[float]:
         try:
@@ -173,7 +173,7 @@ def _simulate(
     for option in options:
         if not any(option in each.options for each in chosen):
             known = ", ".join(each.name for each in registered() if option in each.options)
-            raise ScheduleError(f"--{option} is an option of {known}")
+            raise ScheduleError(f"--{option} applies only to {known}; omit --{option}")
     timelines, reasons = [], {}
     for each in chosen:
         own = {option: value for option, value in options.items() if option in each.options}

@@ -12,7 +12,7 @@ import typer
 from farandole.cli.durations import parse_duration
 
 END_TIMEOUT_S = 30
-"""The seconds that the ranks may take to end after `--drain-timeout`."""
+"""The time in seconds that the ranks may take to exit after `--drain-timeout`."""
 
 
 ENCODER_OPTIONS = (
@@ -46,14 +46,14 @@ def serve(
         str,
         typer.Option(
             "--weights",
-            help="int8: compute products with int8 weights, which need a quarter of the memory.",
-            show_default="the weights of the precision",
+            help="int8: compute products with int8 weights, which need a quarter of the memory of fp32 weights.",
+            show_default="as --precision",
         ),
     ] = "",
     context: Annotated[
         int | None,
         typer.Option(
-            "--context", min=1, help="Maximum tokens of a prompt and its answer.", show_default="the model's"
+            "--context", min=1, help="Maximum tokens of a prompt and its output.", show_default="the model's"
         ),
     ] = None,
     max_running: Annotated[
@@ -73,7 +73,7 @@ def serve(
         typer.Option(
             "--tensor",
             min=1,
-            help="Number of ranks that divide the model.",
+            help="Number of tensor-parallel ranks.",
             show_default="the ranks of the launcher divided by --replicas, else 1",
         ),
     ] = None,
@@ -159,15 +159,15 @@ def serve(
     """Serve a language model or an encoder through OpenAI's interface.
 
     The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics, and has a page
-    with the current load and a chat at /.  It listens on this machine only, unless --host is given.  SIGTERM ends it
-    after the running requests.  The server of an encoder (BERT) answers /v1/embeddings instead.
+    with the current load and a chat at /.  It listens on this machine only, unless --host is given.  After SIGTERM, the
+    server completes the running requests and exits.  The server of an encoder (BERT) answers /v1/embeddings instead.
 
     \b
       farandole serve runs --port 8000
       farandole serve FOLDER --precision bf16 --max-running 64
       farandole serve FOLDER --weights int8
-      farandole serve FOLDER --tensor 2        2 ranks divide the model
-      farandole serve FOLDER --replicas 2      2 ranks each have the model
+      farandole serve FOLDER --tensor 2        shard the model across 2 ranks
+      farandole serve FOLDER --replicas 2      2 ranks, each with the whole model
       mpirun -n 2 farandole serve FOLDER       the same, under another launcher
       farandole serve FOLDER --ttft 2s --tpot 100ms
       farandole serve FOLDER --speculate draft --draft SMALLER_FOLDER
@@ -192,7 +192,7 @@ def serve(
         if is_encoder(folder.expanduser()):
             if placement.size > 1:
                 raise FolderError(
-                    f"{folder} contains an encoder, which only one rank can serve; got {placement.size} ranks"
+                    f"{folder} contains an encoder, which only one rank can serve; got {placement.size} ranks; omit the launcher"
                 )
             sources = {option: ctx.get_parameter_source(option) for option in ctx.params}
             given = {
@@ -202,7 +202,7 @@ def serve(
             }
             if others := sorted(given - set(ENCODER_OPTIONS)):
                 raise RequestError(
-                    others[0], "not supported for an encoder, which computes embeddings; omit this option"
+                    others[0], "not supported for a model that computes embeddings; omit this option"
                 )
             options = {option: ctx.params[option] for option in ENCODER_OPTIONS}
             options |= {option: value for option, value in ENCODER_DEFAULTS.items() if option not in given}

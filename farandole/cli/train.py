@@ -137,7 +137,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     if placement is not ALONE:
         if ranks not in (None, placement.size):
             raise ConfigError(
-                f"--ranks {ranks}: this process is a rank of a job of size {placement.size} ({placement.launcher}); omit --ranks"
+                f"--ranks {ranks}: this process is one of {placement.size} ranks started by {placement.launcher}; omit --ranks"
             )
         if dry_run:
             raise ConfigError(
@@ -153,8 +153,8 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     start = check(request, ranks)
     if ranks is None and start.checkpoint is None and start.ranks < (offered := offered_ranks()):
         typer.echo(
-            f"training on {start.ranks} of {offered} cores or accelerators, because more ranks "
-            f"do not divide batch={start.config.batch}",
+            f"training on {start.ranks} of {offered} cores or accelerators, because "
+            f"batch={start.config.batch} is not divisible by more ranks",
             err=True,
         )
     with uncollected():  # importing torch takes seconds

@@ -32,7 +32,7 @@ def tune(
         str,
         typer.Option("--max", metavar="BYTES", help="Largest message size.  Sizes quadruple at each step."),
     ] = "16M",
-    turns: Annotated[int, typer.Option(help="Measurements per algorithm.  The minimum counts.")] = 9,
+    turns: Annotated[int, typer.Option(help="Measurements per algorithm, of which the fastest counts.")] = 9,
 ) -> None:
     """Find the fastest all-reduce algorithms and numbers of leaders between hosts.
 

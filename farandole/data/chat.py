@@ -3,10 +3,10 @@
     chat = prepare_chat("chat.jsonl", folder, context=1024)
     tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each (2, 1024) of int64
 
-A record has `messages`, a list of {"role", "content"}, and optionally `tools`, both possibly as JSON text; or two texts,
-`prompt` and `completion`.  Only tokens written by the assistant are targets.  Several conversations share a window:
-`documents` numbers the conversations, so that attention does not cross their boundaries.  Conversations are never split: a
-conversation that is longer than a window is truncated.
+A record has either `messages`, a list of {"role", "content"}, and optionally `tools`, or the strings `prompt` and
+`completion`.  `messages` and `tools` may also be strings in JSON.  Only tokens written by the assistant are targets.
+Several conversations share a window: `documents` numbers the conversations, so that attention does not cross their
+boundaries.  Conversations are never split: a conversation that is longer than a window is truncated.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Conversations:
         context: int,
     ) -> None:
         self._tokens, self._trained, self.context = tokens, trained, context
-        # The last token of a conversation is only a target, so a window has one input fewer per conversation.
+        # The last token of a conversation is only a target, so a conversation of n tokens has n - 1 inputs.
         kept = [(start, min(end, start + context + 1)) for start, end in spans]
         self.windows = [
             [kept[number] for number in window]
@@ -98,8 +98,8 @@ class Conversations:
 def pack(lengths: list[int], size: int) -> list[list[int]]:
     """Assign items to bins of `size` by best fit decreasing: longest first, each to the fullest bin with enough space.
 
-    The result is deterministic.  The number of bins is at most 11/9 of the optimum plus 6/9 (Johnson et al., 1974, for
-    best fit decreasing).
+    The result is deterministic.  The number of bins is at most 11/9 of the optimum plus 4 (Johnson et al., 1974,
+    "Worst-case performance bounds for simple one-dimensional packing algorithms").
     """
     bins: list[list[int]] = []
     open_bins: dict[int, list[int]] = {}  # by remaining space
@@ -137,7 +137,7 @@ class Chat:
     train: Conversations
     validation: Conversations
     end: int | None
-    """The token that ends an answer."""
+    """The token that ends the assistant's message; None if the tokenizer has no end-of-sequence token."""
 
 
 def prepare_chat(
@@ -159,7 +159,7 @@ def prepare_chat(
         folder: the model folder, with `tokenizer.json` and a chat template.
         context: the number of tokens in a window.
         vocabulary: the number of tokens in the model's vocabulary.
-        field: the field of the messages.
+        field: the field that contains the messages.
         template: another chat template (`find_template`).
         validation_share: the fraction of the conversations used for validation.
         cache: the cache folder; by default, the user's cache folder.

@@ -1,8 +1,10 @@
 """Texts with classes as training samples: tokenized once and memory-mapped.
 
-data = prepare_labelled("reviews.jsonl", tokenizer, context=256, vocabulary=30522)
-data.classes                                     # ["bad", "good"]
-tokens, labels = data.train.read(np.array([0, 5]))
+Each text and its class are fields of a record.  A class is a string or an integer.
+
+    data = prepare_labelled("reviews.jsonl", tokenizer, context=256, vocabulary=30522)
+    data.classes                                     # ["bad", "good"]
+    tokens, labels = data.train.read(np.array([0, 5]))
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from farandole.data.sources import Source, find_source
 from farandole.data.tokenizer import load_tokenizer
 
 FILES = ("tokens.bin", "ends.bin", "labels.bin", "classes.json")
-"""Token ids (int32), the ends of texts (int64), the numbers of their classes (int64), the names of the classes."""
+"""Token ids (int32), the ends of texts (int64), the class numbers of texts (int64), and the names of the classes."""
 
 _BATCH = 1024
 
@@ -36,7 +38,7 @@ class LabelledTexts:
     Args:
         tokens: all texts, concatenated.
         starts, ends: the first token of each text, and the token after its last token.
-        padding: the token that fills up shorter texts in `read`.
+        padding: the token that pads shorter texts in `read`.
     """
 
     tokens: NDArray[np.int32]
@@ -94,8 +96,8 @@ def prepare_labelled(
         tokenizer: a `tokenizer.json`.
         context: the maximum number of tokens; longer texts are truncated.
         vocabulary: the number of tokens in the model's vocabulary.
-        field, label: the fields of the text and of its class, a name or a number.
-        padding: the token that fills up shorter texts.
+        field, label: the fields that contain the text and its class.  A class is a string or an integer.
+        padding: the token that pads shorter texts.
         validation_share: the fraction of the texts used for validation.
         cache: the cache folder; by default, the user's cache folder.
         progress: a function called with the current activity and its completed fraction.

@@ -1,8 +1,8 @@
 """BERT-style token masking (Devlin et al., 2019, "BERT", section 3.1).
 
 15 % of the ordinary (not special) tokens are selected.  Of the selected tokens, 80 % become the mask token, 10 % become
-a random token, and 10 % do not change.  As in the paper's code, the number is exact: a window of m ordinary tokens has
-max(1, round(0.15 m)) selected tokens, so all windows cost the same.
+a random token, and 10 % do not change.  As in the paper's code, the number of selected tokens is exact: in a window of
+m ordinary tokens, it is max(1, round(0.15 m)).
 
 Masks are stateless: every position has a random 64-bit number, computed by splitmix64 (Steele et al., 2014, "Fast
 Splittable Pseudorandom Number Generators") from the seed, the epoch, the sample and the position.  The mask of a sample
@@ -32,7 +32,7 @@ IGNORE_INDEX = -100
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
 _SECOND = np.uint64(0xD6E8FEB86659FD93)  # an arbitrary odd number, to derive a second number per position
 _BATCH_WINDOWS = 64
-"""The number of tokens masked at a time, small enough that their random numbers stay in the cache."""
+"""The number of windows masked at a time, small enough that their random numbers stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Masking:
 
 
 def masking_for(tokenizer: Tokenizer, seed: int, share: float = 0.15, mask: str = MASK) -> Masking:
-    """Return the masking for a tokenizer; its special tokens are never masked.
+    """Return the masking for a tokenizer.  The tokenizer's special tokens are never masked.
 
     Raises:
         DataError: if the tokenizer has no token `mask`.

@@ -25,7 +25,7 @@ class Sampler:
         indices = sampler.next(count=16, rank=0, ranks=2)  # 8 indices; rank 1 gets the other 8
 
     Raises:
-        ValueError: if there are no samples, or `next` or `take` gets a count that `ranks` does not divide.
+        ValueError: if there are no samples, or `next` or `take` gets a count that is not a multiple of `ranks`.
     """
 
     def __init__(self, samples: int, seed: int, consumed: int = 0) -> None:
@@ -67,7 +67,7 @@ def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDA
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
     values = _feistel(indices.astype(np.uint64), half, keys)
-    while (outside := values >= size).any():  # fewer than 4 rounds per entry on average: 2^bits < 4 size
+    while (outside := values >= size).any():  # on average at most 4 passes per entry: 2^bits <= 4 size
         values[outside] = _feistel(values[outside], half, keys)
     return values.astype(np.int64)
 

@@ -1,6 +1,6 @@
-"""Read documents and records from text files, JSON lines, Parquet, Arrow, and folders of such files.
+"""Read documents and records from text, JSON lines, Parquet and Arrow files, and from folders of such files.
 
-A *document* is one string: a text file, a field of a JSON line, or a cell of a Parquet column.
+A *document* is one string: a text file, a field of a JSON line, or a cell of a Parquet or Arrow column.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Source:
     Args:
         root: the file or folder given by the user.
         files: sorted paths under `root`.
-        field: the JSON field or Parquet column that contains the text.
+        field: the JSON field, or the Parquet or Arrow column, that contains the text.
     """
 
     root: Path
@@ -99,8 +99,8 @@ class Source:
 def find_source(path: str, text_field: str = "text") -> Source:
     """Return the files at `path`: "stdlib", a file, or a folder.
 
-    A file may have any suffix; unless the suffix indicates JSON lines or Parquet, the file is read as text.  Folders
-    are searched recursively for `READABLE_SUFFIXES`; hidden files are skipped.
+    A file may have any suffix; unless the suffix is in `RECORD_SUFFIXES`, the file is read as text.  Folders are
+    searched recursively for `READABLE_SUFFIXES`; hidden files and folders are skipped.
 
     Raises:
         DataError: if no readable file is found.
@@ -175,7 +175,7 @@ def _split_of_datasets(root: Path) -> Path:
 
 
 def _files_of_dataset(folder: Path) -> tuple[Path, ...]:
-    """Return the files of a folder written by `datasets.Dataset.save_to_disk` in order, or () for another folder.
+    """Return, in order, the files of a folder written by `datasets.Dataset.save_to_disk`, or () for another folder.
 
     Such a folder can also contain files with cached results of `Dataset.map`, which are not part of the data set.
     """
@@ -309,7 +309,7 @@ _SURROGATE = "\\ud"
 
 
 def _surrogate(record: Any) -> str:
-    """Return the first character of a record that is half of a pair, or ""."""
+    """Return the first unpaired surrogate in a record, or ""."""
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -1,6 +1,7 @@
 """Chat templates, which render conversations as text and locate the assistant's text.
 
-A template is a Jinja program of the tokenizer, with the variables and functions that `transformers` defines.
+A template is a Jinja program that belongs to a tokenizer and uses the variables and functions that `transformers`
+defines.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Message = Mapping[str, Any]
 
 
 _START, _END = "\U0010fffe", "\U0010ffff"
-"""Marks around the assistant's text while a template with the tag `generation` is rendered: Unicode's last noncharacters."""
+"""Noncharacters that mark the assistant's text while a template with the tag `generation` is rendered."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -50,7 +51,7 @@ class Template:
 
     Args:
         source: the Jinja program.
-        tokens: special tokens by template variable, such as `bos_token`.
+        tokens: special tokens, keyed by template variable, such as `bos_token`.
 
     Raises:
         DataError: if the program is invalid.
@@ -69,8 +70,8 @@ class Template:
             program = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template is invalid on line {error.lineno}: {error.message}; correct the template, or choose "
-                "another file with data.template=FILE"
+                f"the chat template is invalid on line {error.lineno}: {error.message}; correct the template, or use "
+                "another template"
             ) from None
         self._marks_answers = any(
             isinstance(node.data, str) and _START in node.data
@@ -99,13 +100,11 @@ class Template:
             )
         except jinja2.TemplateError as error:
             raise DataError(
-                f"the chat template rejects the messages: {error}; correct the messages, or choose another file with "
-                "data.template=FILE"
+                f"the chat template rejects the messages: {error}; correct the messages, or use another template"
             ) from None
         except (TypeError, KeyError, AttributeError) as error:
             raise DataError(
-                f"the chat template cannot render the messages: {error!r}; correct the messages, or choose another "
-                "file with data.template=FILE"
+                f"the chat template cannot render the messages: {error!r}; correct the messages, or use another template"
             ) from None
 
     def answers(
@@ -113,9 +112,10 @@ class Template:
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Return texts, each with the ranges of characters written by the assistant.
 
-        A template with the tag `generation` states these ranges.  Otherwise, an answer is the text that the assistant's
-        message adds to its prompt.  If all turns are rendered with the same earlier text, the conversation is one text.  If
-        the template changes earlier turns, for example by removing their reasoning, there is one text per assistant turn.
+        A template with the tag `generation` marks these ranges.  Otherwise, an answer is the text that the assistant's
+        message adds to its prompt.  If the template renders earlier turns without changes, the conversation is one
+        text.  If it changes earlier turns, for example by removing their reasoning, there is one text per assistant
+        turn.
 
         Raises:
             DataError: if the template rejects the messages, or renders a turn without its prompt.

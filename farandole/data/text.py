@@ -89,7 +89,7 @@ def prepare_text(
 
     Args:
         path: "stdlib", a file or a folder (`find_source`).
-        vocabulary: the number of tokens of the tokenizer.
+        vocabulary: the number of tokens in the vocabulary; with `tokenizer`, the maximum number.
         context: the number of input tokens in a window.
         text_field: the JSON field or Parquet column that contains the text.
         validation_share: the fraction of the text used for validation.

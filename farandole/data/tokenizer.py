@@ -13,13 +13,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from farandole.data.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-"""The end of every document; token 0."""
+"""The token at the end of every document; its number is 0."""
 
 MASK, PAD = "[MASK]", "[PAD]"
 """Optional special tokens for masked positions and for padding."""
 
 SMALLEST_VOCABULARY = 257
-"""The number of tokens for the 256 bytes and the end of text."""
+"""The number of tokens that every vocabulary needs: one for each of the 256 byte values, and the end of text."""
 
 CHUNK_CHARACTERS = 1 << 13
 
@@ -62,7 +62,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def split_document(document: str) -> Iterator[str]:
-    """Yield chunks of at most 8 Ki characters, split after line ends if possible.
+    """Yield chunks of at most `CHUNK_CHARACTERS` characters, split after line ends if possible.
 
     Chunks are encoded in parallel, and each chunk is assigned to training or validation as a whole.
     """

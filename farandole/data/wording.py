@@ -25,7 +25,7 @@ def short(number: float) -> str:
 
 
 def size(count: float) -> str:
-    """Format bytes: `512 bytes`, `1.5 KiB`, `20.0 GiB`."""
+    """Format a number of bytes: `512 bytes`, `1.5 KiB`, `20.0 GiB`."""
     if count < 1024:
         return counted(int(count), "byte")
     value, unit = _scaled(count / 1024, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))

@@ -3,9 +3,9 @@
 `torch.nn.functional.scaled_dot_product_attention` (SDPA) is almost always fastest.  There are three exceptions on a
 CPU:
 
-- Training in bf16 or fp16 with sequences that fit in the cache.  The flash kernel's backward pass takes twice as long
-  as two batched matrix products and a softmax (measured with AMX and AVX-512, for 128 to 512 positions).
-- Grouped heads.  `enable_gqa` takes 1.5 to 2.5 times as long as repeated keys and values.
+- Training in bf16 or fp16 with at most `MAX_PRODUCT_POSITIONS` positions.  The flash kernel's backward pass takes twice
+  as long as two batched matrix products and a softmax (measured with AMX and AVX-512, for 128 to 512 positions).
+- Grouped heads.  `enable_gqa` takes 1.5 to 2.5 times as long as repeating the keys and values.
 - Packed documents.  One call per document skips the masked scores.
 """
 
@@ -114,7 +114,7 @@ def masked_attention(
 ) -> Tensor:
     """Return the attention output over the positions where `mask` is true.
 
-    A mask of None stands for the causal mask.
+    `causal` applies only if `mask` is None.  If `mask` is None and `causal` is false, all positions are visible.
     """
     groups = query.shape[1] // key.shape[1]
     on_cpu = query.device.type == "cpu"
@@ -139,7 +139,7 @@ def masked_attention(
 
 
 def _added(query: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None) -> Tensor:
-    """Combine the mask and the bias into one tensor that broadcasts to the scores."""
+    """Combine the mask and the bias into one tensor to add to the scores.  It broadcasts to their shape."""
     added = query.new_zeros(1, 1, 1, 1) if bias is None else bias.to(query.dtype)
     if mask is not None:
         return added.masked_fill(~mask, float("-inf"))

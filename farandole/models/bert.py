@@ -50,7 +50,8 @@ EPSILON = 1e-12
 class BERTConfig:
     """The configuration of a BERT model.
 
-    With vocabulary V, context C, segments S, layers L, width D and feed-forward width F, the model has exactly
+    With vocabulary V, context C, segments S, layers L, width D, feed-forward width F and a head for masked tokens, the
+    model has exactly
 
         (V + C + S) D + 2 D  +  L (4 D^2 + 2 D F + 9 D + F)  +  D^2 + 3 D + V
 
@@ -60,7 +61,7 @@ class BERTConfig:
 
     Args:
         feed_forward: the width of the feed-forward network; 0 selects 4 D.
-        padding: the padding token; None if all sequences are full.
+        padding: the padding token; None if no sequence is padded.
         classes: the number of classes for a classifier head; 0 for a head that predicts masked tokens.
 
     Raises:
@@ -231,7 +232,7 @@ class BERT(Transformer):
 
 
 def bert(config: BERTConfig) -> BERT:
-    """Return a BERT with torch's default initial weights.  With `config.classes`, the head is a classifier."""
+    """Return a BERT model, whose weights `build_bert` initializes.  With `config.classes`, the head is a classifier."""
     embedding = BERTEmbedding(config)
     layers = [BERTBlock(config) for _ in range(config.layers)]
     head = ClassifierHead(config) if config.classes else MaskedTokenHead(config, embedding.tokens.weight)
@@ -274,7 +275,7 @@ def initialise(block: nn.Module, generator: torch.Generator) -> None:
     """Initialize one block: normal weights with standard deviation 0.02, zero biases, and identity normalization.
 
     Random numbers are drawn in fp32 on the generator's device, so the weights do not depend on the block's device or
-    dtype.  A head's `weight` is not changed, because the embedding owns the weight.
+    dtype.  The `weight` of a `MaskedTokenHead` is not changed, because it is the token embedding's weight.
 
     Raises:
         ValueError: if the block is on the meta device.

@@ -3,9 +3,10 @@
     for chunk in chunks(len(logits), rows, like=logits):
         total += loss(logits[chunk])
 
-In a dry run, tensors are fake (`FakeTensor`) and have no values, so chunks of the same size have the same cost.  The
-loop then runs once for all complete chunks, while `repetitions()` returns their number, by which a dry run multiplies
-operations and transfers.  The body must not keep tensors or results for each chunk.
+In a dry run, tensors are fake (`FakeTensor`): they have no values, so chunks of the same size have the same cost.
+Therefore, the loop body runs only once for all complete chunks, and `repetitions()` then returns the number of these
+chunks.  The dry run multiplies its counts of operations and transfers by this number.  The loop body must not keep a
+tensor or another result per chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def repetitions() -> int:
 def chunks(length: int, size: int, like: Tensor) -> Iterator[slice]:
     """Yield the slices of `size` elements of a dimension with `length` elements.
 
-    `like` is a tensor of the computation.
+    `like` is any tensor of the computation.  If it is fake, all complete chunks are represented by the first chunk.
     """
     if not isinstance(like, FakeTensor):
         yield from (slice(start, min(start + size, length)) for start in range(0, length, size))

@@ -188,15 +188,15 @@ class PredictionHead(Head):
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
         """Return the logits, or with `targets` the summed loss and the number of targets.
 
-        Target i is token i + 1, so the targets provide the additional tokens for the embedding.  Module k uses the
-        targets shifted by k positions within a document.  The module's loss has the same weight per target as the
-        next-token loss.
+        Target i is token i + 1, so the targets provide the additional tokens for the embedding.  Module k predicts the
+        targets shifted by k positions within a document.  It has fewer targets than the next-token loss, so its summed
+        loss is scaled to the same number of targets.
         """
         if targets is None or not self.predictions:
             return super().forward(x, info, targets)
         info = info or SequenceInfo()
         total, count = super().forward(x, info, targets)
-        # targets are shifted in complete sequences, of which this process may have some positions
+        # shift the targets of the complete sequences, because this process may have only some of the positions
         shard = info.shard
         documents = info.documents if shard is None else shard.documents
         here = targets if shard is None or shard.targets is None else shard.targets
@@ -220,7 +220,7 @@ class PredictionHead(Head):
 
 
 def deepseek(config: DeepSeekConfig) -> Transformer:
-    """Return a DeepSeek-V3 model with torch's default initial weights."""
+    """Return a DeepSeek-V3 model, whose weights `build_deepseek` initializes."""
     embedding = Embedding(config.vocabulary, config.width, padding=config.padding)
     blocks = [_layer(config, number) for number in range(config.layers)]
     if config.predicted:

@@ -10,10 +10,10 @@ import torch
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the backward pass of an `autograd.Function` as one that refuses `create_graph=True`.
+    """Wrap the backward pass of an `autograd.Function` to raise an error with `create_graph=True`.
 
-    Second derivatives would otherwise lack the terms of this function without an error.
-    `torch.autograd.function.once_differentiable` notices this only if the incoming gradient requires a gradient.
+    Without this check, second derivatives would silently lack the terms of this function.
+    `torch.autograd.function.once_differentiable` raises an error only if the incoming gradient requires a gradient.
 
     Raises:
         RuntimeError: in a backward pass with `create_graph=True`.

@@ -1,6 +1,7 @@
-"""Dropout with the random numbers that one process would draw, if processes share the elements of a tensor.
+"""Apply dropout to a tensor that is split over processes, with the mask that one process would draw.
 
-The processes have equal generators.  Each draws the mask of the complete tensor and uses its part of the mask.
+The processes have random generators with equal states.  Each process draws the mask for the complete tensor, and uses
+the part of the mask for its elements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OwnPositions:
-    """The positions `index` of each of `batch` sequences that this process has, if a complete sequence has `length`."""
+    """The positions of `batch` sequences on this process, with their indices in complete sequences of `length`."""
 
     batch: int
     length: int
@@ -28,7 +29,7 @@ _own: ContextVar[OwnPositions | None] = ContextVar("own positions", default=None
 
 @contextmanager
 def with_positions(own: OwnPositions) -> Iterator[None]:
-    """Return a context in which `dropout` gets tensors of these positions."""
+    """Return a context in which the tensors passed to `dropout` contain only these positions."""
     before = _own.set(own)
     try:
         yield
@@ -39,7 +40,7 @@ def with_positions(own: OwnPositions) -> Iterator[None]:
 def dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
     """Return `x` with elements dropped, as `F.dropout` does.
 
-    Within `with_positions`, `x` is (batch, own positions, ...) or (batch times own positions, width).
+    Within `with_positions`, `x` is (batch, own positions, ...) or (batch * own positions, width).
     """
     if not training or not probability or _own.get() is None:
         return F.dropout(x, probability, training)
@@ -47,7 +48,7 @@ def dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
 
 
 def _draw_mask(like: Tensor, shape: Sequence[int], probability: float) -> Tensor:
-    """Return a mask with the dtype of `like`, with zeros, and 1 / (1 - probability) elsewhere."""
+    """Return a mask with the dtype of `like`, whose values are 0 or 1 / (1 - probability)."""
     own = _own.get()
     if own is None:
         return F.dropout(like.new_ones(shape), probability)
@@ -58,7 +59,7 @@ def _draw_mask(like: Tensor, shape: Sequence[int], probability: float) -> Tensor
 
 @dataclass(frozen=True)
 class ShardedDropout:
-    """Dropout for the elements from `first` on in dimension `dim`, which has `total` elements in the complete tensor."""
+    """Dropout for a shard that begins at index `first` of dimension `dim`, whose complete size is `total`."""
 
     dim: int
     first: int

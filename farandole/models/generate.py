@@ -27,7 +27,7 @@ def generate(
     A `Transformer` uses a key-value cache if the prompt and the continuation fit in the context.  The head, which is
     the largest part of a small model, runs only on the last position.
 
-    If ranks gather weights block by block (`zero=3`) or have different stages of the model, all ranks must call this
+    If ranks gather weights block by block (`zero=3`) or run different pipeline stages, all ranks must call this
     function with the same arguments, and all ranks get the same tokens.
 
     Args:
@@ -53,12 +53,12 @@ def generate(
         for number in range(count):
             window = tokens[-1:] if cached and number else tokens[-context:]
             if isinstance(model, Transformer) and (info is None or not cached):
-                # even if it is not used again: with a cache, ranks that share sequences compute all positions
+                # pass a cache even if it is not used again: with a cache, each rank computes all positions
                 info = SequenceInfo(cache=KeyValueCache())
             inputs = torch.tensor([window], device=device)
             logits = model(inputs) if info is None else model(inputs, info)
             if info is not None and info.cache is not None:
-                info.cache.length = len(tokens)  # a rank with some stages of a pipeline does not count them
+                info.cache.length = len(tokens)  # a rank with some pipeline stages does not advance it
             tokens.append(_draw(logits[0, -1].float().cpu(), temperature, top_k, generator))
             yield tokens[-1]
     finally:
@@ -67,9 +67,9 @@ def generate(
 
 
 def _last_position(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Keep the last position of (batch, positions, width).
+    """Keep only the last position of an input (batch, positions, width).
 
-    If tokens are split over processes, the last position may be on another process.
+    Keep all of an input (tokens, width): tokens are then split over processes, and another process may have the last.
     """
     return (inputs[0][:, -1:], *inputs[1:]) if inputs[0].dim() == 3 else inputs
 

@@ -1,10 +1,10 @@
 """GPT: a decoder-only transformer.
 
 The blocks and initial weights follow GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask
-Learners"), with layer normalization before each part and an output projection tied to the token embedding.  Two
-defaults differ from GPT-2.  Position embeddings are rotary instead of learned, because small models then learn much
-faster from a few million tokens.  The GELU is exact, which is several times faster on a CPU than the tanh
-approximation.  `GPTConfig(positions="learned", activation="gelu_new")` selects GPT-2.
+Learners"), with layer normalization before attention and before the feed-forward network, and an output projection tied
+to the token embedding.  Two defaults differ from GPT-2.  Position embeddings are rotary instead of learned, because
+small models then learn much faster from a few million tokens.  The GELU is exact, which is several times faster on a
+CPU than the tanh approximation.  `GPTConfig(positions="learned", activation="gelu_new")` selects GPT-2.
 
     model = build_gpt(GPTConfig(vocabulary=4096, context=256, layers=4, heads=4, width=256))
     logits = model(tokens)                       # (batch, positions) -> (batch, positions, vocabulary)
@@ -40,8 +40,8 @@ class GPTConfig:
 
     parameters.  The first term counts the token embeddings.  Each block has 4 D^2 + 4 D parameters for attention, 8 D^2
     + 5 D for the feed-forward network and 4 D for two normalizations.  The last term counts the final normalization.
-    The head is tied to the token embedding.  Rotary positions have no parameters, and learned positions have `context`
-    D.
+    The head is tied to the token embedding.  Rotary positions have no parameters, and learned positions have
+    `context` * D parameters.
 
     Args:
         inner: the feed-forward width; 0 selects 4 D.
@@ -88,16 +88,16 @@ class GPTConfig:
 
     @property
     def flops_per_token(self) -> int:
-        """Return the floating-point operations per token in a forward and backward pass.
+        """Return the number of floating-point operations per token in a forward and backward pass.
 
-        Each parameter counts as 6 operations.  Attention over a context of C positions adds 12 L D C (Kaplan et al.,
-        2020, "Scaling Laws for Neural Language Models", table 1).
+        Each parameter counts as 6 operations.  Attention over a context of C positions adds 12 L D C (Chowdhery et al.,
+        2022, "PaLM: Scaling Language Modeling with Pathways", appendix B).
         """
         return 6 * self.parameters + 12 * self.layers * self.width * self.context
 
 
 def gpt(config: GPTConfig) -> Transformer:
-    """Return a GPT model with torch's default initial weights."""
+    """Return a GPT model, whose weights `build_gpt` initializes."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     learned = config.positions == "learned"
     rotary = None if learned else Rotary(config.width // config.heads)

@@ -74,7 +74,7 @@ class ParallelBlock(nn.Module):
 
 
 def gptj(config: GPTJConfig) -> Transformer:
-    """Return a GPT-J model with torch's default initial weights."""
+    """Return a GPT-J model, whose weights `build_gptj` initializes."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     embedding = Embedding(config.vocabulary, config.width, dropout=config.embedding_dropout)
     weight = embedding.tokens.weight if config.tied else None

@@ -320,7 +320,7 @@ class Embedding(nn.Module):
 
 
 def position_embeddings(table: nn.Embedding, tokens: Tensor, info: SequenceInfo | None) -> Tensor:
-    """Return the position embeddings for `tokens`, of shape (1 or batch, positions, width).
+    """Return the position embeddings for `tokens`, of shape (positions, width) or (batch, positions, width).
 
     Raises:
         ValueError: if there are more positions than embeddings.

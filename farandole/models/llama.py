@@ -112,7 +112,7 @@ def llama_attention(config: LlamaConfig, layer: int) -> SelfAttention:
 
 
 def llama(config: LlamaConfig, feed_forward: Callable[[], nn.Module] | None = None) -> Transformer:
-    """Return a Llama model with torch's default initial weights.
+    """Return a Llama model, whose weights `build_llama` initializes.
 
     Args:
         feed_forward: a function that returns a layer's feed-forward network, to replace the default.

@@ -27,7 +27,10 @@ LOGITS_BYTES = 64 << 20
 """The size of a logits chunk in `head_loss` in bytes, large enough for fast matrix products."""
 
 FEW = 4
-"""Up to width / `FEW` targets, `head_loss` stores the logits' gradient, which takes 1 / `FEW` of the weight's memory."""
+"""`head_loss` stores the logits' gradient if there are at most width / `FEW` targets.
+
+The gradient then takes at most 1 / `FEW` of the weight's memory.
+"""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -68,7 +71,7 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
     Args:
         logits: (..., vocabulary) in any floating-point dtype.
         targets: int64 of shape (...).
-        chunk_bytes: the size of a chunk in fp32, by default `CHUNK_BYTES`.
+        chunk_bytes: the size in bytes of a chunk of fp32 log-probabilities, by default `CHUNK_BYTES`.
     """
     flat_logits, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     if torch.is_grad_enabled() and flat_logits.requires_grad:
@@ -96,7 +99,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The shard of a vocabulary that begins with token `first`; the vocabulary is sharded over processes.
+    """This process's shard of a vocabulary that is sharded over processes.
 
     Args:
         first: the first token of this process's shard.
@@ -133,7 +136,7 @@ class VocabularyShard:
         return places.masked_fill(outside, 0), outside
 
     def softmax_statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithms of the softmax denominators over the vocabulary, and the targets' logits, both (rows)."""
+        """Return the logarithms of the softmax denominators and the logits of the targets, both of shape (rows)."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         places, outside = self.local(targets, logits.shape[1])
         local = logits.new_empty((2, len(logits)), dtype=wide)
@@ -149,7 +152,7 @@ def _chunk_rows(logits: Tensor) -> int:
 
 
 def _head_rows(hidden: Tensor, weight: Tensor, chunk_bytes: int, shard: VocabularyShard | None) -> int:
-    """Return the number of rows in a chunk of logits, which is equal for all shards because each chunk gathers statistics."""
+    """Return the number of rows per chunk of logits, equal for all shards because processes gather per chunk."""
     size = len(weight) if shard is None else shard.largest
     return max(1, chunk_bytes // (size * hidden.element_size()))
 
@@ -273,7 +276,7 @@ def head_loss(
         weight: (vocabulary, width).
         bias: (vocabulary).
         before: a function, such as a normalization, applied to the hidden states at positions with a target.
-        chunk_bytes: the size of a logits chunk, by default `LOGITS_BYTES`.
+        chunk_bytes: the size in bytes of a chunk of logits, by default `LOGITS_BYTES`.
         shard: the vocabulary shard of `weight` and `bias`, if the vocabulary is sharded.  The gradient with respect to
             `hidden` is then the contribution of this shard.
 

@@ -12,10 +12,10 @@ from farandole.models.sequence import Transformer
 
 @dataclass(frozen=True)
 class MixtralConfig(LlamaConfig):
-    """The configuration of a Mixtral, in which `top` of `experts` networks with width `inner` process each token.
+    """The configuration of a Mixtral model, in which `top` of `experts` networks with width `inner` process each token.
 
     Args:
-        jitter: the option of `moe.TopKRouter`.
+        jitter: the noise of the router's input during training; see `moe.TopKRouter`.
         balance: how routers balance the load of their experts.
     """
 
@@ -26,7 +26,7 @@ class MixtralConfig(LlamaConfig):
 
 
 def mixtral(config: MixtralConfig) -> Transformer:
-    """Return a Mixtral model with torch's default initial weights."""
+    """Return a Mixtral model, whose weights `build_mixtral` initializes."""
 
     def experts() -> MixtureOfExperts:
         return MixtureOfExperts(

@@ -28,11 +28,11 @@ class Balance:
     micro-batches and processes.
 
     Args:
-        loss: the coefficient of the load-balancing loss, E / (k T) sum_e n_e p_e for E experts, of which k are selected for
-            each of T tokens: n_e tokens select expert e, and p_e is its mean score (Fedus et al., 2022, "Switch
+        loss: the coefficient of the load-balancing loss, E / (k T) sum_e n_e p_e for E experts, of which k are selected
+            for each of T tokens: n_e tokens select expert e, and p_e is its mean score (Fedus et al., 2022, "Switch
             Transformers", section 2.2; DeepSeek-V3, 2024, equations 17 to 20).  The loss is 1 for a uniform load.
-        z_loss: the coefficient of the mean squared logarithm of the softmax denominator, which keeps logits small (Zoph et
-            al., 2022, "ST-MoE", equation 5).
+        z_loss: the coefficient of the mean squared logarithm of the softmax denominator, which keeps logits small (Zoph
+            et al., 2022, "ST-MoE", equation 5).
         capacity: the maximum number of a sequence's tokens per expert, as a multiple of the mean k T / E; None for no
             limit.  Earlier tokens have priority over later tokens, and first choices over second choices (Lepikhin et
             al., 2021, "GShard").  Dropped tokens pass through the residual connection only.
@@ -196,7 +196,7 @@ class GroupedRouter(Router):
 
     @torch.no_grad()
     def balance(self, load: Tensor, speed: float = 1e-3) -> None:
-        """Adapt the biases to the load: add `speed` for experts with a load below the mean, and subtract it for others.
+        """Adapt the biases to the load: add `speed` for experts below the mean load, and subtract it above the mean.
 
         Args:
             load: the number of tokens per expert on all processes since the last call.
@@ -233,7 +233,7 @@ def take_loads(
     all_reduce: Callable[[Tensor], object] | None = None,
     experts: Mapping[str, int] | None = None,
 ) -> dict[str, RouterLoad]:
-    """Return the loads of all routers by name since the last call, reset them, and balance the experts of grouped routers.
+    """Return the routers' loads since the last call by name, reset them, and balance the experts of grouped routers.
 
     Call this function once per step, on all processes.
 
@@ -291,7 +291,8 @@ def kept_within(capacity: int, experts: Tensor, sequences: int, count: int) -> T
 
     Args:
         capacity: the maximum number of tokens of a sequence that an expert processes.
-        experts: the indices of the selected experts (tokens, top), for consecutive `sequences` of equal length.
+        experts: the indices of the selected experts (tokens, top).
+        sequences: the number of sequences.  They have equal lengths, and their tokens are consecutive.
         count: the number of experts.
     """
     tokens, top = experts.shape
@@ -311,27 +312,27 @@ def kept_within(capacity: int, experts: Tensor, sequences: int, count: int) -> T
 
 
 Products = Callable[[Tensor, Tensor], Tensor]
-"""A function of rows (rows, width), sorted by expert, and the number of rows per expert that returns the experts' outputs."""
+"""A function that takes rows (rows, width) sorted by expert and the row counts of the experts, and returns outputs."""
 
 Meanwhile = Callable[[], Tensor]
 """A computation that can overlap with communication."""
 
 Exchange = Callable[[Tensor, Tensor, Products, Meanwhile | None], tuple[Tensor, Tensor | None]]
-"""A function of `Products`' arguments, the products of this process's experts, and a computation.
+"""A function that takes rows and row counts for all experts, `Products` of this process's experts, and a computation.
 
-It returns the outputs of all experts and the result of the computation.
+It returns the outputs of all experts, and the result of the computation.
 """
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
-"""A function of rows (rows, inputs) and a weight (outputs, inputs) that returns (rows, outputs)."""
+"""A function that maps rows (rows, inputs) and a weight (outputs, inputs) to rows (rows, outputs)."""
 
 
 class StackedLinear(nn.Module):
     """A linear layer per expert, without biases, with the stacked weights `weight` (experts, outputs, inputs)."""
 
     multiply: Multiply | None = None
-    """Multiplies the rows of one expert by a matrix, in another precision than that of the weights."""
+    """Replaces `F.linear` for the rows of one expert, to multiply in another precision than the weights' precision."""
 
     grouped = True
     """Whether one grouped product can compute all experts."""

@@ -1,4 +1,4 @@
-"""Let a `TorchFunctionMode` replace a whole operation of a model, as it replaces functions of torch."""
+"""Let a `TorchFunctionMode` replace a whole operation of a model, as it can replace torch's functions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 def replaceable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `function`, which a mode receives as one call.  The first argument must be a tensor.
+    """Wrap `function` so that a `TorchFunctionMode` receives it as one call.  The first argument must be a tensor.
 
-    `inspect.unwrap` returns `function`.
+    `inspect.unwrap` returns the original function.
     """
 
     @functools.wraps(function)

@@ -13,8 +13,9 @@ Scalings extend a model to sequences that are longer than its training sequences
     longrope  each frequency is divided by its own factor, with different factors for sequences longer than the
               training sequences (Ding et al., 2024, "LongRoPE")
 
-The length for `dynamic` and `longrope` is that of the longest sequence or packed document in the batch, as in transformers.
-With `dynamic`, a model of transformers also depends on longer batches that it has processed before; this one does not.
+The length for `dynamic` and `longrope` is that of the longest sequence or packed document in the batch, as in
+transformers.  In transformers, the frequencies for `dynamic` also depend on earlier, longer batches.  Here, they do
+not.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Rotary:
 
 
 def _length(positions: Tensor) -> int:
-    """Return the last position plus 1.  In a dry run, which has no values, positions count from 0."""
+    """Return the last position plus 1.  In a dry run, tensors have no values, and positions count from 0."""
     return positions.shape[-1] if isinstance(positions, FakeTensor) else int(positions.max()) + 1
 
 

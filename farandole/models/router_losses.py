@@ -66,7 +66,7 @@ class RouterLosses:
         return added
 
     def continue_from(self, before: Tensor) -> None:
-        """Continue the sum from `before`, the fp32 sum of the losses of earlier blocks, which belong to another stage."""
+        """Continue the sum from `before`, the fp32 sum of the losses of the previous stages."""
         self._before = before
 
     def pass_on(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class _Add(torch.autograd.Function):
 
 
 class _PassOn(torch.autograd.Function):
-    """Returns the sum together with the hidden states, so that the gradient of the sum is known before any router needs it."""
+    """Returns the sum with the hidden states, so that the sum's gradient is known before a router needs it."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, before: Tensor, losses: RouterLosses) -> tuple[Tensor, Tensor]:

@@ -128,8 +128,10 @@ class KeyValueCache:
     """
 
     attend: Callable[..., Tensor] | None = None
-    """Computes attention over the stored positions, for a cache whose sequences have different lengths.  The arguments are
-    those of `attention.attention`, with the keys and values that `append` returned."""
+    """Computes attention over the stored positions, for a cache whose sequences have different lengths.
+
+    The arguments are those of `attention.attention`, with the keys and values that `append` returned.
+    """
 
     def __init__(self) -> None:
         self.length = 0

@@ -280,7 +280,7 @@ class T5(Transformer):
 
 
 def t5(config: T5Config) -> T5:
-    """Return a T5 model with torch's default initial weights."""
+    """Return a T5 model, whose weights `build_t5` initializes."""
     embedding = T5Embedding(config)
     encoder = [EncoderBlock(config) for _ in range(config.encoder_layers)]
     decoder = [DecoderBlock(config) for _ in range(config.decoder_layers)]

@@ -87,7 +87,7 @@ class ImageHead(nn.Module):
 
 
 def vit(config: ViTConfig) -> Transformer:
-    """Return a ViT model with torch's default initial weights."""
+    """Return a ViT model, whose weights `build_vit` initializes."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     blocks = [
         TransformerBlock(

@@ -1,4 +1,4 @@
-"""Operations over a vocabulary, which tensor parallelism replaces by operations over shards of the vocabulary."""
+"""Operations over a whole vocabulary.  Tensor parallelism replaces them with operations over vocabulary shards."""
 
 from __future__ import annotations
 

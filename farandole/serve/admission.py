@@ -4,8 +4,8 @@ The duration of a step is modelled as
 
     seconds = base + per_decode * decodes + per_prompt_token * prompt tokens
 
-The three coefficients are fitted to the measurements of all steps.  A common factor of the three is fitted to the last
-few steps, because the whole machine becomes slower or faster when other processes start or end.
+The three coefficients are fitted to the measurements of all steps.  In addition, all three are scaled by a factor that
+is fitted to the last few steps, because the whole machine becomes slower or faster when other processes start or end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from farandole.serve.request import RequestError
 
 MARGIN = 0.9
-"""The part of a target that predicted times may use."""
+"""The fraction of a target that predicted times may use."""
 MIN_PROMPT_TOKENS = 16
-"""The prompt tokens that a step may always compute, so that no prompt waits forever."""
+"""The number of prompt tokens that a step may always compute, so that no prompt waits forever."""
 FIRST_RUNNING = 4
 """The number of running sequences that may be tried without measurements."""
 _SHORTEST_S = 1e-12  # the time of a token is never zero, even if the fit is
@@ -101,7 +101,7 @@ class StepTimes:
         if seconds <= 0:
             return
         if self._steps >= 20 and (predicted := self.predict(decodes, prompt_tokens)):
-            # one pause of the machine must not decide
+            # a single pause of the machine must not dominate the estimate
             seconds = min(max(seconds, predicted / 4), predicted * 4)
             self._multiply(1 + self._speed * (seconds / predicted - 1))
         predicted = max(self.predict(decodes, prompt_tokens), seconds / 4)
@@ -126,13 +126,13 @@ class StepTimes:
         self._information, self._solution = information, solution
 
     def _restart(self) -> None:
-        """Discard the earlier measurements, which no longer determine a solution, and continue from the last coefficients."""
+        """Discard the earlier measurements, which no longer determine a solution, and keep the last coefficients."""
         if not np.isfinite(self._constrained).all():
             self._constrained = np.zeros(3)
         self._solution, self._steps = self._constrained.copy(), 0
 
     def _multiply(self, factor: float) -> None:
-        """Multiply all coefficients, and the times that the earlier measurements are relative to."""
+        """Multiply all coefficients by `factor`, and rescale the earlier measurements accordingly."""
         self._solution, self._constrained = factor * self._solution, factor * self._constrained
         self._information /= factor**2
 
@@ -198,8 +198,8 @@ class Admission:
         """Add a measured step.
 
         Args:
-            decodes: the number of tokens of sequences that decode: the last token of each sequence, and the verified
-                tokens.
+            decodes: the number of tokens of sequences that decode: the last token and the proposed tokens of each
+                sequence.
             prompt_tokens: the number of prompt tokens.
             seconds: the duration of the step.
             selected: the number of sequences for which a token was selected.
@@ -213,7 +213,7 @@ class Admission:
 
     @property
     def max_running(self) -> int:
-        """Return the number of sequences that may run, at least 1.
+        """Return the maximum number of running sequences, at least 1.
 
         In a steady state, each running sequence decodes one token per step, and the prompts of new sequences, which
         replace sequences that end, take a part of each step.
@@ -227,7 +227,7 @@ class Admission:
         return max(1, int(min(self._max_running, 2 * self._most_decodes, fits)))
 
     def prompt_budget(self, decodes: int) -> int:
-        """Return the number of prompt tokens for a step with `decodes` decoding sequences."""
+        """Return the maximum number of prompt tokens in a step with `decodes` decoding sequences."""
         most = self._token_budget - decodes
         step = MARGIN * (self.target.step if decodes else self.target.first_step)
         if step == math.inf:
@@ -237,7 +237,7 @@ class Admission:
         return min(most, max(MIN_PROMPT_TOKENS, int(min(2 * self._most_prompt_tokens, fits))))
 
     def proposal_budget(self, decodes: int) -> int:
-        """Return the number of proposed tokens that a step with `decodes` decoding sequences may verify.
+        """Return the maximum number of proposed tokens to verify in a step with `decodes` decoding sequences.
 
         At least half of the remaining tokens of the step are reserved for prompts.
         """

@@ -75,7 +75,7 @@ class Grammars:
                 self._load()
             name, grammar = _grammar_of(sampling)
             core = self._compiled.get(grammar)
-        if core is None:  # compiled without the lock, for which the engine's thread would wait
+        if core is None:  # compile without the lock, so that the engine's thread does not wait
             core = self._new(self._tokens, grammar, log_level=0)
             if core.is_error():
                 reason = " ".join(core.get_error().split())
@@ -88,7 +88,7 @@ class Grammars:
             return Matcher(core.deep_copy())
 
     def _load(self) -> None:
-        """Load the library when the first constraint is used, because building its tables for a large vocabulary takes a second."""
+        """Load the library at the first constraint, because building tables for a large vocabulary takes a second."""
         with optional_import():
             import llguidance
         text = self._tokenizer.to_str()

@@ -107,7 +107,7 @@ def read_encoder(path: Path, *, precision: str = "fp32", context: int | None = N
             "prompt to the inputs"
         )
     default = min(limit, settings.get("max_seq_length") or limit)
-    # a head that the folder lacks is drawn, and not used
+    # if the folder has no head, the head's weights are random, but they are not used
     model = from_pretrained(path, dtype=PRECISIONS[precision], classes=1).eval()
     return Encoder(path, model, read_tokenizer(path), context or default, pooling)
 

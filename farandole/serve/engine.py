@@ -65,7 +65,7 @@ class _Sequence:
     sampling: Sampling
     prompt: int
     tokens: list[int]
-    most: int  # generated tokens
+    most: int  # the maximum number of generated tokens
     ends: frozenset[int]
     text: TextStream | None
     arrived: float
@@ -163,7 +163,7 @@ class GenerationEngine:
         self._waiting: deque[_Sequence] = deque()
         self._requests = 0
         self._memory_is_full = False
-        self._last_step: float | None = None  # the end of the last step, if it left work
+        self._last_step: float | None = None  # the end of the last step, if work remained
         self.metrics = Metrics()
 
     @property
@@ -238,8 +238,9 @@ class GenerationEngine:
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop", "expected no strings, because the engine has no tokenizer")
         if sampling.lora is not None and sampling.lora not in self.runner.adapters:
-            expected = ", ".join(self.runner.adapters) or "no adapter, because none was loaded"
-            raise RequestError("lora", f"expected {expected}, got {sampling.lora!r}")
+            known = ", ".join(self.runner.adapters)
+            expected = f"expected one of {known}" if known else "no adapters are loaded"
+            raise RequestError("lora", f"unknown adapter {sampling.lora!r}; {expected}")
         if sampling.is_constrained:
             if self._grammars is None:
                 raise RequestError(

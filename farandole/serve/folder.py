@@ -33,7 +33,7 @@ class ModelFolder:
         context: the maximum number of tokens of a sequence.
         end_tokens: the tokens that end a sequence.
         template: the chat template, or None.
-        no_template: the reason why there is no chat template, if there is none.
+        no_template: the reason why `template` is None, or an empty string.
         adapters: the LoRA adapters by name.
     """
 
@@ -125,7 +125,7 @@ def _hugging_face(path: Path, precision: str, lazy: bool) -> tuple[Transformer, 
     )
     if not limit:
         raise FolderError(
-            f"{path / CONFIG} does not state the largest context: add the model's max_position_embeddings"
+            f"{path / CONFIG} does not contain the maximum context length; add max_position_embeddings to this file"
         )
     model = from_pretrained(path, dtype=PRECISIONS[precision], lazy=lazy).eval()
     return model, tokenizer, int(limit), ""
@@ -153,7 +153,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _end_tokens(path: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-sequence tokens from the first file that names one."""
+    """Return the end-of-sequence tokens: from the first configuration file that contains any, or from the tokenizer."""
     for name in ("generation_config.json", CONFIG):
         if (path / name).is_file():
             ends: Any = json.loads((path / name).read_text()).get("eos_token_id")

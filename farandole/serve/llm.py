@@ -69,16 +69,16 @@ class LLM:
         for result in llm.generate(["def", "class"], max_tokens=20, temperature=0):
             print(result.text)
 
-    With `tensor`, several ranks divide the model.  Without a launcher, this process is rank 0 and starts the other
-    ranks, which end with this process or with `close`.  While the other ranks exist, this process uses the same number
-    of threads as each of them (`torch.set_num_threads`).
+    With `tensor`, the model is sharded across several ranks.  Without a launcher, this process is rank 0 and starts the
+    other ranks, which exit when this process exits or calls `close`.  While the other ranks exist, this process uses
+    the same number of threads as each of them (`torch.set_num_threads`).
 
     Under a launcher, all ranks of the job run the same program.  The constructor, `generate`, `stream` and `close` are
     then collective calls, which use the prompts and parameters of rank 0 and return the results on every rank.
 
     Args:
         folder: a Hugging Face folder, a checkpoint, a run, or a folder of runs.
-        tensor: the number of ranks that divide the model.
+        tensor: the number of tensor-parallel ranks.
         precision: "fp32" or "bf16".
         weights: "int8" computes products with int8 weights; see `Runner`.
         context: the maximum number of tokens of a sequence, by default the model's context.

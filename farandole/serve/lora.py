@@ -1,8 +1,8 @@
 """Read the LoRA adapters that requests select.
 
-All requests share the base model's weights.  An adapter adds s B A to a weight.  For the rows of a batch that use the
-adapter, the two small products are computed in addition to the product with the weight (`rows.IndependentRows`), so a
-batch can contain requests with different adapters.
+All requests share the base model's weights.  An adapter adds the low-rank update s B A to a weight.  For the rows of a
+batch that use the adapter, the product with the update is computed separately, and added to the product with the weight
+(`rows.IndependentRows`).  A batch can therefore contain requests with different adapters.
 
 Y. Sheng et al., "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (2024).
 """
@@ -18,7 +18,7 @@ from farandole.parallel.lora.peft_adapter import AdapterError, check_fits, lora_
 from farandole.serve.request import RequestError
 
 Adapter = Mapping[str, tuple[Tensor, Tensor]]
-"""The matrices A (rank, inputs) and s B (outputs, rank) by the path of the linear layer."""
+"""The matrices A (LoRA rank, inputs) and s B (outputs, LoRA rank), keyed by the path of the linear layer."""
 
 
 def parse_adapters(lora: Sequence[str]) -> dict[str, Path]:
@@ -61,8 +61,8 @@ def _read(model: nn.Module, folder: str | Path) -> Adapter:
     if saved.others:
         names = ", ".join(sorted(saved.others)[:4])
         raise AdapterError(
-            f"{folder} also trains {names}, which requests cannot select; expected an adapter with bias='none' and "
-            "without modules_to_save"
+            f"{folder} also contains {names}, which are not supported; expected an adapter with bias='none' and without "
+            "modules_to_save"
         )
     lora = lora_of(saved)
     check_fits(model, lora, saved, has_lora=False)
@@ -70,8 +70,8 @@ def _read(model: nn.Module, folder: str | Path) -> Adapter:
     for path, a in saved.a.items():
         if a.dim() > 2:
             raise AdapterError(
-                f"{folder} changes the experts {path}, which requests cannot select; expected an adapter of linear layers, "
-                "or save a model with the merged adapter"
+                f"{folder} changes the experts {path}, which is not supported; use an adapter for linear layers only, or "
+                "merge the adapter into the model's weights"
             )
         dtype = model.get_parameter(f"{path}.weight").dtype
         found[path] = a.to(dtype), (saved.b[path].float() * lora.scaling).to(dtype)

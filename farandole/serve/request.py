@@ -164,7 +164,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability of a token in nats, and the log-probabilities of the most likely tokens, in descending order."""
+    """The log-probability of a token in nats, and the most likely tokens with their log-probabilities, descending."""
 
     token: int
     logprob: float

@@ -1,4 +1,4 @@
-"""Compute each row of a batch independently of the other rows, bit by bit.
+"""Compute each row of a batch so that every bit of the result is independent of the other rows.
 
 A library selects the algorithm of a matrix product by the number of rows, and algorithms sum in different orders.
 Vectorized functions such as `exp` compute the last elements of a tensor with a different approximation.  Therefore, the
@@ -39,7 +39,7 @@ BLOCK = 16
 VECTOR = 64
 """A multiple of the elements that an iteration of a vectorized function computes."""
 PIECE = 1 << 14
-"""The number of elements below which torch computes a function in one thread."""
+"""The maximum number of elements for which torch computes a function in one thread."""
 MAX_BF16_ROWS = 32
 """The largest number of rows for which the core computes bf16 products faster than torch."""
 
@@ -92,7 +92,7 @@ class IndependentRows(TorchFunctionMode):
         self._use_core = native.available() if use_core is None else use_core
         self._packed: dict[WeightKey, _Packed] = {}
         self.groups: Sequence[tuple[Updates, Tensor]] = ()
-        """The updates, each with the numbers of the rows that it applies to."""
+        """The updates, each with the indices of the rows to which it applies."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -142,7 +142,7 @@ class IndependentRows(TorchFunctionMode):
 
         Args:
             kind: INT8, or the type of the weight.
-            release: whether to free the weight's memory.  Its values are then NaN, except in products.
+            release: whether to free the weight's memory.  Outside of products, the weight's values are then NaN.
         """
         values, scales = weight.detach().contiguous(), None
         if kind is WeightType.INT8:

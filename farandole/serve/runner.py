@@ -195,7 +195,7 @@ class Runner:
         return Memory(self.shapes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
-        """Compute the tokens of `spans`: store keys and values, and return the fp32 logits (selected tokens, vocabulary).
+        """Compute the tokens of `spans`: store keys and values, and return fp32 logits (selected tokens, vocabulary).
 
         Call this method in inference mode.
         """

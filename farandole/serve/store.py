@@ -40,7 +40,7 @@ class LayerShape:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes per position."""
+        """Return the number of bytes per position."""
         return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
@@ -107,7 +107,7 @@ class Store(Protocol):
     block_length: int
     """The number of positions per block."""
     moves: int
-    """The number of sequences that were moved to fill holes."""
+    """The number of sequences that were moved into free slots."""
 
     @property
     def capacity(self) -> int:
@@ -191,7 +191,7 @@ class SlotStore:
         return []
 
     def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
-        """Add a sequence in the next slot; see `Store.add`."""
+        """Add a sequence in the first free slot; see `Store.add`."""
         running = [each for each in self._sequences if each is not None]
         longest = max([most, *(each.most for each in running)])
         if (len(running) + 1) * _round_up(longest, CHUNK) > self.capacity:

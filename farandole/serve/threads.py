@@ -1,6 +1,6 @@
 """The threads that compute a step.
 
-The C core and torch have threads of their own.  After each operation, torch's OpenMP threads spin for milliseconds, and
+The C core and torch use separate threads.  After each operation, torch's OpenMP threads spin for milliseconds, and
 take processors from the threads of the core: with two threads, a step took longer than with one.  Therefore, torch's
 operations of a step use one thread, except large products that the core does not compute.
 """
@@ -20,7 +20,7 @@ _count: ContextVar[int | None] = ContextVar("threads of the core", default=None)
 
 @contextlib.contextmanager
 def core_threads() -> Iterator[None]:
-    """Return a context in which torch uses one thread, and the core the threads that torch had before."""
+    """Return a context in which torch uses one thread, and the core uses as many threads as torch used before."""
     count = torch.get_num_threads()
     if count == 1 or not native.available():
         yield

@@ -43,7 +43,7 @@ from farandole.train.run_folder import (
 from farandole.train.trainer import Trainer
 
 _ABANDON_S = 3.0
-"""The time that a failed rank waits for a pending checkpoint.  The launcher allows 5.5 seconds."""
+"""The time that a failed rank waits for a pending checkpoint.  The launcher kills all ranks 5.5 s after a failure."""
 
 
 class CheckpointWriter:
@@ -125,7 +125,7 @@ class CheckpointWriter:
             )
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on the disk."""
+        """Wait until the last checkpoint is on disk."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with self._explained():
@@ -139,7 +139,7 @@ class CheckpointWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _complete(self, trainer: Trainer, metadata: str, types: Mapping[str, torch.dtype]) -> None:
-        """Write the other files next to the state, rename the checkpoint to its final name, and delete old checkpoints."""
+        """Write the other files, rename the checkpoint to its final name, and delete old checkpoints."""
         folder = self._partial
         write_weights(folder / WEIGHTS, folder / STATE, types)
         if (
@@ -164,7 +164,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Return a context that removes the partial checkpoint if the save fails, and reports the last good checkpoint."""
+        """Return a context that, if a save fails, removes the partial checkpoint and names the last good checkpoint."""
         try:
             yield
         except CheckpointError as error:
@@ -188,7 +188,7 @@ def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
     """
     metadata, engine = read_metadata(folder), trainer.engine
     own = None
-    if metadata.loss_scale is not None:  # a checkpoint without engine.json, which earlier versions wrote
+    if metadata.loss_scale is not None:  # an earlier version wrote this checkpoint, without engine.json
         scaler = {"scale": metadata.loss_scale, "good_steps": metadata.good_steps, "steps": metadata.step}
         own = engine.metadata() | {
             "scaler": {**engine.scaler.state_dict(), **scaler, "enabled": True},

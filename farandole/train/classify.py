@@ -31,7 +31,7 @@ def ClassifyTask(  # noqa: N802 - returns one of two classes
     """Create the classification task for the model's family."""
     if not config.model.folder:
         raise ConfigError(
-            "task='classify' fine-tunes an existing model; set the folder of a BERT or ViT model with model=FOLDER"
+            "task='classify' requires a model to fine-tune; set the folder of a BERT or ViT model with model=FOLDER"
         )
     origin = describe_folder(config, ("bert", "vit"))
     return (
@@ -127,7 +127,7 @@ class ImageClassification(ImagesTask):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the number of positions of all images."""
+        """Return the number of positions of an image, which is the same for all images."""
         return np.array([self._positions])
 
     def build(self, config: TrainConfig) -> nn.Module:
@@ -139,5 +139,5 @@ class ImageClassification(ImagesTask):
         return "classes: " + ", ".join(self.classes)
 
     def files(self) -> Mapping[str, Path]:
-        """Return the model's configuration file."""
+        """Return the model's configuration and preprocessor files."""
         return model_files(folder_of(self._config))

@@ -85,7 +85,7 @@ class ConfigError(Documented, ValueError):
 
 
 PIPELINED = 4
-"""The default number of micro-batches per stage: with it, a rank is idle for less than a fifth of a `1f1b` step."""
+"""The default number of micro-batches per pipeline stage.  A rank is then idle for less than 1/5 of a `1f1b` step."""
 
 
 class _Section(BaseModel):
@@ -109,7 +109,7 @@ class ModelSection(_Section):
     _restored: bool = PrivateAttr(default=False)
 
     def restored(self, folder: Path) -> ModelSection:
-        """Return a copy of this section for a model whose weights come from a checkpoint and whose other files are in `folder`."""
+        """Return a copy of this section for a model with weights from a checkpoint and other files from `folder`."""
         section = self.model_copy(update={"folder": str(folder)})
         section._restored = True
         return section
@@ -142,7 +142,7 @@ class ModelSection(_Section):
         return self.model_dump(exclude={"folder", "pretrained", *ROUTERS})
 
     def routers(self) -> dict[str, float]:
-        """Return the values of the keys in `ROUTERS` that are not 0, by key."""
+        """Return the nonzero values of the keys in `ROUTERS`, by key."""
         return {name: value for name in ROUTERS if (value := getattr(self, name))}
 
     @model_validator(mode="after")
@@ -318,7 +318,7 @@ class TrainConfig(_Section):
         """Return the number of micro-batches per rank and step, and the number of samples in each micro-batch.
 
         Raises:
-            ConfigError: if `ranks` and `micro_batch` do not divide the batch.
+            ConfigError: if the batch is not divisible by `ranks`, `micro_batch` or `plan.micro_batches`.
         """
         together = self.plan.ranks_per_sample
         replicas = max(1, ranks // together)
@@ -337,8 +337,8 @@ class TrainConfig(_Section):
         if count:
             if self.micro_batch:
                 raise ConfigError(
-                    f"plan.micro_batches={count} and micro_batch={self.micro_batch} both divide the batch; use "
-                    "micro_batch=0, or plan.micro_batches=0"
+                    f"plan.micro_batches={count} and micro_batch={self.micro_batch} are mutually exclusive; use "
+                    "micro_batch=0 or plan.micro_batches=0"
                 )
             if share % count:
                 near_count = max(n for n in range(1, min(count, share) + 1) if share % n == 0)
@@ -536,7 +536,7 @@ def unknown_key(key: str) -> str:
     if not near:
         names = {other.rpartition(".")[2]: other for other in known}
         near = [names[other] for other in difflib.get_close_matches(name, names, n=1)]
-    hint = f"did you mean {near[0]}?" if near else "farandole config keys lists all keys"
+    hint = f"did you mean {near[0]}?" if near else "to list all keys, run farandole config keys"
     return f"unknown key {key}; {hint}"
 
 

@@ -42,15 +42,17 @@ class Flops:
     target: float = 0.0
 
     def of(self, lengths: NDArray[np.int64], samples: float, targets: float) -> float:
-        """Return the operations for `samples` samples with `targets` targets; each sample has the mean cost of
-        sequences with `lengths` positions."""
+        """Return the number of operations for `samples` samples with `targets` targets.
+
+        Each sample has the mean cost of the sequences with the numbers of positions in `lengths`.
+        """
         positions = lengths.astype(np.float64)
         each = float((self.position * positions + self.pair * positions**2).mean())
         return samples * each + targets * self.target
 
 
 def count_flops(model: nn.Module, lora: LoRA | None = None) -> Flops | None:
-    """Return the operations of a transformer that is complete on this process, or None for other models.
+    """Return the operations of an unsharded transformer, or None for other models.
 
     Args:
         model: the model before `parallelize`, which may be on the meta device.
@@ -115,7 +117,7 @@ def _products(module: nn.Module) -> Iterator[tuple[Tensor, float]]:
 
 
 def _scores(module: nn.Module) -> int:
-    """Return the multiplications per pair of positions in the products of attention."""
+    """Return the number of multiplications per pair of positions in attention's two matrix products."""
     if isinstance(module, SelfAttention | T5Attention | CrossAttention):
         return 2 * module.out.in_features
     if isinstance(module, LatentAttention):

@@ -93,11 +93,10 @@ def _warn_context(context: int, trained: int, folder: str) -> None:
 
 
 def open_folder_model(config: TrainConfig, classes: int | None = None, **changes: Any) -> Transformer:
-    """Create the folder's model on the meta device, with `changes` to its configuration.
+    """Create the folder's model, with `changes` to its configuration.
 
-    `parallelize` reads the weights.
-
-    With `model.pretrained=false`, the weights are random.
+    The model is on the meta device, and `parallelize` reads the weights.  With `model.pretrained=false`, the model has
+    random weights and is on torch's default device.
 
     Raises:
         ConfigError: if the folder is damaged or incomplete.
@@ -121,7 +120,7 @@ def open_folder_model(config: TrainConfig, classes: int | None = None, **changes
 
 
 def _without_weights(origin: Pretrained) -> Transformer:
-    """Return a model on the meta device, whose weights a checkpoint has."""
+    """Return a model on the meta device, whose weights come from a checkpoint."""
     with meta_device():
         model = origin.architecture.build(origin.config)
     model.pretrained = origin  # type: ignore[assignment]

@@ -34,14 +34,14 @@ _REFUSED_FRACTION = 0.9
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` if the model is incompatible with the plan, or if a language model does not fit in this host's memory."""
+    """Raise `ConfigError` if the plan does not support the model, or if a language model does not fit in memory."""
     if any(getattr(config.plan, axis) > 1 for axis in ("pipeline", *MODEL_AXES)):
         _check_division(config, ranks)
     if config.task not in ("text", "sft"):
         return
     plan, accelerated = config.plan, torch.cuda.is_available()
     split = plan.ranks_per_sample * plan.expert > 1
-    # with adapters or split layers, a rank has states for a part of the parameters, which only the estimate counts
+    # with adapters or split layers, a rank has states for only some parameters, which only the estimate considers
     if plan.lora_rank or config.model.folder or (split and not accelerated):
         if not accelerated and plan.swap == "none":
             check_step(config, ranks, available_memory())
@@ -67,7 +67,7 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
 
 
 def _check_division(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` if the model cannot be divided along the plan's axes, or if the schedule does not support the batch."""
+    """Raise `ConfigError` if the plan's axes cannot split the model, or if the schedule does not support the batch."""
     plan, (micro_batches, _) = _plan_of(config), config.micro_batches(ranks)
     try:
         if plan.pipeline > 1:
@@ -119,14 +119,14 @@ def summary(start: Start) -> dict[str, str]:
 
 
 def _trained(zero: int, offload: str, ranks: int) -> float:
-    """Return the bytes per parameter for weights, gradients and states, summed over all devices."""
+    """Return the number of bytes per parameter for weights, gradients and states, summed over all devices."""
     accelerated = torch.cuda.is_available()
     machine = Machine(memory=1, shared=not accelerated, host=not accelerated)
     return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, machine)
 
 
 def _copied(zero: int, offload: str, ranks: int) -> float:
-    """Return the bytes per parameter for checkpoint copies in host memory."""
+    """Return the number of bytes per parameter for checkpoint copies in host memory, summed over all ranks."""
     return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, Machine(memory=1), checkpoints=True)
 
 
@@ -192,7 +192,7 @@ def _upper_bound(config: TrainConfig, ranks: int) -> float:
 def _check_state(
     config: TrainConfig, each: dict[int, float], ranks: int, have: int, whose: str, parts: str
 ) -> None:
-    """Raise `ConfigError` if the state needs more than `have` bytes; `each` is bytes per parameter by ZeRO stage."""
+    """Raise `ConfigError` if the state needs more than `have` bytes, with `each[stage]` bytes per parameter."""
     model, zero = config.model.gpt(), config.plan.zero
     need = each[zero] * model.parameters
     if need <= have:

@@ -307,7 +307,7 @@ class Observer:
 
 
 def _router_metrics(result: StepResult) -> dict[str, float]:
-    """Return the largest load of each router's experts relative to the mean load, and the share of dropped tokens."""
+    """Return each router's largest load relative to the mean, share of dropped tokens, and share of load per expert."""
     return {
         f"{name}/{metric}": value
         for name, load in result.loads.items()
@@ -322,7 +322,7 @@ def _router_metrics(result: StepResult) -> dict[str, float]:
 
 
 def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
-    """Yield lines about recomputation, swapping and offload.  Disk measurement takes about a second."""
+    """Yield lines about recomputation, swapping and offload.  Measuring a disk takes about a second."""
     plan = trainer.config.plan
     yield from trainer.notices
     if plan.swap != "none":

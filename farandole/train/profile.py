@@ -1,8 +1,8 @@
 """Record the first steps of a job as one trace of all ranks, for https://ui.perfetto.dev.
 
-Each rank is a process of the trace.  Its threads are the phases of steps and, in a pipeline, the measured actions and the
-actions of a simulation whose costs are the medians of the measured actions of the step.  Times are seconds on the host: an
-accelerator may still run the kernels of a phase that has ended.
+Each rank is a process of the trace.  Its threads show the phases of the steps and, in a pipeline, the measured actions
+and simulated actions.  The simulation of a step uses the median durations of the actions measured in this step.  Times
+are measured on the host: an accelerator may still run the kernels of a phase that has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recording:
-    """The phases of a rank, and its pipeline actions in each step, in seconds of the clock of rank 0."""
+    """The phases of a rank, and its pipeline actions in each step, in seconds of rank 0's clock."""
 
     phases: Sequence[Phase]
     steps: Sequence[Sequence[Span]]
@@ -49,7 +49,7 @@ class Profile:
     """Records the phases and the pipeline actions of this rank in the first steps.
 
     Args:
-        enabled: whether to record; until `trace` is called.
+        enabled: whether to record until `trace` is called.
     """
 
     def __init__(self, engine: Engine, *, enabled: bool) -> None:
@@ -105,14 +105,14 @@ class Profile:
 
 
 def trace_of(recordings: Sequence[Recording], mesh: Mesh, pipeline: Pipeline | None) -> list[Event]:
-    """Return the events of the recordings of all ranks; the trace starts at 0."""
+    """Return the events of all ranks, with times that start at 0."""
     begun = min(phase.start for each in recordings for phase in each.phases)
     events: list[Event] = []
     for rank, each in enumerate(recordings):
         events.append(rank_name(rank))
         names = THREADS if pipeline is not None else THREADS[:1]
         events += [thread_name(rank, thread, name) for thread, name in enumerate(names)]
-        # of phases that start at the same time, the first event contains the others
+        # if phases start at the same time, the first event must enclose the others
         for phase in sorted(each.phases, key=lambda phase: (phase.start, -phase.end)):
             events.append(duration(phase.name, rank, PHASES, phase.start - begun, phase.end - begun))
     if pipeline is not None:

@@ -94,7 +94,7 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def weights_file(config: TrainConfig) -> Path | None:
-    """Return the safetensors file of the initial weights, or None if they are random.  Raises `CheckpointError`."""
+    """Return the safetensors file that `config.weights` names, or None without this key.  Raises `CheckpointError`."""
     if not config.weights:
         return None
     path = Path(config.weights).expanduser()
@@ -188,7 +188,7 @@ class Metadata:
     files: list[str] = field(default_factory=lambda: [TOKENIZER])
     """The task's files."""
     loss_scale: float | None = None
-    """Like the next two fields, present only in checkpoints from earlier versions, without `state/engine.json`."""
+    """Earlier versions wrote this field and the next two fields instead of `state/engine.json`."""
     good_steps: int = 0
     rounding_steps: int = 0
 
@@ -218,12 +218,11 @@ def check_complete(folder: Path) -> None:
     files = read_metadata(folder).files if (folder / METADATA).is_file() else []
     missing = [name for name in (METADATA, STATE_INDEX, WEIGHTS, *files) if not (folder / name).is_file()]
     if missing:
-        raise damaged_error(folder, f"{', '.join(missing)} missing")
+        raise damaged_error(folder, f"it does not contain {', '.join(missing)}")
     found, expected = (folder / WEIGHTS).stat().st_size, _length_of_safetensors(folder / WEIGHTS)
     if found != expected:
-        raise damaged_error(
-            folder, f"{WEIGHTS} has {found} bytes, expected {expected or 'more'} from its header"
-        )
+        problem = f"its header requires {expected}" if expected else "its header is truncated or damaged"
+        raise damaged_error(folder, f"{WEIGHTS} has {found} bytes, but {problem}")
 
 
 def damaged_error(folder: Path, why: str) -> CheckpointError:
@@ -234,7 +233,7 @@ def damaged_error(folder: Path, why: str) -> CheckpointError:
 
 
 def _length_of_safetensors(path: Path) -> int:
-    """Return the file's length according to its header, or 0 if the header is truncated."""
+    """Return the file's length according to its header, or 0 if the header is truncated or damaged."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:

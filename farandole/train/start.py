@@ -212,7 +212,7 @@ def check_wandb() -> None:
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """Return the largest number of ranks that this host supports, that the plan allows, and that divides the batch."""
+    """Return the largest number of ranks that suits this host and the plan, and by which the batch is divisible."""
     together, experts = config.plan.ranks_per_sample, config.plan.expert
     if config.plan.data:
         return config.plan.data * experts * together

@@ -170,8 +170,10 @@ def _find_task(name: str) -> Callable[..., Any]:
         hint = (
             f"did you mean {near[0]}?" if near else "name a subclass of Task, or a function that returns one"
         )
-        what = "no" if found is None else f"{type(found).__name__}, not a function,"
-        raise ConfigError(f"task={name!r}: module {module_name} has {what} {attribute}; {hint}")
+        problem = f"module {module_name} has no {attribute}"
+        if found is not None:
+            problem = f"expected {module_name}.{attribute} to be callable, got {type(found).__name__}"
+        raise ConfigError(f"task={name!r}: {problem}; {hint}")
     result: Callable[..., Any] = found
     return result
 

@@ -78,7 +78,7 @@ def open_text(
 
 
 class TextTask(Task):
-    """Trains a GPT on token windows, from `text` if given, otherwise from the configured text."""
+    """Trains a language model on token windows, from `text` if given, otherwise from the configured text."""
 
     unit = "tokens"
 
@@ -96,7 +96,7 @@ class TextTask(Task):
         self.units_per_sample = config.model.context
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return the GPT."""
+        """Return the model from the configured folder, or a GPT."""
         return build_language_model(self._config)
 
     def batch(
@@ -178,7 +178,7 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
 
 
 MaskedBatch = tuple[Tensor, Tensor]
-"""Masked tokens and targets, both int64 of shape (samples, positions).  Targets are -100 at unmasked positions."""
+"""Masked tokens and targets, both int64 of shape (samples, positions).  Targets are -100 where no token is selected."""
 
 
 class MaskedTextTask(Task):
@@ -226,7 +226,9 @@ class ChatTask(Task):
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         if not config.model.folder:
-            raise ConfigError("task='sft' fine-tunes an existing model; set its folder with model=FOLDER")
+            raise ConfigError(
+                "task='sft' requires a model to fine-tune; set the model's folder with model=FOLDER"
+            )
         self._config = config
         origin = describe_folder(config, decoder_names())
         check_context(config, origin)

@@ -1,4 +1,4 @@
-"""Run training steps for a task's model under a plan, with samples, AdamW, and warm-up and cosine decay.
+"""Run training steps for a task's model under a plan, with AdamW, linear warm-up and cosine decay.
 
 Weight decay applies to matrices but not to vectors (biases and normalization weights), as in GPT-3.  See Loshchilov and
 Hutter, 2019, "Decoupled Weight Decay Regularization".
@@ -143,7 +143,7 @@ class Trainer:
             stop: whether this rank was asked to stop.  The result combines this flag over all ranks.
 
         Raises:
-            FloatingPointError: on all ranks, if the gradient is not finite.
+            FloatingPointError: on all ranks, if the gradient is not finite.  With fp16, the step is skipped instead.
             ConfigError: if the counts returned by the task's loss add up to 0.
         """
         rate = learning_rate(self.step_number, self.config.steps, self.config.optimizer)
@@ -181,7 +181,7 @@ class Trainer:
         if not math.isfinite(norm) and not self.scaler.enabled:
             raise FloatingPointError(
                 f"step {self.step_number + 1}: training diverged: gradient norm {norm} at loss {mean:g}, "
-                f"{self.engine.locate_nonfinite()}; lower "
+                f"{self.engine.locate_nonfinite()}; use a value below "
                 f"optimizer.learning_rate={self.config.optimizer.learning_rate:g}"
             )
         factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6)) * correction

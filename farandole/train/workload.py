@@ -88,7 +88,7 @@ def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], 
     if config.task == "classify":
         if not config.model.folder:
             raise ConfigError(
-                "task='classify' fine-tunes an existing model; set the folder of a BERT or ViT model with model=FOLDER"
+                "task='classify' requires a model to fine-tune; set the folder of a BERT or ViT model with model=FOLDER"
             )
         origin = describe_folder(config, ("bert", "vit"))
         classes = origin.config.classes or _CLASSES[origin.architecture.name]
@@ -99,7 +99,7 @@ def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], 
             _of_classes,
         )
     if config.model.folder:
-        # plans start from random weights, and may be for a T5, which no task trains
+        # with random weights, as in `farandole plan hf:FOLDER`, the model may also be a T5, which no task trains
         origin = describe_folder(
             config, decoder_names() if config.model.pretrained else (*decoder_names(), "t5")
         )

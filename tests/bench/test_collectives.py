@@ -228,7 +228,7 @@ def test_unsupported_options_are_refused(change, message):
 
 
 def test_messages_need_two_ranks():
-    with pytest.raises(BenchError, match="--op latency runs between two ranks; use --ranks 2"):
+    with pytest.raises(BenchError, match="--op latency requires two ranks, got 1; use --ranks 2"):
         _changed(operations=("latency",)).check(1)
 
 

@@ -160,7 +160,8 @@ def test_the_default_number_of_ranks_divides_the_batch(
     result = _train(*MINE)
     assert launched.pop()[1] == 4
     assert (
-        "training on 4 of 6 cores or accelerators, because more ranks do not divide batch=8" in result.output
+        "training on 4 of 6 cores or accelerators, because batch=8 is not divisible by more ranks"
+        in result.output
     )
     result = _train(*MINE, "batch=12", "micro_batch=2")
     assert launched.pop()[1] == 6
@@ -203,7 +204,7 @@ def test_an_incomplete_checkpoint_is_not_resumed(launched: list[Any], part: str)
     result = _train("--resume")
     assert result.exit_code == 2
     assert (
-        f"step-000015 is damaged: {part} missing; to resume from the previous checkpoint, use --resume {before}"
+        f"step-000015 is damaged: it does not contain {part}; to resume from the previous checkpoint, use --resume {before}"
         in result.output
     )
 

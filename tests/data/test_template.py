@@ -102,7 +102,7 @@ def test_conversations_that_a_template_rejects(folder: Path) -> None:
 
 
 def test_invalid_and_missing_templates(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the chat template is invalid on line 2: .*choose another file"):
+    with pytest.raises(DataError, match="the chat template is invalid on line 2: .*use another template"):
         Template("{{ bos_token }}\n{% for %}", TOKENS)
     assert "<|im_start|>" in find_template(folder, "chatml").source
     (tmp_path / "own.jinja").write_text("{{ eos_token }}")

@@ -349,4 +349,4 @@ def test_the_offload_benchmark_reports_its_bandwidth(tmp_path: Path) -> None:
     assert result["moved_bytes"] == pytest.approx(2 * 48 << 20, rel=1e-4)
     assert result["share_of_plain"] > 0.1  # far below what is seen: others may use the machine
     assert "AdamW, state on disk" in offload.table(result)
-    assert "of the plain bandwidth" in offload.notes(result)
+    assert "of the bandwidth of the plain test" in offload.notes(result)

@@ -277,7 +277,7 @@ def test_invalid_keys_are_refused(folder: Path) -> None:
     assert "the folder determines the model's sizes" in command.output
     command = Command(folder, "train", "sft", "data.path=chat.jsonl")
     assert command.end() == 2
-    assert "set its folder with model=FOLDER" in command.output
+    assert "task='sft' requires a model to fine-tune" in command.output
 
 
 def test_plans_for_a_folder(folder: Path) -> None:

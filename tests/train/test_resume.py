@@ -166,8 +166,8 @@ def test_damage_is_reported_with_the_previous_checkpoint(folder: Path, reference
     *_, before, newest = sorted((run / "checkpoints").glob("step-*"))
     whole = (newest / "model.safetensors").read_bytes()
     for content, says in (
-        (whole[:-7], f"has {len(whole) - 7} bytes, expected {len(whole)} from its header"),
-        (whole[:100], "expected more from its header"),
+        (whole[:-7], f"has {len(whole) - 7} bytes, but its header requires {len(whole)}"),
+        (whole[:100], "has 100 bytes, but its header is truncated or damaged"),
     ):
         (newest / "model.safetensors").write_bytes(content)
         command = Command(folder, "train", "--resume", str(run), f"steps={2 * STEPS}")

@@ -238,7 +238,7 @@ def test_custom_task_under_the_launcher(folder: Path) -> None:
         ("nothing-like-it", "tasks are text, masked-text, images, sft, classify, or MODULE:FUNCTION"),
         ("own_task:Sums", "there is no module own_task in"),
         ("own_tasks:Sum", "module own_tasks has no Sum; did you mean Sums?"),
-        ("own_tasks:number", "module own_tasks has int, not a function, number"),
+        ("own_tasks:number", "expected own_tasks.number to be callable, got int"),
         ("own_tasks:broken", "expected broken(config) to return a farandole.train.tasks.Task, got int"),
         ("own_tasks:Lossless", "Lossless has no loss; a Task must define build, loss, train and validation"),
     ],

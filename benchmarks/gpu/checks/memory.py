@@ -30,7 +30,7 @@ def _allocate_to_the_limit(context: Context, limit: int) -> int:
 
 @check()
 def limit(context: Context) -> Figures:
-    """Exceed a limit, which raises the package's error and ends with its context."""
+    """Check that exceeding a limit raises `OutOfDeviceMemory`, and that the limit ends with its context."""
     limit = (512 if context.on_cuda else 16) * _MIB
     reached = _allocate_to_the_limit(context, limit)
     expect(limit * 0.7 <= reached <= limit, f"expected 70 % to 100 % of {limit} bytes, got {reached}")
@@ -50,7 +50,7 @@ def limits_of_ranks(context: Context) -> Figures:
 
 @check()
 def counts(context: Context) -> Figures:
-    """Compare the tracked bytes of a training step with torch's allocator."""
+    """Compare the tracked memory of a training step with torch's allocator."""
     config = small(context)
     with DeviceMemory(None, context.device) as memory:
         before = torch.cuda.memory_allocated(context.device) if context.on_cuda else 0
@@ -75,7 +75,7 @@ def counts(context: Context) -> Figures:
 
 @check()
 def saved_for_backward(context: Context) -> Figures:
-    """Compare the predicted and measured bytes that are saved for a backward pass."""
+    """Compare the predicted and measured memory that is saved for a backward pass."""
     config = small(context)
     model, tokens = make(context, config), batches(context, config)[0][:, :-1].contiguous()
     predicted = saved_bytes(model, tokens).total

@@ -5,7 +5,7 @@ setup.py            the options
 backends.py         chooses the backends
 implementations.py  the calls of each backend
 mpi.py              the calls of MPI
-operations.py       the operations, and the bytes that they move
+operations.py       the operations, and the amount of data that they transfer
 messages.py         point-to-point messages
 values.py           inputs and expected results
 measure.py          times a call

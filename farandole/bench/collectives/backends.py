@@ -81,7 +81,7 @@ def why_unavailable(name: str, ranks: int, launcher: str) -> str | None:
         if importlib.util.find_spec("mpi4py") is None:
             return "mpi4py is not installed (pip install mpi4py mpich)"
         if not launcher.startswith(("mpirun", "srun")):
-            return f"{launcher} started the ranks, not mpirun"
+            return f"mpirun must start the ranks, but they are started by {launcher}"
     return None
 
 
@@ -124,7 +124,7 @@ def find_mpiexec() -> str | None:
 
 
 def without_mpiexec(setup: CollectivesSetup, ranks: int) -> str:
-    """Return why a job that mpiexec did not start cannot measure MPI."""
+    """Return the launcher of a job that mpiexec does not start, with the reason."""
     if find_mpiexec() is None:
         return "farandole launch, because there is no mpiexec"
     sharing = f"{counted(ranks, 'rank')} share {counted(usable_cores(), 'core')}"

@@ -33,10 +33,10 @@ class Implementation(Protocol):
     def begin(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
     ) -> Callable[[], Wait]:
-        """Return a function that starts the collective and returns its work handle."""
+        """Return a function that starts the collective and returns a function that waits for its completion."""
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        """Send a message; return when the tensor may be changed."""
+        """Send a message, and return when the tensor may be changed."""
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
         """Receive a message."""
@@ -60,13 +60,13 @@ class Torch:
         return torch.empty(count, dtype=dtype)
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
-        """Return a call of torch's public function."""
+        """Return a function that calls torch's public function for the operation."""
         return self._of_torch(operation, reduction, input, output)
 
     def begin(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
     ) -> Callable[[], Wait]:
-        """Return the same call with `async_op=True`."""
+        """Return a function that starts the operation with `async_op=True` and returns its `wait` method."""
         call = partial(self._of_torch(operation, reduction, input, output), async_op=True)
         return lambda: call().wait
 
@@ -136,14 +136,14 @@ class Nccl(Torch):
         return torch.empty(count, dtype=dtype, device=self._device)
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
-        """Return torch's function followed by a synchronization of the accelerator."""
+        """Return a function that calls torch's function and then synchronizes the accelerator."""
         call = super().call(operation, reduction, input, output)
         return lambda: self._after(call())
 
     def begin(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
     ) -> Callable[[], Wait]:
-        """Enqueue the operation."""
+        """Return a function that enqueues the operation and returns a function that synchronizes the accelerator."""
         call = super().call(operation, reduction, input, output)
 
         def begin() -> Wait:

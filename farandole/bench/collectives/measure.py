@@ -24,7 +24,7 @@ TURNS = 10
 """The number of turns into which the iterations of each implementation are divided."""
 
 Row = dict[str, Any]
-"""A table row, with the keys in `collectives_table.COLUMNS`."""
+"""A table row: "operation", "backend", "size", and keys of `table.COLUMNS`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Trial:
 
 
 def measure(implementations: list[Implementation], case: Case) -> list[Row]:
-    """Return a row for each implementation, with its mean latency averaged over ranks, and the minimum and maximum."""
+    """Return a row per implementation: the mean, minimum and maximum over ranks of a rank's mean latency."""
     iterations, warmup = case.counts
     trials = [Trial(implementation, case) for implementation in implementations]
     for trial in trials:

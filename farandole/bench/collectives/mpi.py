@@ -48,13 +48,13 @@ class Mpi:
         return torch.empty(count, dtype=dtype)
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
-        """Return the blocking function."""
+        """Return a function that runs the blocking call."""
         return self._function("", operation, reduction, input, output)
 
     def begin(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
     ) -> Callable[[], Wait]:
-        """Return the non-blocking function, such as Iallreduce."""
+        """Return a function that starts a non-blocking call, such as Iallreduce, and returns its `Wait` method."""
         call = self._function("I", operation, reduction, input, output)
         return lambda: call().Wait
 

@@ -1,4 +1,4 @@
-"""The operations to measure: the buffers of each rank, and the bytes that a rank's link must transfer.
+"""The operations to measure: the buffers of each rank, and the amount of data that a rank's link must transfer.
 
 S is the size in bytes that a table shows, the larger of a rank's input and output.  `docs/guides/bench.md` derives the
 factors of the bus bandwidth.
@@ -44,7 +44,7 @@ class Operation:
         return size // itemsize // (ranks if extent == "part" else 1)
 
     def bytes_per_rank(self, size: int, ranks: int) -> int:
-        """Return the total bytes of a rank's input and output."""
+        """Return the total size in bytes of a rank's input and output."""
         each = {"whole": size, "part": -(-size // ranks), "none": 0}
         return each[self.input] + each[self.output]
 

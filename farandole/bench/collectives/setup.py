@@ -32,9 +32,9 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 class CollectivesSetup:
     """Options of the collectives benchmark.
 
-    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, the number depends on the size.  If `backends`
-    is empty, all available backends are measured, and `left_out` contains the reasons why other backends are
-    unavailable.
+    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, the number depends on the size.  If
+    `backends` is empty, all available backends are measured, and `left_out` contains the reasons why other backends
+    are unavailable.
     """
 
     operations: tuple[str, ...] = ("all_reduce",)
@@ -109,7 +109,7 @@ class CollectivesSetup:
 
     def _check_operation(self, operation: Operation, ranks: int) -> None:
         if operation.messages and ranks < 2:
-            raise BenchError(f"--op {operation.name} runs between two ranks; use --ranks 2")
+            raise BenchError(f"--op {operation.name} requires two ranks, got {ranks}; use --ranks 2")
         if operation.messages and self.overlap:
             collectives = ", ".join(name for name, each in OPERATIONS.items() if not each.messages)
             raise BenchError(f"--overlap does not support --op {operation.name}; it supports {collectives}")
@@ -125,7 +125,7 @@ class CollectivesSetup:
         check_output("--picture", self.picture, PICTURES)
         if self.picture is not None and not any(OPERATIONS[name].sized for name in self.operations):
             raise BenchError(
-                f"--picture {self.picture} shows sizes on its axis, but a barrier has no size; omit one of them"
+                f"--picture {self.picture} shows sizes on its axis, but a barrier has no size; omit --picture"
             )
 
     def check_memory(self, ranks: int, here: int, copies: int) -> None:

@@ -1,4 +1,4 @@
-"""Send requests to an OpenAI-compatible server, and record when each part of an answer arrives.
+"""Send requests to an OpenAI-compatible server, and record when each part of a response arrives.
 
 Each request has its own thread and its own connection.  Times are measured from the planned arrival of a request, so
 that a delayed client does not hide a slow server.
@@ -19,7 +19,7 @@ from farandole.bench.serving.load import Request
 from farandole.bench.setup import BenchError
 
 TIMEOUT_S = 600.0
-"""How long, in seconds, a request waits for the next part of its answer."""
+"""How long, in seconds, a request waits for the next part of its response."""
 
 WORDS = [
     "the",
@@ -66,7 +66,7 @@ class Sample:
         end: the time of the last part, or of the failure.
         prompt_tokens, output_tokens: the numbers of tokens, as counted by the server.
         refused: whether the server answered with status 429.
-        error: the reason of any other failure.
+        error: the reason for any other failure.
     """
 
     arrival: float
@@ -79,7 +79,7 @@ class Sample:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the answer is complete."""
+        """Return whether the response is complete."""
         return not self.refused and self.error is None
 
     @property
@@ -89,12 +89,12 @@ class Sample:
 
     @property
     def latency(self) -> float:
-        """Return the seconds from the planned arrival to the end of the answer."""
+        """Return the seconds from the planned arrival to the end of the response."""
         return self.end - self.arrival
 
     @property
     def tpot(self) -> float | None:
-        """Return the mean seconds per token after the first; None for answers of one token."""
+        """Return the mean seconds per token after the first token, or None for a response of one token."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
@@ -155,11 +155,11 @@ class Client:
             connection.close()
 
     def one_after_another(self, requests: Sequence[Request]) -> list[Sample]:
-        """Send each request when the answer to the previous request is complete."""
+        """Send each request when the response to the previous request is complete."""
         return [self.send(request, time.perf_counter()) for request in requests]
 
     def at_times(self, requests: Sequence[Request], arrivals: Sequence[float]) -> list[Sample]:
-        """Send each request at its arrival time, in seconds from now; do not wait for answers in between."""
+        """Send each request at its arrival time, in seconds from now, without waiting for responses in between."""
         found: list[Sample | None] = [None] * len(requests)
 
         def send(number: int, arrival: float) -> None:
@@ -177,7 +177,7 @@ class Client:
         return [sample for sample in found if sample is not None]
 
     def send(self, request: Request, arrival: float) -> Sample:
-        """Send a request and wait for its answer.  The sample contains any failure."""
+        """Send a request and wait for its response.  The sample contains any failure."""
         sample = Sample(arrival)
         connection = self._kind(self._host, timeout=TIMEOUT_S)
         try:

@@ -59,7 +59,7 @@ class Limit:
         return self.first_token_s(prompt_tokens) + (output_tokens - 1) * self.step_s
 
     def total_s(self, lengths: Sequence[tuple[int, int]], batch: int) -> float:
-        """Return the lower bound of the seconds for all requests, in batches of at most `batch` sequences."""
+        """Return the lower bound in seconds for all requests together, in batches of at most `batch` sequences."""
         outputs = [output for _, output in lengths]
         steps = max(*outputs, -(-sum(outputs) // batch))
         return max(steps * self.step_s, self.products_s(lengths))

@@ -78,8 +78,8 @@ class ServingPlan:
 
 
 def plan_serving(setup: ServingPlanSetup) -> ServingPlan:
-    """Predict the speed of every choice: the precision, the number of ranks that divide the model, and the number of
-    running sequences.
+    """Predict the speed for every combination of precision, number of tensor-parallel ranks and number of running
+    sequences.
 
     Raises:
         ConfigError, PlanError, BenchError: if options are invalid.

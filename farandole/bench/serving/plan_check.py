@@ -34,7 +34,7 @@ from farandole.train.folders import build_language_model
 from farandole.train.start import read_request
 
 ROUNDS = 2
-"""The requests per running sequence that are measured."""
+"""The number of measured requests per running sequence."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _serve(engine: GenerationEngine, mix: Mix, running: int) -> Measured:
         number = engine.add(prompt, Sampling(max_tokens=output, ignore_eos=True))
         started[number] = time.perf_counter()
 
-    for number in range(running):  # the first ones end at different times
+    for number in range(running):  # the first requests end at different times
         add(1 + (mix.output - 1) * (number + 1) // running)
     ended = tokens = 0
     begin = time.perf_counter()
@@ -133,7 +133,7 @@ def _serve(engine: GenerationEngine, mix: Mix, running: int) -> Measured:
             add(mix.output)
     seconds = time.perf_counter() - begin
     engine.cancel_all()
-    # a request that arrives at any time waits for half a step
+    # a request that arrives during a step waits for half a step on average
     waiting = statistics.fmean(steps) / 2 if running > 1 else 0.0
     return Measured(statistics.fmean(ttft) + waiting, statistics.fmean(tpot), tokens / seconds)
 

@@ -120,7 +120,7 @@ def report(summary: Summary) -> str:
     if summary["text_parts"] < 0.9 * summary["output_tokens"]:
         lines.append(
             f"# {summary['output_tokens']} tokens arrived in {summary['text_parts']} parts: times of single tokens are "
-            "inexact, because tokens without text of their own are not sent alone"
+            "inexact, because a part may contain several tokens"
         )
     if summary["complete"]:
         lines.append(_line("", ["median", "p90", "p99", *(["limit"] if limits else [])]))

@@ -189,7 +189,7 @@ def _head(setup: ServingSetup, client: Client, limit: Limit | None) -> list[str]
 
 def _lengths(setup: ServingSetup) -> str:
     (a, b), (c, d) = setup.prompt_tokens, setup.output_tokens
-    return f"prompts of {a} to {b} tokens, answers of {c} to {d} tokens"
+    return f"prompts of {a} to {b} tokens, outputs of {c} to {d} tokens"
 
 
 def _write(

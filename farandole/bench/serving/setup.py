@@ -27,7 +27,7 @@ class ServingSetup:
         burst: the number of requests that arrive together in the scenario server.
         prompt_tokens, output_tokens: the smallest and the largest number of tokens of a request.
         ttft, tpot: limits of the scenario server, in seconds.
-        sequential: whether to measure the speed-up of concurrent requests over one after another.
+        sequential: whether to measure the speed-up of concurrent requests over sequential requests.
     """
 
     folder: Path | None = None

@@ -126,7 +126,7 @@ def _model(**fields: Any) -> Transformer:
 
 
 class _Decode:
-    """Runs steps of a model on keys and values of zeros."""
+    """Runs steps of a model whose cached keys and values are zero."""
 
     def __init__(self, model: Transformer, runtime: Runtime, turns: int) -> None:
         self._runner, self._runtime, self._turns = Runner(model), runtime, turns
@@ -184,7 +184,7 @@ def _seconds(call: Callable[[], object], runtime: Runtime, turns: int) -> float:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the element-wise mean of number structures with the same shape."""
+    """Return the element-wise mean of nested dictionaries and lists of numbers with the same structure."""
     first = values[0]
     if isinstance(first, dict):
         return {name: _mean([each[name] for each in values]) for name in first}

@@ -26,7 +26,7 @@ class Architecture:
         write: a function that converts the model's configuration to `config.json` fields.
         build: a function that returns the model.
         table: a function that returns the tensor table.
-        matches: a function that returns whether a configuration belongs to this family, if several families share a type.
+        matches: a function that returns whether a configuration belongs to this family, if families share a type.
         adapt: a function that adapts the configuration to the tensors in a folder, if some tensors are optional.
         defaults: the values that transformers assumes for missing fields, if `read` assumes other values.  A field that
             is null is not missing.
@@ -70,7 +70,7 @@ def read_rotary(
             rotated.
 
     Raises:
-        FolderError: if the scaling or the rotation of a part is not supported.
+        FolderError: if the scaling, or a `partial_rotary_factor` other than 1, is not supported.
     """
     found = dict(fields.take("rope_parameters", None, kind=dict) or {})
     older = dict(fields.take("rope_scaling", None, kind=dict) or {})

@@ -421,7 +421,7 @@ def _read_mixtral(fields: Fields) -> MixtralConfig:
     window = fields.take("sliding_window", None, kind=int)
     common = llama_fields(fields)
     top = fields.size("num_experts_per_tok")
-    # transformers adds the loss, which is `top` for a uniform load, once for all layers, and only with the router's logits
+    # transformers adds one loss for all layers, which is `top` for a uniform load, and only if it returns router logits
     coefficient = float(fields.take("router_aux_loss_coef", 0.001, kind=float))
     balanced = fields.take("output_router_logits", False, kind=bool)
     return MixtralConfig(
@@ -525,9 +525,7 @@ def _read_deepseek(fields: Fields) -> DeepSeekConfig:
 
 def _write_deepseek(config: DeepSeekConfig) -> dict[str, Any]:
     written = write_rotary(config.rotary, config.rotary.width)
-    if (
-        config.attention_scale != 1.0
-    ):  # DeepSeek's fields for YaRN's two factors, which are derived from one factor
+    if config.attention_scale != 1.0:  # DeepSeek stores this factor as a field of YaRN
         rope = written["rope_parameters"]
         rope["mscale_all_dim"] = (config.attention_scale**0.5 - 1) / (
             yarn_magnitude(config.rotary.factor) - 1

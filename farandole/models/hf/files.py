@@ -27,7 +27,7 @@ from farandole.models.hf.mapping import Box, volume
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _READ_BYTES = 8 << 20
-"""The bytes per read: large enough for full disk speed, and small enough to balance the load between threads."""
+"""The number of bytes per read: large enough for full disk speed, small enough to balance the load between threads."""
 
 _THREADS = min(4, 2 * (os.cpu_count() or 1))
 
@@ -45,7 +45,7 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""Data types, keyed by their names in safetensors headers."""
+"""The name of each data type in safetensors headers."""
 
 _TYPES = {code: dtype for dtype, code in CODES.items()}
 
@@ -270,7 +270,7 @@ def _without_gradients(call: Callable[..., None], *arguments: Any) -> None:
 
 
 def _start_if_contiguous(shape: Sequence[int], box: Box) -> int | None:
-    """Return the box's first element if the box is contiguous in a tensor with shape `shape`, else None."""
+    """Return the index of the box's first element if the box is contiguous in a tensor of this shape, else None."""
     start, stride, partial = 0, 1, False
     for length, (a, b) in zip(reversed(shape), reversed(box), strict=True):
         if partial and b - a != 1:

@@ -1,4 +1,4 @@
-"""Create models from Hugging Face folders, reading weights immediately or on demand, and write models to such folders."""
+"""Create models from Hugging Face folders, reading weights immediately or lazily, and write models to such folders."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def with_changes(origin: Pretrained, classes: int | None, changes: Mapping[str, 
 
 
 def describe(model: nn.Module) -> Pretrained:
-    """Return the family and the configuration of a model created by `from_pretrained` or a builder in `farandole.models`.
+    """Return the description of a model that was created by `from_pretrained` or a builder in `farandole.models`.
 
     Raises:
         ValueError: if the model has no Hugging Face format.

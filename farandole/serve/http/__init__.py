@@ -1,6 +1,6 @@
 """The HTTP servers: OpenAI's interface for language models and encoders.
 
-start.py        starts a server, and ends it after a signal
+start.py        starts a server, and stops it on a signal
 base.py         the common parts of the servers
 completions.py  the server of a language model
 embeddings.py   the server of an encoder
@@ -8,10 +8,10 @@ protocol.py     the fields of the requests
 guard.py        API keys, and limits of request bodies
 service.py      runs generation engines in threads
 embedding_service.py  runs an encoder in a thread
-answers.py      converts outputs to answers
+answers.py      converts outputs to responses
 chat.py         converts a chat request to a prompt, and a reply to a message
-calls.py        the formats of tool calls, and their grammars
-reply.py        divides a text into reasoning, content and tool calls
+calls.py        tool-call formats and their grammars
+reply.py        splits a text into reasoning, content and tool calls
 page.py, page.html    the page at `/`
 stats.py        the state that the page shows
 """

@@ -1,4 +1,4 @@
-"""Convert the engine's outputs to the answers of OpenAI's interface."""
+"""Convert the engine's outputs to responses of OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Choice:
 def completion_logprobs(
     texts: TokenTexts, entries: Sequence[tuple[Logprob, int]], first: int | None = None
 ) -> dict[str, Any]:
-    """Return log-probabilities in the format of completions.  `first` is the prompt's first token, without a value."""
+    """Return log-probabilities in the format of completions.  `first` is the prompt's first token, which has none."""
     start = [] if first is None else [texts.text_of(first)]
     blank: list[Any] = [] if first is None else [None]
     return {

@@ -51,8 +51,8 @@ class ServedModel(Protocol):
 
 
 class ModelServer:
-    """An application that starts a model, and provides endpoints that describe the model; subclasses add the endpoints
-    that compute.
+    """An application that starts a model, with endpoints that describe the model.  Subclasses add the endpoints that
+    run the model.
 
     Args:
         service: the service that runs the model.
@@ -84,7 +84,7 @@ class ModelServer:
             yield
             service.close()
 
-        # the pages with the documentation of FastAPI load scripts from other servers
+        # disable FastAPI's documentation pages, because they load scripts from other servers
         app = FastAPI(title="farandole serve", lifespan=lifespan, docs_url=None, redoc_url=None)
         app.add_middleware(Guard, limits=self._limits, keys=keys)
         app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -34,7 +34,7 @@ _OTHERS = {
     "<|channel|>": "gpt-oss's harmony",
     "<|tool_call|>": "Granite's <|tool_call|>",
 }
-"""Formats that are not supported, by a text of their templates."""
+"""The names of unsupported formats, keyed by a text that identifies their templates."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Call:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A format of tool calls.
+    """A tool-call format.
 
     Args:
         start, end: the marks around a call; if they are empty, the call is the whole text.
@@ -59,7 +59,7 @@ class CallFormat:
     key: str
 
     def parse(self, text: str, names: Collection[str]) -> list[Call]:
-        """Return the calls in the text between two marks, or [] if the text contains anything other than valid calls."""
+        """Return the calls in the text between two marks, or [] if the text does not consist of valid calls."""
         found: list[Call] = []
         rest = text.strip()
         while rest:
@@ -131,7 +131,7 @@ LLAMA = CallFormat("", "", "parameters")
 
 
 def find_format(template: str) -> CallFormat:
-    """Return the format of tool calls that a chat template uses.
+    """Return the tool-call format that a chat template uses.
 
     Args:
         template: the Jinja program.
@@ -148,7 +148,8 @@ def find_format(template: str) -> CallFormat:
         if mark in template:
             raise RequestError(
                 "tools",
-                f"the format of the chat template is {name}; expected <tool_call> with JSON, or Llama 3's JSON",
+                f"the chat template's tool-call format, {name}, is not supported; supported are <tool_call> with JSON, and "
+                "Llama 3's JSON",
             )
     if HERMES.start in template and "arguments" in template:
         return HERMES
@@ -156,7 +157,7 @@ def find_format(template: str) -> CallFormat:
         return LLAMA
     raise RequestError(
         "tools",
-        "the format of the chat template is unknown; expected <tool_call> with JSON, or Llama 3's JSON",
+        "the chat template's tool-call format is unknown; supported are <tool_call> with JSON, and Llama 3's JSON",
     )
 
 
@@ -165,7 +166,8 @@ def _token(tokenizer: Tokenizer, mark: str) -> str:
     if tokenizer.token_to_id(mark) is None:
         raise RequestError(
             "tool_choice",
-            f"valid calls cannot be enforced, because {mark} is not a token of the model; use tool_choice='auto'",
+            f"tool calls cannot be constrained, because {mark} is not a token of the model; use tool_choice='auto' without "
+            "strict functions and without parallel_tool_calls=false",
         )
     return mark
 

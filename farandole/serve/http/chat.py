@@ -22,7 +22,7 @@ class Chat:
 
     Args:
         prompt: the rendered conversation.
-        form: the format of tool calls, or None if the model must not call tools.
+        form: the tool-call format, or None if the model must not call tools.
         tools: the tools that the model may call, by name.
         reasons: whether the text may start with reasoning.
         is_reasoning: whether the prompt ends within the reasoning.
@@ -47,11 +47,11 @@ def prepare_chat(body: ChatRequest, found: ModelFolder) -> Chat:
         RequestError: if a field is invalid, or the model's template does not support it.
     """
     if found.template is None:
-        raise RequestError("messages", f"the model has no chat template: {found.no_template}")
+        raise RequestError("messages", f"chat requests need a chat template: {found.no_template}")
     source = found.template.source
     messages, tools, sampling = body.conversation(), body.usable_tools(), body.sampling()
     if "tool_calls" not in source and any("tool_calls" in each for each in messages):
-        raise RequestError("messages", "the model's chat template does not use tool_calls")
+        raise RequestError("messages", "tool_calls are not supported by the model's chat template; omit them")
     added = found.tokenizer.get_added_tokens_decoder().values()
     hidden = {token.content for token in added if token.special}  # special tokens are not part of the text
     form = find_format(source) if tools else None
@@ -94,8 +94,9 @@ def _render(
     allowed = template.variables - {"tools"}
     for name in variables:
         if name not in allowed:
-            expected = ", ".join(sorted(allowed)) or "no variable, because the template has none"
-            raise RequestError("chat_template_kwargs", f"expected {expected}, got {name!r}")
+            known = ", ".join(sorted(allowed))
+            expected = f"expected one of {known}" if known else "the chat template has no variables"
+            raise RequestError("chat_template_kwargs", f"unknown variable {name!r}; {expected}")
     given = {"tools": [tool.plain() for tool in tools.values()]} if tools else {}
     try:
         return template.render(messages, prompt=True, **given, **variables)

@@ -199,7 +199,7 @@ class Server(ModelServer):
             self._service.cancel(job.tickets)
 
     async def _collect(self, job: _Job) -> Response:
-        """Wait for the complete answer."""
+        """Wait for the complete output, and return the response."""
         prompt_logprobs: list[list[Any]] = [[] for _ in job.tickets]
         n = job.request.n
         for number, ticket in enumerate(job.tickets):

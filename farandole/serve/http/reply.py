@@ -1,4 +1,4 @@
-"""Divide the text of a model into reasoning, content and tool calls, as it arrives."""
+"""Split a model's text into reasoning, content and tool calls, while the text arrives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reply:
     for a known tool is part of the content.
 
     Args:
-        form: the format of tool calls, or None.
+        form: the tool-call format, or None.
         names: the names of the tools.
         reasons: whether the text may start with reasoning.
         is_reasoning: whether the prompt ends within the reasoning.
@@ -133,7 +133,7 @@ class Reply:
         self._read = self._content_start
 
     def _divide(self, text: str, mark: str) -> tuple[str, str]:
-        """Return the text that cannot belong to a mark or to the space before it, and the rest."""
+        """Return the text that cannot belong to a mark or to the space before the mark, and the remaining text."""
         if self._is_last:
             return text, ""
         end = len(text[: len(text) - overlap(text, mark)].rstrip())

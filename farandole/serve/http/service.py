@@ -33,7 +33,7 @@ class Ticket:
 
     Args:
         number: the number of the request in its engine.
-        service: the service that answers the request.
+        service: the service whose engine runs the request.
     """
 
     prompt: Sequence[int]
@@ -131,7 +131,7 @@ class Service:
         return tickets
 
     def _check_queue(self, count: int, tokens: int) -> None:
-        """Raise QueueFullError if new sequences do not fit in the queue, or if earlier requests would delay them too long."""
+        """Raise QueueFullError if new sequences do not fit in the queue, or would miss the target TTFT."""
         engine = self.engine
         waiting = engine.waiting + self._queued
         if waiting + count > engine.max_waiting:
@@ -260,7 +260,7 @@ class Service:
 
 
 class ReplicatedService:
-    """The services of several replicas of a model; the interface is that of `Service`.
+    """Runs the engines of several replicas, with the interface of `Service`.
 
     A request goes to the replica with the fewest running and waiting sequences.  If the ranks of one replica fail, the
     services of all replicas end, as the launcher ends all ranks.
@@ -331,7 +331,7 @@ class ReplicatedService:
     def _end(self) -> None:
         """End all services.
 
-        This method is called in the thread of a service whose ranks have failed, or which has been ended.
+        The thread of a service calls this method after the service's ranks have failed, or after `Service.end`.
         """
         with self._lock:
             if self._is_ending:

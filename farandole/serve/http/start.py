@@ -1,4 +1,4 @@
-"""Start the HTTP server, and end it when the process receives SIGTERM or SIGINT.
+"""Start the HTTP server, and stop it when the process receives SIGTERM or SIGINT.
 
 With several ranks, rank 0 serves, and the other ranks compute with it (`ranks/driver.py`).
 """
@@ -71,7 +71,7 @@ def start(
 ) -> None:
     """Serve a model until the process receives SIGTERM or SIGINT; see `farandole serve --help` for the arguments.
 
-    With `runtime`, this is a collective call of all ranks.  The ranks of each replica divide the model.
+    With `runtime`, this is a collective call of all ranks.  The model is sharded across the ranks of each replica.
 
     Raises:
         RequestError: if an argument is invalid.
@@ -172,7 +172,9 @@ def start(
         f"sequences{each}, {memory:.2g} GiB for {positions} positions{each})"
     )
     if not keys and not address[0].startswith("127.") and address[0] != "::1":
-        notify("anyone who can reach this address can use the model: --api-keys FILE requires keys")
+        notify(
+            "anyone who can reach this address can use the model; to require API keys, use --api-keys FILE"
+        )
     web = uvicorn.Server(config)
     web.run(sockets=[listener])
     if service.failure is not None:
@@ -203,12 +205,12 @@ def check_start(
 
 
 def _free_memory() -> int:
-    """Return the free bytes of memory on this host."""
+    """Return this host's free memory in bytes."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _follow(worker: Worker) -> None:
-    """Compute with rank 0 until it ends.  Signals that stop the job are left to rank 0."""
+    """Compute with rank 0 until rank 0 stops.  Ignore signals, because rank 0 handles them."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     worker.follow()
@@ -221,7 +223,7 @@ def _name_of(found: Path) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that has the address, to report a used port before the model is read."""
+    """Return a socket that is bound to the address, so that a port in use is reported before the model is read."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -275,5 +277,7 @@ def start_encoder(
         f"{encoder.width} values, pooling: {encoder.pooling})"
     )
     if not keys and not address[0].startswith("127.") and address[0] != "::1":
-        notify("anyone who can reach this address can use the model: --api-keys FILE requires keys")
+        notify(
+            "anyone who can reach this address can use the model; to require API keys, use --api-keys FILE"
+        )
     uvicorn.Server(config).run(sockets=[listener])

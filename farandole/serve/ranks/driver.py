@@ -1,11 +1,11 @@
-"""Compute each step of the generation engine on several ranks, which divide the model by tensor parallelism.
+"""Compute each step of the generation engine on several tensor-parallel ranks.
 
 Rank 0, the *driver*, schedules, samples and manages the store.  Before each step, the driver broadcasts
 the changes of the store's memory since the last step, and the spans of tokens.  The other ranks, the *workers*, apply
 the changes to their own memory, which stores the keys and values of their heads, and run the same forward pass.  The
 logits are sharded along the vocabulary, and gathered on the driver.
 
-The drivers of the other replicas (`RemoteDriver`) have no part of the model: only their workers compute.
+The drivers of the other replicas (`RemoteDriver`) store no part of the model: only their workers compute.
 
 While there is no work, the driver calls `beat` every `HEARTBEAT_S` seconds.  A waiting rank sleeps in the kernel.
 """
@@ -49,7 +49,7 @@ class ShardedRunner(Runner):
     """Computes logits with the other ranks of a communicator.
 
     Args:
-        model: a decoder that `shards.shard_model` has divided over the ranks of `comm` that compute.
+        model: a decoder that `shards.shard_model` has sharded across the ranks of `comm` that compute.
         comm: the communicator, whose rank 0 is the driver.
         use_core: whether to use the C core, by default if available.
         adapters: this rank's shards of the LoRA adapters, with the same names in the same order on all ranks.
@@ -110,7 +110,7 @@ class LocalDriver(ShardedRunner, Driver):
         self._steps = _Steps(comm, list(self.adapters))
 
     def memory(self) -> Memory:
-        """Return new memory; workers repeat its changes.  Call this method once."""
+        """Return new memory, whose changes the workers repeat.  Call this method once."""
         return _RecordedMemory(self.shapes, self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -132,7 +132,7 @@ class RemoteDriver(Driver):
     """A driver without a part of the model.  Creating the driver and its workers is a collective call.
 
     Args:
-        comm: the communicator of this process, which is its rank 0, and of the workers.
+        comm: the communicator of this process (rank 0) and the workers.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -143,7 +143,7 @@ class RemoteDriver(Driver):
         self._steps = _Steps(comm, names)
 
     def memory(self) -> Memory:
-        """Return memory without tensors; workers repeat its changes.  Call this method once."""
+        """Return memory without tensors, whose changes the workers repeat.  Call this method once."""
         return _RecordedMemory([], self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -239,7 +239,7 @@ class _Steps:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Convert every error to `RanksFailed`, because ranks that stop within a step have made different collective calls.
+        """Convert errors to `RanksFailed`, because after a failed step, the ranks have made different collective calls.
 
         After an error or an interruption, all further calls fail.
         """

@@ -26,7 +26,7 @@ from farandole.serve.runner import Runner
 
 
 def ranks_for(tensor: int) -> Ranks:
-    """Return the ranks that divide a model by `tensor`.
+    """Return the ranks for a model with `tensor` tensor-parallel ranks.
 
     Raises:
         RequestError: if a launcher has started a different number of ranks.
@@ -80,7 +80,7 @@ class Ranks:
 
 
 class StartedRanks(Ranks):
-    """Processes that this process starts, and that end with this process.
+    """Processes that this process starts, and that exit when this process exits.
 
     Args:
         ranks: the number of ranks, including this process.

@@ -1,4 +1,4 @@
-"""Divide a model over the ranks of a communicator, so that each rank stores its shard of the weights."""
+"""Shard a model across the ranks of a communicator."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_sharded(
 
     Args:
         options: the arguments of `read_model`.
-        comm: the communicator of the ranks that divide the model.
+        comm: the communicator of the ranks across which the model is sharded.
         job: the communicator of all ranks that read a model, by default `comm`.
 
     Raises:
@@ -72,10 +72,10 @@ def read_sharded(
 
 
 def check_width(model: nn.Module, ranks: int) -> None:
-    """Check whether `ranks` ranks can divide a model on the meta device.  The model cannot be used afterwards.
+    """Check that a model on the meta device can be sharded across `ranks` ranks.  The model cannot be used afterwards.
 
     Raises:
-        RequestError: if the ranks cannot divide the model; the message names the nearest valid numbers of ranks.
+        RequestError: if the model cannot be sharded across the ranks; the message names the nearest valid plans.
     """
     mesh = Mesh.box(ranks, tensor=ranks)
     _apply(model.to("meta"), Position(mesh, mesh.of_rank(0)[0]))
@@ -95,7 +95,7 @@ def shard_model(
         This rank's shards of the adapters.
 
     Raises:
-        RequestError: if the ranks cannot divide the model; the message names the nearest valid numbers of ranks.
+        RequestError: if the model cannot be sharded across the ranks; the message names the nearest valid plans.
         FolderError: if a file ends early or cannot be read.
     """
     mesh = Mesh.box(comm.size, tensor=comm.size)
@@ -124,7 +124,7 @@ def shard_model(
 def _own_matrices(a: Tensor, b: Tensor, weight: Layout, position: Position) -> tuple[Tensor, Tensor]:
     """Return the columns of A for this rank's inputs of a layer, and the rows of B for its outputs.
 
-    If the inputs are sharded, B A x of this rank is a summand of the layer's result, as the product with the weight.
+    If the inputs are sharded, this rank's product B A x is a partial sum, like this rank's product with the weight.
     """
 
     def own(matrix: Tensor, dim: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Propose the next tokens of sequences with a small draft model.
 
 The draft model has a separate KV cache.  To propose tokens, the draft model first computes the tokens that were
-added to a sequence since the last proposal, and then generates its most likely tokens, one token of all sequences per
-pass.
+added to a sequence since the last proposal, and then generates its most likely tokens, one token per sequence and pass.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class DraftProposer:
     Args:
         model: the draft model.
         store: the draft model's KV cache.
-        vocabulary: the number of tokens of the served model.
+        vocabulary: the number of tokens in the served model's vocabulary.
     """
 
     def __init__(self, model: DraftModel, store: Store, vocabulary: int) -> None:
@@ -138,7 +137,9 @@ class DraftProposer:
         end = min(start + most, length + len(proposal))
         self._store.reserve(state.blocks, end)
         known = [*state.tokens[start:end], *proposal[max(start - length, 0) : max(end - length, 0)]]
-        last = self._runner.vocabulary - 1  # a smaller vocabulary has fewer unused tokens
+        last = (
+            self._runner.vocabulary - 1
+        )  # the draft model may have fewer logits, without those of unused tokens
         tokens = [min(token, last) for token in known]
         return Span(tokens, start, state.blocks.numbers, int(end == length + len(proposal)))
 

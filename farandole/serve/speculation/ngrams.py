@@ -70,5 +70,5 @@ class NgramProposer:
         at, end = self._find(state), len(state.tokens)
         if at is None:
             return []
-        # where the copied tokens end, the proposal continues with its own beginning
+        # if the copied tokens reach the end of the sequence, the proposal repeats them
         return [state.tokens[at + number % (end - at)] for number in range(count)]

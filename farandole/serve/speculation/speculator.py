@@ -6,9 +6,9 @@ token that differs from its proposal.  Selected tokens never depend on proposals
 same as without speculation.
 
 Verifying one proposed token takes about as long as decoding one more sequence in the same step.  While few sequences
-decode, additional tokens hardly prolong a step, because the step reads all weights anyway.  In a large batch, rejected tokens delay other sequences.  The number
-of proposed tokens therefore maximizes the expected tokens per second, from the measured step times and the measured
-acceptance rate.
+decode, additional tokens hardly prolong a step, because the step reads all weights anyway.  In a large batch, rejected
+tokens delay other sequences.  The number of proposed tokens therefore maximizes the expected tokens per second, from
+the measured step times and the measured acceptance rate.
 
 Y. Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
 X. Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (2024).
@@ -27,9 +27,9 @@ MAX_PROPOSED = 16
 PROBE_STEPS = 64
 """The number of steps without a proposal after which one token is proposed, to measure the acceptance again."""
 LEAST_GAIN = 1.1
-"""The factor by which proposals must be expected to increase the tokens per second; less is within the error."""
+"""The minimum expected speed-up from proposals; smaller speed-ups are within the error of the prediction."""
 BACKLOG_STEPS = 16
-"""The number of steps in which the time for a backlog must pay."""
+"""The number of steps over which the time for a backlog must pay off."""
 
 
 class Proposer(Protocol):
