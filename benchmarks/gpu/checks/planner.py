@@ -33,12 +33,13 @@ def _check(context: Context, ranks: int, zero: int) -> Figures:
     )
     planned = plan(setup)
     predicted, seen = check_plan(planned, steps=3)
-    figures: Figures = {"predicted": (predicted.peak / 2**20, "MiB")}
+    figures: Figures = {}
     errors = []
     for rank, one in enumerate(seen):
         peak = max(one["start"], one["peak"]) + one["libraries"] / ranks
         figures[f"rank {rank}"] = (peak / 2**20, "MiB")
-        errors.append(predicted.peak / peak - 1)
+        figures[f"rank {rank}, predicted"] = (predicted[rank].peak / 2**20, "MiB")
+        errors.append(predicted[rank].peak / peak - 1)
     figures["difference"] = (max(errors, key=abs), "")
     expect(
         all(abs(error) <= _TOLERANCE for error in errors),
@@ -73,7 +74,7 @@ def step_fits(context: Context) -> Figures:
     trainer: Any = make_trainer(config, "fp32", comm, context.device)
     for _ in range(2):
         trainer.step()
-    found = _parts(trainer, context.runtime)
+    found = _parts(trainer)
     machine = Machine(memory=1 << 40, shared=not context.on_cuda, host=not context.on_cuda)
     predicted = estimate_workload(workload_of(config, comm.size), Plan(precision="fp32"), comm.size, machine)
     figures: Figures = {}
