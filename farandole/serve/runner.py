@@ -6,6 +6,7 @@ independently; attention reads the sequence's blocks in the store.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -257,11 +258,16 @@ class Runner:
 
 def _place(spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tokens, the positions, and the blocks of each token's sequence, int32 of shape (tokens, blocks)."""
-    tokens = [token for span in spans for token in span.tokens]
-    positions = [p for span in spans for p in range(span.start, span.start + len(span.tokens))]
     most = max(len(span.blocks) for span in spans)
-    rows = [[*span.blocks] + [0] * (most - len(span.blocks)) for span in spans for _ in span.tokens]
-    return torch.tensor(tokens), torch.tensor(positions), torch.tensor(rows, dtype=torch.int32)
+    tokens, positions, table = array("q"), array("q"), array("i")
+    for span in spans:
+        tokens.extend(span.tokens)
+        positions.extend(range(span.start, span.start + len(span.tokens)))
+        row = array("i", span.blocks)
+        row.extend([0] * (most - len(row)))
+        table += row * len(span.tokens)
+    blocks = torch.frombuffer(table, dtype=torch.int32).view(len(tokens), most)
+    return torch.frombuffer(tokens, dtype=torch.int64), torch.frombuffer(positions, dtype=torch.int64), blocks
 
 
 def _updates(model: nn.Module, adapter: Adapter) -> Updates:
