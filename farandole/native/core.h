@@ -213,7 +213,8 @@ void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t col
 
 /* Generation: out = x weight^T + bias with a packed weight of a type, normalization, activation and rotation of fp32 or bf16
  * values, and attention of single queries over stored blocks of keys and values (inference.h).  Each row of a result
- * depends on its own inputs only, and is summed in a fixed order. */
+ * depends on its own inputs only, and is summed in a fixed order.  For int8 weights, each row of x is rounded to int16
+ * values with a factor.  Normalization and rotation may be in place. */
 enum { FRD_WEIGHTS_F32, FRD_WEIGHTS_BF16, FRD_WEIGHTS_INT8 };
 size_t frd_packed_size(size_t outputs, size_t inputs, int type);
 void frd_pack(void *packed, const void *weight, size_t outputs, size_t inputs, int type);
@@ -235,11 +236,11 @@ void frd_store(void *keys, void *values, const void *key, const void *value, con
                const int64_t *positions, size_t rows, size_t kv_heads, size_t width, size_t value_width,
                size_t block_length, size_t table_width, const int64_t strides[4], int is_bf16);
 
-/* A decoder with RMS normalization, rotary positions and a gated feed-forward network.  All values except packed weights and
- * the stored keys and values are fp32. */
+/* A decoder with RMS normalization, rotary positions and a gated feed-forward network.  All values except packed weights
+ * and the stored keys and values are fp32. */
 struct frd_matrix {
-    const void *packed;          /* see frd_pack */
-    const float *scales, *bias;  /* (outputs); scales of int8 weights; bias or NULL */
+    const void *packed;         /* see frd_pack */
+    const float *scales, *bias; /* (outputs); scales of int8 weights; bias or NULL */
     int type;
 };
 struct frd_layer {

@@ -1,5 +1,5 @@
-/* One step of a decoder with RMS normalization, rotary positions and a gated feed-forward network (Llama, Mistral, Qwen), in
- * one parallel region.
+/* One step of a decoder with RMS normalization, rotary positions and a gated feed-forward network (Llama, Mistral,
+ * Qwen), in one parallel region.
  *
  * Hidden states and activations are fp32.  The kernels are those of `inference.c`, so each row of a result depends on its
  * own token and sequence only.
@@ -104,7 +104,8 @@ static void append(const void *task, size_t row, void *scratch)
     if (layer->norm_query) frd_rms_norm(query, query, layer->norm_query, heads, width, decoder->epsilon, false);
     if (layer->norm_query) frd_rms_norm(key, key, layer->norm_key, kv_heads, width, decoder->epsilon, false);
     const size_t at = (size_t)step->positions[row] * (width / 2);
-    frd_rotate(query, query, decoder->cosine + at, decoder->sine + at, 1, heads + kv_heads, width, 0, (int64_t)width, false);
+    frd_rotate(query, query, decoder->cosine + at, decoder->sine + at, 1, heads + kv_heads, width, 0, (int64_t)width,
+               false);
     const void *from = key;
     if (decoder->is_bf16) {
         frd_kernels()->narrow(scratch, key, 2 * kv_heads * width);
@@ -148,8 +149,8 @@ static void normalize_for_head(const void *task, size_t block, void *scratch)
 
 /* ---- operations ---- */
 
-static struct frd_linear_task product(const struct frd_matrix *matrix, size_t rows, const struct buffers *buffers, float *out,
-                                      size_t inputs, size_t outputs, int adds)
+static struct frd_linear_task product(const struct frd_matrix *matrix, size_t rows, const struct buffers *buffers,
+                                      float *out, size_t inputs, size_t outputs, int adds)
 {
     return (struct frd_linear_task){
         .out = out, .x = buffers->inputs, .factors = buffers->factors, .packed = matrix->packed, .scales = matrix->scales,

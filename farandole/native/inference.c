@@ -89,8 +89,8 @@ int frd_linear(float *out, const float *x, const void *packed, const float *scal
     if (!rows) return FRD_OK;
     float *prepared = malloc(rows * (inputs + 2) * sizeof *prepared), *factors = prepared;
     if (!prepared) return FRD_NO_MEMORY;
-    const struct frd_linear_task linear = {out, prepared + rows, factors, packed, scales, bias, rows, inputs, outputs, type,
-                                           false};
+    const struct frd_linear_task linear = {out,  prepared + rows, factors, packed, scales, bias,
+                                           rows, inputs,          outputs, type,   false};
     const struct prepare_task prepare = {&linear, x, prepared + rows, factors};
     const struct frd_work works[] = {{prepare_item, &prepare, FRD_ROW_BLOCKS(rows, frd_kernels()->most_rows), 0},
                                      frd_linear_work(&linear)};

@@ -10,8 +10,8 @@
 #define FRD_PANEL 16 /* outputs per panel of packed weights; the number of panels is even */
 #define FRD_TILE 16  /* positions per tile of keys */
 #define FRD_GROUP 4  /* the largest number of heads that attention computes together */
-/* Inputs that are summed before they are added to an output, so that a block of a panel fits in the L1 cache.  The sums of
- * 512 products of int8 and int16 values fit in 32 bits. */
+/* Inputs that are summed before they are added to an output, so that a block of a panel fits in the L1 cache.  The sums
+ * of 512 products of int8 and int16 values fit in 32 bits. */
 #define FRD_BLOCK 256
 #define FRD_LARGEST_INT16 32767
 
@@ -21,7 +21,7 @@
 /* The number of inputs is padded to an even number. */
 struct frd_linear_task {
     float *out;           /* (rows, outputs) */
-    const void *x;        /* (blocks of rows, inputs, rows), or for int8 weights int16 (blocks, inputs / 2, rows, 2) */
+    const void *x; /* (blocks of rows, inputs, rows), or for int8 weights int16 (blocks, inputs / 2, rows, 2) */
     const float *factors; /* (rows), factors of int16 inputs */
     const void *packed;   /* (panels, inputs, FRD_PANEL), or for bf16 and int8 (panels, inputs / 2, FRD_PANEL, 2) */
     const float *scales;  /* (outputs), factors of int8 weights */
@@ -61,8 +61,8 @@ struct frd_attend_task {
     int is_bf16; /* the type of keys and values, else fp32 */
 };
 
-/* Computes some outputs, one block of rows, or one query and key-value head.  `scores` has room for the group's scores of
- * all positions, rounded up to 4 tiles. */
+/* Computes some outputs, one block of rows, or one query and key-value head.  `scores` has room for the group's scores
+ * of all positions, rounded up to 4 tiles. */
 struct frd_inference {
     void (*linear)(const struct frd_linear_task *task, size_t number);
     size_t outputs, most_rows; /* that `linear` computes per item, and per block of rows */

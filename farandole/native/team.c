@@ -1,9 +1,9 @@
 /* The threads that compute generation together.
  *
  * A call is one parallel region for a whole sequence of operations.  Each thread starts with its own range of an
- * operation's items, so that it reads weights in order, and then takes items from the ranges of the other threads.  Threads
- * wait for the completion of the items, and not for each other: a thread that wakes up late or loses its processor delays
- * at most the item that it computes.
+ * operation's items, so that it reads weights in order, and then takes items from the ranges of the other threads.
+ * Threads wait for the completion of the items, and not for each other: a thread that wakes up late or loses its
+ * processor delays at most the item that it computes.
  */
 #include "team.h"
 
@@ -31,7 +31,7 @@ struct region {
     char *progress, *scratch;
 };
 
-/* Helpers wait for a new round, and the caller for the helpers: first spinning for some microseconds and then asleep. */
+/* Helpers wait for a new round, and the caller for the helpers: first spinning for some microseconds, then asleep. */
 static struct {
     pthread_mutex_t busy, lock;
     pthread_cond_t changed, done;
@@ -72,7 +72,8 @@ static void *helper(void *argument)
     const int own = (int)(intptr_t)argument;
     unsigned long seen = 0;
     for (;;) {
-        for (int spin = 0; spin < SPINS && atomic_load_explicit(&pool.round, memory_order_acquire) == seen; spin++) relax();
+        for (int spin = 0; spin < SPINS && atomic_load_explicit(&pool.round, memory_order_acquire) == seen; spin++)
+            relax();
         pthread_mutex_lock(&pool.lock);
         while (atomic_load(&pool.round) == seen) pthread_cond_wait(&pool.changed, &pool.lock);
         seen = atomic_load(&pool.round);
@@ -136,7 +137,8 @@ int frd_run(const struct frd_work *works, size_t count, int threads)
     size_t most = 0;
     for (size_t i = 0; i < count; i++) {
         most = works[i].count > most ? works[i].count : most;
-        if (works[i].scratch_bytes > region.scratch_bytes) region.scratch_bytes = (works[i].scratch_bytes + 63) / 64 * 64;
+        const size_t scratch = (works[i].scratch_bytes + 63) / 64 * 64;
+        region.scratch_bytes = scratch > region.scratch_bytes ? scratch : region.scratch_bytes;
     }
     region.threads = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : (size_t)threads;
     if (region.threads > most) region.threads = most ? most : 1;
