@@ -218,7 +218,21 @@ class Runner:
             end += len(span.tokens)
             selected += range(end - span.logits, end)
         if self._fused is not None and len(tokens) <= (self._max_fused_rows or len(tokens)):
-            return self._fused.run(memory, tokens, positions, table, selected)
+            logits = self._fused.run(memory, tokens, positions, table, selected)
+        else:
+            logits = self._run_modules(memory, spans, tokens, positions, table, selected)
+        return self._gathered(logits) if selected else torch.empty(0, self.vocabulary)
+
+    def _run_modules(
+        self,
+        memory: Memory,
+        spans: Sequence[Span],
+        tokens: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        selected: Sequence[int],
+    ) -> Tensor:
+        """Store the keys and values of tokens, and return the logits of the selected tokens; see `FusedDecoder.run`."""
         with self._rows:
             cache = _StepCache(memory, self._layers, positions, table, self._use_core)
             info = SequenceInfo(positions=positions[None], cache=cache)
@@ -229,7 +243,8 @@ class Runner:
             if not selected:
                 return torch.empty(0, self.vocabulary)
             self._rows.groups = self._groups(spans, [span.logits for span in spans])
-            return self._logits(hidden[:, selected], info).float()
+            logits: Tensor = self.model[-1](hidden[:, selected], info)
+            return logits[0].float()
 
     def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Updates, Tensor]]:
         """Return the adapters of the spans, with the indices of their rows.
@@ -250,10 +265,9 @@ class Runner:
     def close(self) -> None:
         """End the ranks that compute with this process."""
 
-    def _logits(self, hidden: Tensor, info: SequenceInfo) -> Tensor:
-        """Return the logits (tokens, vocabulary) for hidden states (1, tokens, width)."""
-        logits: Tensor = self.model[-1](hidden, info)
-        return logits[0]
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """Return the logits (tokens, vocabulary), given the logits of this rank's part of the vocabulary."""
+        return logits
 
 
 def _place(spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
