@@ -28,7 +28,7 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 12
+ABI = 13
 MAX_RANKS = 256
 NOTE_BYTES = 160
 KEY_BYTES = 32
@@ -212,6 +212,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_rotate": (None, [c_void_p] * 4 + [c_size_t] * 3 + [c_int64] * 2 + [c_int]),
     "frd_attend": (c_int, [c_void_p] * 6 + [c_size_t] * 7 + [c_int64] * 3 + [c_float, c_int, c_int]),
     "frd_store": (None, [c_void_p] * 6 + [c_size_t] * 6 + [POINTER(c_int64), c_int]),
+    "frd_decoder_bytes": (c_size_t, [c_void_p, c_size_t]),
+    "frd_decoder_step": (c_int, [c_void_p, c_void_p, c_int]),
 }
 
 

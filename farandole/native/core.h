@@ -19,7 +19,7 @@
 
 #pragma GCC visibility push(default) /* the library exports only the declarations of this file */
 
-#define FRD_ABI 12
+#define FRD_ABI 13
 #define FRD_MAX_RANKS 256 /* on one host */
 #define FRD_NOTE_BYTES 160
 #define FRD_KEY_BYTES 32
@@ -211,9 +211,10 @@ int frd_decode(int type, const void *message, float *x, float factor, size_t cou
 void frd_orthonormalise(float *p, size_t rows, size_t rank);
 void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t columns, size_t rank);
 
-/* Generation: out = x weight^T + bias with packed weights; normalization, activation and rotary positions of fp32 or
- * bf16 values; attention of single queries to stored blocks of keys and values (inference.h).  Each row of a result
- * depends only on its own inputs and is summed in a fixed order. */
+/* Generation: out = x weight^T + bias with a packed weight of a type, normalization, activation and rotation of fp32 or bf16
+ * values, and attention of single queries over stored blocks of keys and values (inference.h).  Each row of a result
+ * depends on its own inputs only, and is summed in a fixed order.  For int8 weights, each row of x is rounded to int16
+ * values with a factor.  Normalization and rotation may be in place. */
 enum { FRD_WEIGHTS_F32, FRD_WEIGHTS_BF16, FRD_WEIGHTS_INT8 };
 size_t frd_packed_size(size_t outputs, size_t inputs, int type);
 void frd_pack(void *packed, const void *weight, size_t outputs, size_t inputs, int type);
@@ -234,6 +235,43 @@ int frd_attend(float *out, const float *query, const void *keys, const void *val
 void frd_store(void *keys, void *values, const void *key, const void *value, const int32_t *table,
                const int64_t *positions, size_t rows, size_t kv_heads, size_t width, size_t value_width,
                size_t block_length, size_t table_width, const int64_t strides[4], int is_bf16);
+
+/* A decoder with RMS normalization, rotary positions and a gated feed-forward network.  All values except packed weights
+ * and the stored keys and values are fp32. */
+struct frd_matrix {
+    const void *packed;         /* see frd_pack */
+    const float *scales, *bias; /* (outputs); scales of int8 weights; bias or NULL */
+    int type;
+};
+struct frd_layer {
+    const float *norm_attention, *norm_feed_forward; /* (width) */
+    const float *norm_query, *norm_key;              /* (head width), or NULL */
+    struct frd_matrix qkv, out, gate_up, down;
+    void *keys, *values; /* see frd_attend */
+    int64_t window;      /* the number of most recent positions, or 0 for all */
+};
+struct frd_decoder {
+    const struct frd_layer *layers;
+    size_t layer_count, width, heads, kv_heads, head_width, inner, vocabulary;
+    const float *norm; /* (width) */
+    struct frd_matrix head;
+    const float *cosine, *sine; /* (positions, head width / 2) */
+    float epsilon, scale;
+    int is_bf16; /* the type of stored keys and values, else fp32 */
+};
+/* The tokens of a step, one per row. */
+struct frd_step {
+    float *hidden;            /* (rows, width), the embeddings; overwritten */
+    const int64_t *positions; /* (rows) */
+    const int32_t *table;     /* (rows, table width), the blocks of each row's sequence */
+    const int64_t *selected;  /* the rows whose logits are computed */
+    float *logits;            /* (selected rows, vocabulary) */
+    void *workspace;          /* frd_decoder_bytes(rows) bytes */
+    size_t rows, selected_count, table_width, block_length;
+};
+size_t frd_decoder_bytes(const struct frd_decoder *, size_t rows);
+/* Stores the keys and values of all rows, and computes the logits of the selected rows. */
+int frd_decoder_step(const struct frd_decoder *, const struct frd_step *, int threads);
 
 #pragma GCC visibility pop
 #endif

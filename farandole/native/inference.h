@@ -5,17 +5,30 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FRD_PANEL 32 /* outputs per panel of packed weights */
-#define FRD_TILE 16  /* positions per tile of keys */
+#include "team.h"
 
+#define FRD_PANEL 16 /* outputs per panel of packed weights; the number of panels is even */
+#define FRD_TILE 16  /* positions per tile of keys */
+#define FRD_GROUP 4  /* the largest number of heads that attention computes together */
+/* Inputs that are summed before they are added to an output, so that a block of a panel fits in the L1 cache.  The sums
+ * of 512 products of int8 and int16 values fit in 32 bits. */
+#define FRD_BLOCK 256
+#define FRD_LARGEST_INT16 32767
+
+/* The rows of a product are divided evenly into blocks, which are computed together. */
+#define FRD_ROW_BLOCKS(ROWS, MOST) (((ROWS) + (MOST) - 1) / (MOST))
+
+/* The number of inputs is padded to an even number. */
 struct frd_linear_task {
-    float *out;          /* (rows, outputs) */
-    const float *x;      /* (rows, inputs) */
-    const void *packed;  /* (panels, inputs, FRD_PANEL) */
-    const float *scales; /* (outputs), factors of int8 weights */
-    const float *bias;   /* (outputs) or NULL */
+    float *out;           /* (rows, outputs) */
+    const void *x; /* (blocks of rows, inputs, rows), or for int8 weights int16 (blocks, inputs / 2, rows, 2) */
+    const float *factors; /* (rows), factors of int16 inputs */
+    const void *packed;   /* (panels, inputs, FRD_PANEL), or for bf16 and int8 (panels, inputs / 2, FRD_PANEL, 2) */
+    const float *scales;  /* (outputs), factors of int8 weights */
+    const float *bias;    /* (outputs) or NULL */
     size_t rows, inputs, outputs;
     int type; /* of the weights: FRD_WEIGHTS_... */
+    int adds; /* whether the product is added to `out` */
 };
 
 struct frd_norm_task {
@@ -48,15 +61,23 @@ struct frd_attend_task {
     int is_bf16; /* the type of keys and values, else fp32 */
 };
 
-/* Computes one panel of outputs, or one query and key-value head.  `scores` has room for the group's scores of all
- * positions, rounded up to 4 tiles. */
+/* Computes some outputs, one block of rows, or one query and key-value head.  `scores` has room for the group's scores
+ * of all positions, rounded up to 4 tiles. */
 struct frd_inference {
-    void (*linear)(const struct frd_linear_task *task, size_t panel);
+    void (*linear)(const struct frd_linear_task *task, size_t number);
+    size_t outputs, most_rows; /* that `linear` computes per item, and per block of rows */
+    /* writes a block of rows (rows, inputs) to `out` and `factors`, the inputs of a product */
+    void (*prepare)(const struct frd_linear_task *task, const float *x, void *out, float *factors, size_t block);
     void (*norm[2])(const struct frd_norm_task *task); /* for fp32 and bf16 */
     void (*swiglu[2])(void *out, const void *x, size_t rows, size_t width);
     void (*rotate[2])(const struct frd_rotate_task *task);
+    void (*narrow)(uint16_t *out, const float *x, size_t count); /* to bf16 */
     void (*attend)(const struct frd_attend_task *task, size_t number, float *scores);
 };
+
+const struct frd_inference *frd_kernels(void); /* for this processor */
+struct frd_work frd_linear_work(const struct frd_linear_task *task);
+struct frd_work frd_attend_work(const struct frd_attend_task *task);
 
 extern const struct frd_inference frd_inference_plain;
 #if defined(__x86_64__)

@@ -28,7 +28,8 @@ int frd_vector_level(void)
     const unsigned avx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
     unsigned a, features, more, b, c, d;
     if (!__get_cpuid(1, &a, &b, &features, &d) || !__get_cpuid_count(7, 0, &a, &more, &c, &d)) return FRD_PLAIN;
-    if (!(features & bit_OSXSAVE) || !(features & bit_F16C) || !(more & bit_AVX2) || !saves_registers(YMM)) return FRD_PLAIN;
+    const unsigned avx = bit_OSXSAVE | bit_F16C | bit_FMA;
+    if ((features & avx) != avx || !(more & bit_AVX2) || !saves_registers(YMM)) return FRD_PLAIN;
     return (more & avx512) == avx512 && saves_registers(ZMM) ? FRD_AVX512 : FRD_AVX2;
 #else
     return FRD_PLAIN;

@@ -1,10 +1,10 @@
-/* For x86 with AVX2 and F16C. */
+/* For x86 with AVX2, FMA and F16C. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 
 #include <stdbool.h>
@@ -40,12 +40,28 @@ static inline bool pair_f16(const uint16_t *a, const uint16_t *b, float factor, 
     return true;
 }
 
+/* Returns c + the sums of the products of adjacent int16 values.  GCC would add the products of several inputs first, for
+ * which there are too few registers. */
+static inline __m256i add_pairs(__m256i a, __m256i b, __m256i c)
+{
+    c = _mm256_add_epi32(c, _mm256_madd_epi16(a, b));
+    __asm__("" : "+x"(c));
+    return c;
+}
+
 #define F16_PAIR pair_f16
 #define F16_TO_F32 widen_f16
 #define F32_TO_F16 narrow_f16
 #define TABLE frd_reduce_avx2
 #define CODECS frd_codecs_avx2
 #define INFERENCE frd_inference_avx2
+#define LANES 8
+#define VECTORS 2
+#define MOST_ROWS 6 /* 12 accumulators in 16 registers */
+#define SUMS 8
+#define FMA(a, b, c) ((vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define LOAD_INT8(FROM) ((shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(FROM))))
+#define PAIRS(a, b, c) ((ints)add_pairs((__m256i)(a), (__m256i)(b), (__m256i)(c)))
 #include "kernels.inc"
 #include "codecs.inc"
 #include "inference.inc"

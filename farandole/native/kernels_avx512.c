@@ -40,14 +40,28 @@ static inline bool pair_f16(const uint16_t *a, const uint16_t *b, float factor, 
     return true;
 }
 
+/* Returns c + the sums of the products of adjacent int16 values.  GCC would add the products of several inputs first, for
+ * which there are too few registers. */
+static inline __m512i add_pairs(__m512i a, __m512i b, __m512i c)
+{
+    c = _mm512_add_epi32(c, _mm512_madd_epi16(a, b));
+    __asm__("" : "+v"(c));
+    return c;
+}
+
 #define F16_PAIR pair_f16
 #define F16_TO_F32 widen_f16
 #define F32_TO_F16 narrow_f16
 #define TABLE frd_reduce_avx512
 #define CODECS frd_codecs_avx512
 #define INFERENCE frd_inference_avx512
-#define FMA(a, b, c) ((v16)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
-#define LOAD_INT8(FROM) ((v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(FROM)))))
+#define LANES 16
+#define VECTORS 2
+#define MOST_ROWS 12 /* 24 accumulators in 32 registers */
+#define SUMS 16
+#define FMA(a, b, c) ((vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define LOAD_INT8(FROM) ((shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)(FROM))))
+#define PAIRS(a, b, c) ((ints)add_pairs((__m512i)(a), (__m512i)(b), (__m512i)(c)))
 #include "kernels.inc"
 #include "codecs.inc"
 #include "inference.inc"

@@ -10,8 +10,9 @@ is fitted to the last few steps, because the whole machine becomes slower or fas
 
 from __future__ import annotations
 
-import itertools
 import math
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,7 +113,7 @@ class StepTimes:
             with np.errstate(divide="raise", invalid="raise", over="raise"):
                 self._update(row, seconds / predicted)
             self._steps += 1
-        except (FloatingPointError, np.linalg.LinAlgError):
+        except (ArithmeticError, np.linalg.LinAlgError):
             self._restart()
 
     def _update(self, row: np.ndarray, measured: float) -> None:
@@ -141,16 +142,34 @@ def _nonnegative(information: np.ndarray, solution: np.ndarray) -> np.ndarray:
     """Return the best solution without negative coefficients."""
     if solution.min() >= 0:
         return solution
+    matrix, right = (
+        information.tolist(),
+        (information @ solution).tolist(),
+    )  # the calls of numpy would take 20 times as long
     best, least = np.zeros(3), math.inf
-    right = information @ solution
-    for size in (1, 2):
-        for kept in itertools.combinations(range(3), size):
-            candidate = np.zeros(3)
-            candidate[list(kept)] = np.linalg.solve(information[np.ix_(kept, kept)], right[list(kept)])
-            cost = (candidate - solution) @ information @ (candidate - solution)
-            if candidate.min() >= 0 and cost < least:
-                best, least = candidate, cost
+    for candidate in _partial_solutions(matrix, right):
+        # the error minus a constant: x^T A x - 2 x^T A s
+        cost = sum(
+            value * (sum(map(operator.mul, row, candidate)) - 2 * wanted)
+            for value, row, wanted in zip(candidate, matrix, right, strict=True)
+        )
+        if min(candidate) >= 0 and cost < least:
+            best, least = np.array(candidate), cost
     return best
+
+
+def _partial_solutions(matrix: list[list[float]], right: list[float]) -> Iterator[list[float]]:
+    """Yield the solutions of all subsets of one or two equations, with zero for the other coefficients."""
+    for i in range(3):
+        candidate = [0.0, 0.0, 0.0]
+        candidate[i] = right[i] / matrix[i][i]
+        yield candidate
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        determinant = matrix[i][i] * matrix[j][j] - matrix[i][j] * matrix[j][i]
+        candidate = [0.0, 0.0, 0.0]
+        candidate[i] = (right[i] * matrix[j][j] - right[j] * matrix[i][j]) / determinant
+        candidate[j] = (right[j] * matrix[i][i] - right[i] * matrix[j][i]) / determinant
+        yield candidate
 
 
 class Rate:

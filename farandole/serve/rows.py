@@ -40,8 +40,9 @@ VECTOR = 64
 """A multiple of the elements that an iteration of a vectorized function computes."""
 PIECE = 1 << 14
 """The maximum number of elements for which torch computes a function in one thread."""
-MAX_BF16_ROWS = 32
-"""The largest number of rows for which the core computes bf16 products faster than torch."""
+MAX_BF16_ROWS: int | None = 32 if torch.cpu._is_avx512_bf16_supported() else None
+"""The largest number of rows for which the core computes bf16 products faster than torch, which uses the processor's
+instructions for bf16; None if there are none."""
 
 WeightKey = tuple[int, torch.Size]
 """The address and the shape of a weight."""
@@ -63,7 +64,7 @@ def weight_key(weight: Tensor) -> WeightKey:
 
 
 @dataclass(frozen=True)
-class _Packed:
+class Packed:
     """A weight in the core's format.
 
     Args:
@@ -90,7 +91,7 @@ class IndependentRows(TorchFunctionMode):
     def __init__(self, use_core: bool | None = None) -> None:
         super().__init__()
         self._use_core = native.available() if use_core is None else use_core
-        self._packed: dict[WeightKey, _Packed] = {}
+        self._packed: dict[WeightKey, Packed] = {}
         self.groups: Sequence[tuple[Updates, Tensor]] = ()
         """The updates, each with the indices of the rows to which it applies."""
 
@@ -128,14 +129,19 @@ class IndependentRows(TorchFunctionMode):
             return F.linear(rows, weight, bias)
         packed = self._packed.get(weight_key(weight))
         is_quantized = packed is not None and packed.type is WeightType.INT8
-        if rows.dtype == torch.bfloat16 and not is_quantized and len(rows) > MAX_BF16_ROWS:
+        if rows.dtype == torch.bfloat16 and not is_quantized and len(rows) > (MAX_BF16_ROWS or len(rows)):
             with torch_threads():
                 return F.linear(rows, weight, bias)
+        return _core_linear(rows, self.packed(weight), bias, len(weight))
+
+    def packed(self, weight: Tensor) -> Packed:
+        """Return a weight in the core's format."""
+        packed = self._packed.get(weight_key(weight))
         if packed is None or packed.version != weight._version:
             kind = WeightType.BF16 if weight.dtype == torch.bfloat16 else WeightType.F32
             self.convert(weight, kind, release=False)
             packed = self._packed[weight_key(weight)]
-        return _core_linear(rows, packed, bias, len(weight))
+        return packed
 
     def convert(self, weight: Tensor, kind: WeightType, *, release: bool) -> None:
         """Pack a weight (outputs, inputs) that no longer changes; int8 values have a scale per output.
@@ -152,7 +158,7 @@ class IndependentRows(TorchFunctionMode):
         packed = _pack(values, kind)
         if release:
             weight.data = torch.full((1, 1), torch.nan, dtype=weight.dtype).expand(weight.shape)
-        self._packed[weight_key(weight)] = _Packed(weight._version, kind, packed, scales)
+        self._packed[weight_key(weight)] = Packed(weight._version, kind, packed, scales)
 
 
 def _pack(weight: Tensor, kind: WeightType) -> Tensor:
@@ -163,11 +169,11 @@ def _pack(weight: Tensor, kind: WeightType) -> Tensor:
     return packed
 
 
-def _core_linear(rows: Tensor, packed: _Packed, bias: Tensor | None, outputs: int) -> Tensor:
+def _core_linear(rows: Tensor, packed: Packed, bias: Tensor | None, outputs: int) -> Tensor:
     own = rows.float().contiguous()
     result = own.new_empty(len(own), outputs)
     offsets = None if bias is None else bias.float().contiguous()
-    _check(
+    check_status(
         native.library().frd_linear(
             result.data_ptr(),
             own.data_ptr(),
@@ -240,7 +246,7 @@ def ragged_attention(
     tensors = (result, own, keys, values, table, positions)
     sizes = (*query.shape[:2], kv_heads, query.shape[2], value_width, length, table.shape[1])
     is_bf16 = keys.dtype == torch.bfloat16
-    _check(
+    check_status(
         native.library().frd_attend(
             *(tensor.data_ptr() for tensor in tensors),
             *sizes,
@@ -303,7 +309,8 @@ def write_positions(
     values[blocks, :, offsets] = value
 
 
-def _check(status: int) -> None:
+def check_status(status: int) -> None:
+    """Raise MemoryError if the status of a kernel is an error."""
     if status != native.Status.OK:
         raise MemoryError(
             f"a kernel of the C core failed with {native.Status(status).name}: out of memory; use a smaller batch"

@@ -6,6 +6,7 @@ independently; attention reads the sequence's blocks in the store.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,17 @@ from farandole.models.moe import MixtureOfExperts
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo, Transformer
 from farandole.native import WeightType
+from farandole.serve.decoder import FusedDecoder
 from farandole.serve.lora import Adapter
 from farandole.serve.request import RequestError
-from farandole.serve.rows import IndependentRows, Updates, ragged_attention, weight_key, write_positions
+from farandole.serve.rows import (
+    MAX_BF16_ROWS,
+    IndependentRows,
+    Updates,
+    ragged_attention,
+    weight_key,
+    write_positions,
+)
 from farandole.serve.store import LayerShape, Memory
 
 WEIGHTS = ("int8",)
@@ -51,16 +60,16 @@ class _StepCache(KeyValueCache):
     """Writes the keys and values of a step to the memory, and computes attention from the memory."""
 
     def __init__(
-        self, memory: Memory, layers: dict[nn.Module, int], spans: Sequence[Span], use_core: bool | None
+        self,
+        memory: Memory,
+        layers: dict[nn.Module, int],
+        positions: Tensor,
+        table: Tensor,
+        use_core: bool | None,
     ) -> None:
         super().__init__()
         self._memory, self._layers, self._use_core = memory, layers, use_core
-        counts = [len(span.tokens) for span in spans]
-        positions = [p for span in spans for p in range(span.start, span.start + len(span.tokens))]
-        self.positions = torch.tensor(positions)
-        most = max(len(span.blocks) for span in spans)
-        rows = [[*span.blocks] + [0] * (most - len(span.blocks)) for span in spans]
-        self._table = torch.tensor(rows, dtype=torch.int32).repeat_interleave(torch.tensor(counts), 0)
+        self._positions, self._table = positions, table
         self._layer = 0
 
     def append(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +82,7 @@ class _StepCache(KeyValueCache):
             keys,
             values,
             self._table,
-            self.positions,
+            self._positions,
             self._use_core,
         )
         return key, value
@@ -96,7 +105,7 @@ class _StepCache(KeyValueCache):
             keys,
             values,
             self._table,
-            self.positions,
+            self._positions,
             scale,
             window,
             self._use_core,
@@ -157,18 +166,21 @@ class Runner:
         self._use_core = use_core
         self._rows = IndependentRows(use_core)
         uses_core = native.available() if use_core is None else use_core
-        is_fp32 = next(model.parameters()).dtype == torch.float32  # products of many rows use bf16 weights
+        is_fp32 = next(model.parameters()).dtype == torch.float32
+        self._max_fused_rows = None if is_fp32 or weights else MAX_BF16_ROWS
         if weights:
             self._check_weights(weights)
             self._convert(WeightType.INT8, release=owned)
-        elif owned and is_fp32 and uses_core and not self.adapters:
-            self._convert(WeightType.F32, release=True)
+        elif owned and uses_core and self._max_fused_rows is None and not self.adapters:
+            self._convert(WeightType.F32 if is_fp32 else WeightType.BF16, release=True)
         with torch.inference_mode(), self._rows:
             probe = _Probe()
             self.model(torch.zeros(1, 1, dtype=torch.int64), SequenceInfo(cache=probe))
         self.shapes = list(probe.shapes.values())
         self.bytes_per_position = sum(shape.nbytes for shape in self.shapes)
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
+        fuses = uses_core and not self.adapters
+        self._fused = FusedDecoder.of(model, self._rows) if fuses else None
 
     def _check_weights(self, weights: str) -> None:
         """Raise RequestError if the weights cannot be converted to the format `weights`."""
@@ -199,23 +211,40 @@ class Runner:
 
         Call this method in inference mode.
         """
+        tokens, positions, table = _place(spans)
+        selected: list[int] = []
+        end = 0
+        for span in spans:
+            end += len(span.tokens)
+            selected += range(end - span.logits, end)
+        if self._fused is not None and len(tokens) <= (self._max_fused_rows or len(tokens)):
+            logits = self._fused.run(memory, tokens, positions, table, selected)
+        else:
+            logits = self._run_modules(memory, spans, tokens, positions, table, selected)
+        return self._gathered(logits) if selected else torch.empty(0, self.vocabulary)
+
+    def _run_modules(
+        self,
+        memory: Memory,
+        spans: Sequence[Span],
+        tokens: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        selected: Sequence[int],
+    ) -> Tensor:
+        """Store the keys and values of tokens, and return the logits of the selected tokens; see `FusedDecoder.run`."""
         with self._rows:
-            cache = _StepCache(memory, self._layers, spans, self._use_core)
-            tokens = torch.tensor([[token for span in spans for token in span.tokens]])
-            info = SequenceInfo(positions=cache.positions[None], cache=cache)
+            cache = _StepCache(memory, self._layers, positions, table, self._use_core)
+            info = SequenceInfo(positions=positions[None], cache=cache)
             self._rows.groups = self._groups(spans, [len(span.tokens) for span in spans])
-            hidden: Any = tokens
+            hidden: Any = tokens[None]
             for block in list(self.model)[:-1]:
                 hidden = block(hidden, info)
-            selected: list[int] = []
-            end = 0
-            for span in spans:
-                end += len(span.tokens)
-                selected += range(end - span.logits, end)
             if not selected:
                 return torch.empty(0, self.vocabulary)
             self._rows.groups = self._groups(spans, [span.logits for span in spans])
-            return self._logits(hidden[:, selected], info).float()
+            logits: Tensor = self.model[-1](hidden[:, selected], info)
+            return logits[0].float()
 
     def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Updates, Tensor]]:
         """Return the adapters of the spans, with the indices of their rows.
@@ -236,10 +265,23 @@ class Runner:
     def close(self) -> None:
         """End the ranks that compute with this process."""
 
-    def _logits(self, hidden: Tensor, info: SequenceInfo) -> Tensor:
-        """Return the logits (tokens, vocabulary) for hidden states (1, tokens, width)."""
-        logits: Tensor = self.model[-1](hidden, info)
-        return logits[0]
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """Return the logits (tokens, vocabulary), given the logits of this rank's part of the vocabulary."""
+        return logits
+
+
+def _place(spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens, the positions, and the blocks of each token's sequence, int32 of shape (tokens, blocks)."""
+    most = max(len(span.blocks) for span in spans)
+    tokens, positions, table = array("q"), array("q"), array("i")
+    for span in spans:
+        tokens.extend(span.tokens)
+        positions.extend(range(span.start, span.start + len(span.tokens)))
+        row = array("i", span.blocks)
+        row.extend([0] * (most - len(row)))
+        table += row * len(span.tokens)
+    blocks = torch.frombuffer(table, dtype=torch.int32).view(len(tokens), most)
+    return torch.frombuffer(tokens, dtype=torch.int64), torch.frombuffer(positions, dtype=torch.int64), blocks
 
 
 def _updates(model: nn.Module, adapter: Adapter) -> Updates:

@@ -118,7 +118,7 @@ class Sampler:
         if batch is None or batch.draws != list(draws):
             batch = self._batch = _Batch(list(draws))
         self._process(logits, batch)
-        tokens = logits.argmax(-1) if batch.is_greedy else self._random(logits, batch)
+        tokens = _argmax(logits) if batch.is_greedy else self._random(logits, batch)
         for draw in draws:
             draw.generated += 1
         if batch.any_penalty:
@@ -159,7 +159,7 @@ class Sampler:
             self._grammars.mask(logits, [row for row, _ in constrained], [each for _, each in constrained])
 
     def _random(self, logits: Tensor, batch: _Batch) -> Tensor:
-        greedy = logits.argmax(-1) if batch.any_greedy else None
+        greedy = _argmax(logits) if batch.any_greedy else None
         scores = logits / batch.temperature.clamp(min=1e-6)
         if batch.most_k:
             kept = scores.topk(min(batch.most_k, self._vocabulary), -1).values
@@ -183,6 +183,11 @@ class Sampler:
         if greedy is not None:
             drawn = torch.where(batch.temperature[:, 0] == 0, greedy, drawn)
         return drawn
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """Return the index of the largest value of each row; numpy uses vector instructions."""
+    return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def _uniform(draws: Sequence[Draw]) -> np.ndarray:

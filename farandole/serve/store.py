@@ -336,9 +336,9 @@ class PageStore:
     def commit(self, blocks: Blocks, tokens: Sequence[int], stored: int) -> None:
         """Record that the first `stored` positions have keys and values, and offer complete pages for sharing."""
         blocks.stored = stored
-        if not self._sharing:
-            return
         first = len(blocks.digests)
+        if not self._sharing or stored // TILE == first:
+            return
         before = blocks.digests[-1] if blocks.digests else blocks.model.encode()
         new = _digests(tokens[first * TILE : stored // TILE * TILE], before)
         for number, digest in enumerate(new, first):

@@ -23,7 +23,7 @@ from torch import Tensor
 from farandole.comm.communicator import Communicator
 from farandole.comm.errors import CommunicationError
 from farandole.layout import chunk
-from farandole.models.sequence import SequenceInfo, Transformer
+from farandole.models.sequence import Transformer
 from farandole.parallel.tensor import sharded_logits
 from farandole.parallel.tensor.vocabulary import ParallelVocabulary
 from farandole.serve.lora import Adapter
@@ -123,9 +123,9 @@ class LocalDriver(ShardedRunner, Driver):
             self._steps.send(_RUN, spans)
             return super().run(memory, spans)
 
-    def _logits(self, hidden: Tensor, info: SequenceInfo) -> Tensor:
+    def _gathered(self, logits: Tensor) -> Tensor:
         """Return the logits (tokens, vocabulary)."""
-        return _gather(self.comm, super()._logits(hidden, info), self._widths)
+        return _gather(self.comm, logits, self._widths)
 
 
 class RemoteDriver(Driver):
@@ -202,12 +202,11 @@ class Worker(ShardedRunner):
                     self.comm.barrier()
                 return False
 
-    def _logits(self, hidden: Tensor, info: SequenceInfo) -> Tensor:
-        """Return the logits of this rank's vocabulary shard, and send them to the driver."""
-        own = super()._logits(hidden, info)
-        counts = [len(own) * width for width in self._widths]
-        self.comm.gather(own.float().reshape(-1), None, counts=counts)
-        return own
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """Send the logits of this rank's vocabulary shard to the driver."""
+        counts = [len(logits) * width for width in self._widths]
+        self.comm.gather(logits.reshape(-1), None, counts=counts)
+        return logits
 
 
 class _Steps:
@@ -340,7 +339,7 @@ def _gather(comm: Communicator, own: Tensor, widths: Sequence[int]) -> Tensor:
     """Return the fp32 logits (tokens, vocabulary) on the driver, gathered from each rank's part of the vocabulary."""
     counts = [len(own) * width for width in widths]
     every = [torch.empty(count) for count in counts]
-    comm.gather(own.float().reshape(-1), every, counts=counts)
+    comm.gather(own.reshape(-1), every, counts=counts)
     return torch.cat([part.view(len(own), -1) for part in every if len(part)], -1)
 
 
