@@ -82,13 +82,12 @@ def start(
     with contextlib.nullcontext() if comm is None else raised_together(comm):
         folder = find_model(folder)
         adapters = parse_adapters(lora)
-        if weights and comm is not None:
-            raise RequestError("weights", f"{weights} is not supported with --tensor or --replicas")
         if comm is None or comm.rank == 0:
             keys = read_keys(api_keys) if api_keys is not None else []
             listener = _listen(host, port)
     options: dict[str, Any] = {
         "precision": precision,
+        "weights": weights,
         "context": context,
         "template": chat_template,
         "lora": adapters,
@@ -96,7 +95,7 @@ def start(
     own: list[Runner] | Worker
     if comm is None:
         found = read_model(folder, **options)
-        own = runners = [Runner(found.model, adapters=found.adapters, weights=weights, owned=True)]
+        own = runners = [Runner(found.model, **found.runner_options)]
         free = _free_memory()
     else:
         assert runtime is not None
@@ -196,10 +195,8 @@ def check_start(
     """
     if api_keys is not None:
         read_keys(api_keys)
-    if weights:
-        raise RequestError("weights", f"{weights} is not supported with --tensor or --replicas")
     _listen(host, port).close()
-    check_width(read_model(folder, lora=parse_adapters(lora), lazy=True).model, tensor)
+    check_width(read_model(folder, lora=parse_adapters(lora), weights=weights, lazy=True).model, tensor)
 
 
 def _free_memory() -> int:
