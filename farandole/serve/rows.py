@@ -122,7 +122,8 @@ class IndependentRows(TorchFunctionMode):
 
     def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return rows weight^T + bias, of shape (rows, outputs), for `rows` of shape (rows, inputs)."""
-        if not self._use_core:
+        # a weight that this step computes, such as a router's weight in fp32, exists only once
+        if not self._use_core or weight.is_inference():
             return (_block_linear if rows.dtype == torch.float32 else F.linear)(rows, weight, bias)
         if rows.dtype not in (torch.float32, torch.bfloat16):
             return F.linear(rows, weight, bias)

@@ -114,6 +114,28 @@ def test_weights_in_fp32_are_stored_once(family: str) -> None:
     assert sum(each.untyped_storage().nbytes() for each in model.parameters()) < 4 * size
 
 
+def test_weights_that_a_step_computes_are_not_kept() -> None:
+    """The memory of such a weight is used again for the next one."""
+    torch.manual_seed(0)
+    context, x = IndependentRows(), torch.randn(5, 70)
+    with torch.inference_mode(), context:
+        for weight in torch.randn(4, 50, 70).bfloat16():
+            assert torch.allclose(F.linear(x, weight.float()), x @ weight.float().T, atol=1e-4)
+    assert not context._packed
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_each_family_in_bf16(family: str) -> None:
+    prompt = [(7 * i + 3) % vocabulary(family) for i in range(40)]
+    model = copy.deepcopy(models(family)[1]).to(torch.bfloat16)
+    engine = GenerationEngine(Runner(model, owned=True), context=CONTEXT)
+    found = prompt_logprobs(engine, prompt)
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompt]))[0].float().log_softmax(-1)
+    expected = logprobs[torch.arange(39), torch.tensor(prompt[1:])]
+    assert float((found - expected).abs().median()) < 0.1
+
+
 def rounded(family: str) -> Transformer:
     """Return the model with the weights that int8 values represent, in fp32."""
     model = copy.deepcopy(models(family)[1])
