@@ -14,14 +14,13 @@ from farandole._extras import optional_import
 
 with optional_import():
     from fastapi import FastAPI, Request
-    from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+    from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from farandole.serve.folder import ModelFolder
 from farandole.serve.http.answers import Choice, TokenTexts, chat_logprobs, completion_logprobs, usage
 from farandole.serve.http.base import ModelServer, error_answer, error_body, unless_disconnected
 from farandole.serve.http.chat import deltas_of, message_of, prepare_chat
 from farandole.serve.http.guard import Limits
-from farandole.serve.http.page import read_page
 from farandole.serve.http.protocol import ChatRequest, CompletionRequest
 from farandole.serve.http.reply import Reply
 from farandole.serve.http.service import ReplicatedService, Service, Ticket
@@ -81,6 +80,7 @@ class Server(ModelServer):
         super().__init__(service, names, found.tokenizer, found.context, limits, keys)
         self._found, self._service = found, service
         self._texts = TokenTexts(found.tokenizer)
+        self._add_page("generation")
         self._add_endpoints(self.app)
 
     def _add_endpoints(self, app: FastAPI) -> None:
@@ -101,12 +101,6 @@ class Server(ModelServer):
                 "started": self._created,
             }
             return JSONResponse(own | self._service.stats(), headers={"cache-control": "no-store"})
-
-        document, headers = read_page()
-
-        @app.get("/", include_in_schema=False)
-        async def page() -> Response:
-            return HTMLResponse(document, headers=headers)
 
     def _select(self, model: str, sampling: Sampling) -> Sampling:
         """Return the parameters for the model of a request, which is the base model or an adapter."""
