@@ -159,19 +159,16 @@ def start(
         timeout_graceful_shutdown=drain_timeout,
         server_header=False,
     )
-    listener.listen(2048)  # from now on, connections wait until the server answers
-    address = listener.getsockname()
-    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    shown, number = _accept(listener)
     ranks = "" if comm is None else f"{counted(replicas, 'replica')} on {comm.size} ranks, "
     kinds = f"{precision}, {weights} weights" if weights else precision
     memory = positions * per_position / GIB
     each = "" if replicas == 1 else " in each replica"
     notify(
-        f"serving {model_name} on http://{shown}:{address[1]} ({kinds}, {ranks}context {found.context}, up to {max_running} "
+        f"serving {model_name} on http://{shown}:{number} ({kinds}, {ranks}context {found.context}, up to {max_running} "
         f"sequences{each}, {memory:.2g} GiB for {positions} positions{each})"
     )
-    if not keys and not address[0].startswith("127.") and address[0] != "::1":
-        notify("anyone who can reach this address can use the model: --api-keys FILE requires keys")
+    _warn_if_open(listener, keys)
     web = uvicorn.Server(config)
     web.run(sockets=[listener])
     if service.failure is not None:
@@ -224,9 +221,29 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+    except UnicodeError:
+        raise RequestError("host", f"expected a name or an address, got {host!r}") from None
     except OSError as error:
         raise RequestError("port", f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
+
+
+def _accept(listener: socket.socket) -> tuple[str, int]:
+    """Let connections wait until the server answers, and return the host, as a URL contains it, and the port."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        listener.listen(2048)
+    except OSError as error:  # another process listens since `_listen`
+        raise RequestError("port", f"cannot listen on {shown}:{port}: {error.strerror}") from None
+    return shown, port
+
+
+def _warn_if_open(listener: socket.socket, keys: Sequence[bytes]) -> None:
+    """Print a warning if other hosts can use the server without a key."""
+    host = listener.getsockname()[0]
+    if not keys and not host.startswith("127.") and host != "::1":
+        notify("anyone who can reach this address can use the model: --api-keys FILE requires keys")
 
 
 def start_encoder(
@@ -264,13 +281,10 @@ def start_encoder(
         timeout_graceful_shutdown=drain_timeout,
         server_header=False,
     )
-    listener.listen(2048)
-    address = listener.getsockname()
-    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    shown, number = _accept(listener)
     notify(
-        f"serving embeddings of {model_name} on http://{shown}:{address[1]} ({precision}, context {encoder.context}, "
+        f"serving embeddings of {model_name} on http://{shown}:{number} ({precision}, context {encoder.context}, "
         f"{encoder.width} values, pooling: {encoder.pooling})"
     )
-    if not keys and not address[0].startswith("127.") and address[0] != "::1":
-        notify("anyone who can reach this address can use the model: --api-keys FILE requires keys")
+    _warn_if_open(listener, keys)
     uvicorn.Server(config).run(sockets=[listener])
