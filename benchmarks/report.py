@@ -53,7 +53,7 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
         return f"{offload.table(result)}\n\n{offload.notes(result)}"
     if name.startswith("pipeline"):
         return records_table(result[operation])
-    if name == "pretrained" or name.startswith(("language", "axes", "experts")):
+    if name == "pretrained" or name.startswith(("language", "axes", "experts", "serving", "speculation")):
         return records_table(result["rows"])
     seconds = result["seconds"]
     if name.startswith("fsdp2"):

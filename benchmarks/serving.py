@@ -1,6 +1,6 @@
 """Compare the generation engine with other implementations: 16 ragged requests, one after another and all at once.
 
-    python -m benchmarks.serving [--threads 1] [--rounds 3] [--only PATTERN] [--save]
+    python -m benchmarks.serving [--threads 1] [--rounds 3] [--only PATTERN] [--save NAME]
     python -m benchmarks.serving --model FOLDER --peers PYTHON ...      # see `serving_peers.py`
 
 The model is a Llama with 24 M random parameters.  Prompts have 8 to 128 tokens and outputs 32 to 128 tokens, so that
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.measure import RESULTS, records_table, save
+from benchmarks.measure import records_table, save
 from benchmarks.serving_peers import IMPLEMENTATIONS as PEERS
 from farandole.bench.serving.limit import measure_limit
 from farandole.bench.serving.load import Request, ragged_requests
@@ -189,9 +189,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="only implementations whose names match this regular expression"
     )
-    parser.add_argument(
-        "--save", action="store_true", help="update the rows in docs/benchmarks/serving-THREADS.json"
-    )
+    parser.add_argument("--save", metavar="NAME", help="write docs/benchmarks/NAME.json")
     options = parser.parse_args()
     if options.write:
         write_model(options.write)
@@ -254,11 +252,7 @@ def main() -> None:
             step = 1e3 * metrics.step_time / metrics.steps
             print(f"{name}: {step:.2f} ms per step, {outside:.1%} of it for scheduling and sampling")
     if options.save:
-        name = f"serving-{options.threads}"
-        path = RESULTS / f"{name}.json"
-        kept = json.loads(path.read_text())["rows"] if path.exists() else []
-        kept = [row for row in kept if row["implementation"] not in samples]
-        save(name, {"threads": options.threads, "rows": [*kept, *rows]})
+        save(options.save, {"threads": options.threads, "rows": rows})
 
 
 def engine_of(

@@ -114,7 +114,10 @@ def pictures() -> list[Picture]:
         ),
         Picture(here / "plans.png", (ROOT / "farandole/bench/plan_picture.py", *planner, Path(__file__)), draw_plans),
         Picture(here / "packages.png", (Path(__file__),), draw_packages, shown_imports),
-        Picture(here / "serving.png", (here / "serving.py", ROOT / "farandole/serve/http/page.html"), serving.draw_page),
+        *(
+            Picture(here / f"{name}.png", (here / "serving.py", *sources), draw)
+            for name, (sources, draw) in serving.drawings().items()
+        ),
         *(
             Picture(here / f"{name}.png", (here / "axes.py", *sorted((ROOT / "farandole/parallel").glob(sources))), draw)
             for name, sources, draw in (

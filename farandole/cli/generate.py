@@ -51,6 +51,14 @@ def generate(
             show_default="the ranks of the launcher, else 1",
         ),
     ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            "--weights",
+            help="int8: compute products with int8 weights, which need a quarter of the memory.",
+            show_default="fp32",
+        ),
+    ] = "",
 ) -> None:
     """Continue a prompt with a trained model, and print the text.
 
@@ -63,6 +71,7 @@ def generate(
       farandole generate runs/stdlib-20260102-030405 --prompt "class Queue:"
       farandole generate runs --prompt "import" --tokens 400 --temperature 1 --seed 7
       farandole generate FOLDER --input prompts.jsonl --output out.jsonl --temperature 0
+      farandole generate FOLDER --prompt "import" --weights int8
       farandole generate FOLDER --prompt "import" --tensor 2    shard the model across 2 ranks
       mpirun -n 2 farandole generate FOLDER --prompt "import"   the same, under another launcher
     """
@@ -76,10 +85,18 @@ def generate(
         _refuse(refusal)
     tensor = tensor or placement.size
     is_file = input_file is not None or output_file is not None
-    if is_file or tensor > 1 or placement.size > 1:
+    if is_file or weights or tensor > 1 or placement.size > 1:
         sampling = {"max_tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
         _generate_together(
-            checkpoint, prompt, input_file, output_file, tensor, placement.rank, sampling, is_file=is_file
+            checkpoint,
+            prompt,
+            input_file,
+            output_file,
+            placement.rank,
+            sampling,
+            is_file=is_file,
+            tensor=tensor,
+            weights=weights,
         )
         return
     from farandole.train.config import ConfigError
@@ -120,11 +137,12 @@ def _generate_together(
     prompt: str | None,
     input_file: Path | None,
     output_file: Path | None,
-    tensor: int,
     rank: int,
     parameters: dict[str, Any],
     *,
     is_file: bool,
+    tensor: int,
+    weights: str,
 ) -> None:
     """Generate with the engine, which batches sequences and can shard the model across ranks."""
     from farandole.data.errors import DataError
@@ -143,7 +161,7 @@ def _generate_together(
         if is_file and prompt is not None:
             raise DataError("--prompt and --input are mutually exclusive; omit one of them")
         sampling = Sampling(**parameters)
-        with LLM(folder, tensor=tensor) as llm:
+        with LLM(folder, tensor=tensor, weights=weights) as llm:
             if llm.rank:  # the end of the block computes with rank 0 until rank 0 has finished
                 return
             if input_file is not None and output_file is not None:

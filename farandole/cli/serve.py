@@ -160,7 +160,8 @@ def serve(
 
     The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics, and has a page
     with the current load and a chat at /.  It listens on this machine only, unless --host is given.  After SIGTERM, the
-    server completes the running requests and exits.  The server of an encoder (BERT) answers /v1/embeddings instead.
+    server completes the running requests and exits.  The server of an encoder (BERT) offers /v1/embeddings instead, and its
+    page shows the similarities of texts.
 
     \b
       farandole serve runs --port 8000

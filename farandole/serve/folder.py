@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from farandole.data.errors import DataError
 from farandole.data.template import Template, find_template, read_tokenizer_config, token_text
@@ -19,6 +20,7 @@ from farandole.models.hf.pretrained import CONFIG, from_pretrained, read_config
 from farandole.models.sequence import Transformer
 from farandole.serve.lora import Adapter, read_adapters
 from farandole.serve.request import RequestError
+from farandole.serve.runner import check_weights
 from farandole.train.run_folder import METADATA, TOKENIZER, newest_checkpoint
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,6 +37,8 @@ class ModelFolder:
         template: the chat template, or None.
         no_template: the reason why `template` is None, or an empty string.
         adapters: the LoRA adapters by name.
+        weights: "int8" if products are computed with int8 weights; see `Runner`.
+        largest: if the model is divided over ranks, an argument of `Runner`.
     """
 
     folder: Path
@@ -45,6 +49,13 @@ class ModelFolder:
     template: Template | None
     no_template: str
     adapters: Mapping[str, Adapter]
+    weights: str = ""
+    largest: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def runner_options(self) -> dict[str, Any]:
+        """Return the arguments of `Runner` except the model, which the runner then owns."""
+        return {"adapters": self.adapters, "weights": self.weights, "largest": self.largest, "owned": True}
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -69,6 +80,7 @@ def read_model(
     context: int | None = None,
     template: str = "",
     lora: Mapping[str, str | Path] | None = None,
+    weights: str = "",
     lazy: bool = False,
 ) -> ModelFolder:
     """Read a Hugging Face folder, or the newest checkpoint of a run of `farandole train`.
@@ -79,6 +91,7 @@ def read_model(
         context: the maximum number of tokens of a sequence, by default the model's context.
         template: a file with another chat template, or "chatml".
         lora: the folders of LoRA adapters by name.
+        weights: "int8", or "" for the weights of the precision.
         lazy: whether to create the model of a Hugging Face folder on the meta device, for `shards.shard_model`.
 
     Raises:
@@ -88,6 +101,8 @@ def read_model(
     path = find_model(folder)
     if precision not in PRECISIONS:
         raise RequestError("precision", f"expected one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if weights:
+        check_weights(weights)
     if is_hugging_face(path):
         model, tokenizer, limit, choice = _hugging_face(path, precision, lazy)
     else:
@@ -109,7 +124,7 @@ def read_model(
         reason = str(error).replace("data.template=", "--chat-template ")
     adapters = read_adapters(model, lora or {})
     ends = _end_tokens(path, tokenizer)
-    return ModelFolder(path, model, tokenizer, context or limit, ends, found, reason, adapters)
+    return ModelFolder(path, model, tokenizer, context or limit, ends, found, reason, adapters, weights)
 
 
 def _hugging_face(path: Path, precision: str, lazy: bool) -> tuple[Transformer, Tokenizer, int, str]:

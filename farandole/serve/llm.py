@@ -109,14 +109,17 @@ class LLM:
         lora: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
-        if weights and tensor > 1:
-            raise RequestError("weights", f"{weights} is not supported with tensor={tensor}")
         self._ranks = ranks_for(tensor)
         found = self._ranks.read(
-            find_model(folder), precision=precision, context=context, template=chat_template, lora=lora
+            find_model(folder),
+            precision=precision,
+            weights=weights,
+            context=context,
+            template=chat_template,
+            lora=lora,
         )
         self.tokenizer, self._found = found.tokenizer, found
-        runner = self._ranks.runner(found, weights)
+        runner = self._ranks.runner(found)
         if runner is not None:
             self.engine = GenerationEngine(
                 runner,

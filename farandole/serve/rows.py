@@ -123,7 +123,8 @@ class IndependentRows(TorchFunctionMode):
 
     def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return rows weight^T + bias, of shape (rows, outputs), for `rows` of shape (rows, inputs)."""
-        if not self._use_core:
+        # a weight that this step computes, such as a router's weight in fp32, exists only once
+        if not self._use_core or weight.is_inference():
             return (_block_linear if rows.dtype == torch.float32 else F.linear)(rows, weight, bias)
         if rows.dtype not in (torch.float32, torch.bfloat16):
             return F.linear(rows, weight, bias)
@@ -143,30 +144,46 @@ class IndependentRows(TorchFunctionMode):
             packed = self._packed[weight_key(weight)]
         return packed
 
-    def convert(self, weight: Tensor, kind: WeightType, *, release: bool) -> None:
-        """Pack a weight (outputs, inputs) that no longer changes; int8 values have a scale per output.
+    def convert(
+        self, weight: Tensor, kind: WeightType, *, release: bool, largest: Tensor | None = None
+    ) -> None:
+        """Pack a weight (outputs, inputs) that no longer changes, or a stack of weights; int8 values have a scale per output.
 
         Args:
             kind: INT8, or the type of the weight.
             release: whether to free the weight's memory.  Outside of products, the weight's values are then NaN.
+            largest: for INT8, fp32 of shape (outputs) or (matrices, outputs): the absolute weights that are stored as
+                127, by default the largest of each output.
         """
-        values, scales = weight.detach().contiguous(), None
-        if kind is WeightType.INT8:
-            values = values.float()
-            scales = values.abs().amax(1) / 127
-            values = (values / scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
-        packed = _pack(values, kind)
+        values = weight.detach()
+        stack = values[None] if values.dim() == 2 else values
+        tops = [None] * len(stack) if largest is None else largest.reshape(len(stack), -1)
+        packed = [
+            Packed(weight._version, kind, *_pack(matrix, kind, top))
+            for matrix, top in zip(stack, tops, strict=True)
+        ]
         if release:
-            weight.data = torch.full((1, 1), torch.nan, dtype=weight.dtype).expand(weight.shape)
-        self._packed[weight_key(weight)] = Packed(weight._version, kind, packed, scales)
+            one = torch.full((*weight.shape[:-2], 1, 1), torch.nan, dtype=weight.dtype)
+            weight.data = one.expand(weight.shape)
+        matrices = [weight] if weight.dim() == 2 else weight.detach().unbind()
+        self._packed.update(zip(map(weight_key, matrices), packed, strict=True))
 
 
-def _pack(weight: Tensor, kind: WeightType) -> Tensor:
-    """Return a contiguous weight in the core's format, as bytes."""
+def largest_of(weight: Tensor) -> Tensor:
+    """Return the fp32 largest absolute weights of each output, for `weight` (..., outputs, inputs)."""
+    return weight.abs().amax(-1).float()
+
+
+def _pack(weight: Tensor, kind: WeightType, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return a weight in the core's format, as bytes, and the scales of int8 values."""
+    values, scales = weight.contiguous(), None
+    if kind is WeightType.INT8:
+        scales = (largest_of(values) if largest is None else largest) / 127
+        values = (values.float() / scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
     core = native.library()
-    packed = torch.empty(core.frd_packed_size(*weight.shape, kind), dtype=torch.uint8)
-    core.frd_pack(packed.data_ptr(), weight.data_ptr(), *weight.shape, kind)
-    return packed
+    packed = torch.empty(core.frd_packed_size(*values.shape, kind), dtype=torch.uint8)
+    core.frd_pack(packed.data_ptr(), values.data_ptr(), *values.shape, kind)
+    return packed, scales
 
 
 def _core_linear(rows: Tensor, packed: Packed, bias: Tensor | None, outputs: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from farandole import native
 from farandole.models.layers import Head
-from farandole.models.moe import MixtureOfExperts
+from farandole.models.moe import StackedLinear
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo, Transformer
 from farandole.native import WeightType
@@ -35,6 +36,12 @@ from farandole.serve.store import LayerShape, Memory
 
 WEIGHTS = ("int8",)
 """The types that weights can be converted to."""
+
+
+def check_weights(weights: str) -> None:
+    """Raise RequestError if `weights` is not a type that weights can be converted to."""
+    if weights not in WEIGHTS:
+        raise RequestError("weights", f"expected one of {', '.join(WEIGHTS)}, got {weights!r}")
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,8 @@ class Runner:
         adapters: LoRA adapters by name.
         weights: "int8" computes products with int8 weights and a scale per output.  "" uses the weights of `model`.
         owned: whether the runner may free the weights of `model` that it keeps in another format.
+        largest: for "int8", the largest absolute weights of the outputs of complete matrices, by parameter name, if
+            this rank stores only a part of their inputs.
 
     Raises:
         RequestError: if the model's results would depend on the other sequences in a batch, or its weights cannot be
@@ -151,6 +160,7 @@ class Runner:
         adapters: Mapping[str, Adapter] | None = None,
         weights: str = "",
         owned: bool = False,
+        largest: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         for module in model.modules():
             for value in vars(module).values():
@@ -161,7 +171,6 @@ class Runner:
                         "batch, which is not supported; use farandole generate --prompt",
                     )
         self.model = model.eval()
-        self.adapters = {name: _updates(model, adapter) for name, adapter in (adapters or {}).items()}
         self.vocabulary = _vocabulary(model)
         self._use_core = use_core
         self._rows = IndependentRows(use_core)
@@ -170,9 +179,10 @@ class Runner:
         self._max_fused_rows = None if is_fp32 or weights else MAX_BF16_ROWS
         if weights:
             self._check_weights(weights)
-            self._convert(WeightType.INT8, release=owned)
-        elif owned and uses_core and self._max_fused_rows is None and not self.adapters:
-            self._convert(WeightType.F32 if is_fp32 else WeightType.BF16, release=True)
+            self._convert(WeightType.INT8, largest, release=owned)
+        elif owned and uses_core and self._max_fused_rows is None:
+            self._convert(WeightType.F32 if is_fp32 else WeightType.BF16, {}, release=True)
+        self.adapters = {name: _updates(model, adapter) for name, adapter in (adapters or {}).items()}
         with torch.inference_mode(), self._rows:
             probe = _Probe()
             self.model(torch.zeros(1, 1, dtype=torch.int64), SequenceInfo(cache=probe))
@@ -184,23 +194,22 @@ class Runner:
 
     def _check_weights(self, weights: str) -> None:
         """Raise RequestError if the weights cannot be converted to the format `weights`."""
-        if weights not in WEIGHTS:
-            raise RequestError("weights", f"expected one of {', '.join(WEIGHTS)}, got {weights!r}")
-        if self.adapters:
-            raise RequestError("weights", f"{weights} is not supported with LoRA adapters")
-        if any(isinstance(module, MixtureOfExperts) for module in self.model.modules()):
-            raise RequestError("weights", f"{weights} is not supported for mixtures of experts")
+        check_weights(weights)
         if not native.available() or self._use_core is False:
             raise RequestError("weights", f"{weights} requires the C core: {native.why_unavailable()}")
 
-    def _convert(self, kind: WeightType, *, release: bool) -> None:
+    def _convert(self, kind: WeightType, largest: Mapping[str, Tensor], *, release: bool) -> None:
         """Pack the matrices."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         modules = list(self.model.modules())
         embeddings = {id(each.weight) for each in modules if isinstance(each, nn.Embedding)}
         for module in modules:
-            if isinstance(module, nn.Linear | Head):
-                is_tied = id(module.weight) in embeddings
-                self._rows.convert(module.weight, kind, release=release and not is_tied)
+            if isinstance(module, nn.Linear | Head | StackedLinear):
+                number = id(module.weight)
+                own = largest.get(names[number])
+                self._rows.convert(
+                    module.weight, kind, release=release and number not in embeddings, largest=own
+                )
 
     def memory(self) -> Memory:
         """Return a new KV cache for the model."""

@@ -5,21 +5,33 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
 import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from farandole.cli.main import app
+from farandole.comm.communicator import Communicator
+from farandole.models.hf import from_pretrained
+from farandole.models.layers import Head
+from farandole.models.moe import StackedLinear
+from farandole.models.sequence import Transformer
 from farandole.native import WeightType
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.llm import LLM
+from farandole.serve.lora import read_adapters
+from farandole.serve.ranks.driver import LocalDriver, Worker
+from farandole.serve.ranks.shards import shard_model
 from farandole.serve.request import RequestError, Sampling
-from farandole.serve.rows import IndependentRows
+from farandole.serve.rows import IndependentRows, weight_key
 from farandole.serve.runner import Runner
 from tests.serve.models import CONTEXT, LAYERS, models, run, vocabulary
-from tests.serve.server import command, write_folder
+from tests.serve.server import NAME, command, write_folder
+from tests.serve.test_lora import adapters_of, results
+from tests.serve.test_ranks import BOUND, CASES, Case
 
 DENSE = ("gpt2", "gptj", "llama", "mistral", "qwen3")
 
@@ -29,8 +41,8 @@ def quantized(family: str, dtype: torch.dtype = torch.float32) -> GenerationEngi
     return GenerationEngine(Runner(model, weights="int8", owned=True), context=CONTEXT, max_running=4)
 
 
-def prompt_logprobs(engine: GenerationEngine, prompt: list[int]) -> torch.Tensor:
-    number = engine.add(prompt, Sampling(max_tokens=1, temperature=0, prompt_logprobs=True))
+def prompt_logprobs(engine: GenerationEngine, prompt: list[int], lora: str | None = None) -> torch.Tensor:
+    number = engine.add(prompt, Sampling(max_tokens=1, temperature=0, prompt_logprobs=True, lora=lora))
     (output,) = run(engine)[number, 0]
     return torch.tensor([each.logprob for each in output.prompt_logprobs])
 
@@ -102,10 +114,111 @@ def test_weights_in_fp32_are_stored_once(family: str) -> None:
     assert sum(each.untyped_storage().nbytes() for each in model.parameters()) < 4 * size
 
 
+def test_weights_that_a_step_computes_are_not_kept() -> None:
+    """The memory of such a weight is used again for the next one."""
+    torch.manual_seed(0)
+    context, x = IndependentRows(), torch.randn(5, 70)
+    with torch.inference_mode(), context:
+        for weight in torch.randn(4, 50, 70).bfloat16():
+            assert torch.allclose(F.linear(x, weight.float()), x @ weight.float().T, atol=1e-4)
+    assert not context._packed
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_each_family_in_bf16(family: str) -> None:
+    prompt = [(7 * i + 3) % vocabulary(family) for i in range(40)]
+    model = copy.deepcopy(models(family)[1]).to(torch.bfloat16)
+    engine = GenerationEngine(Runner(model, owned=True), context=CONTEXT)
+    found = prompt_logprobs(engine, prompt)
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompt]))[0].float().log_softmax(-1)
+    expected = logprobs[torch.arange(39), torch.tensor(prompt[1:])]
+    assert float((found - expected).abs().median()) < 0.1
+
+
+def rounded(family: str) -> Transformer:
+    """Return the model with the weights that int8 values represent, in fp32."""
+    model = copy.deepcopy(models(family)[1])
+    head = model[-1]
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # separate from the embedding
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear | Head | StackedLinear):
+                step = module.weight.abs().amax(-1, keepdim=True) / 127
+                module.weight.copy_((module.weight / step.clamp(min=1e-30)).round() * step)
+    return model
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_the_log_probabilities_are_those_of_the_rounded_weights(family: str) -> None:
+    """Also with experts, whose router would amplify other errors, and with an adapter, which is not rounded."""
+    prompt = [(7 * i + 3) % vocabulary(family) for i in range(40)]
+    adapters = read_adapters(models(family)[1], adapters_of(family))
+    exact = GenerationEngine(Runner(rounded(family), adapters=adapters), context=CONTEXT)
+    own = Runner(copy.deepcopy(models(family)[1]), adapters=adapters, weights="int8", owned=True)
+    engine = GenerationEngine(own, context=CONTEXT)
+    found = []
+    for lora in (None, *adapters):
+        found.append(prompt_logprobs(engine, prompt, lora))
+        assert torch.allclose(found[-1], prompt_logprobs(exact, prompt, lora), atol=1e-4, rtol=0)
+        assert len(found) == 1 or not torch.allclose(found[-1], found[0], atol=1e-2)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
-def test_mixtures_of_experts_are_refused(family: str) -> None:
-    with pytest.raises(RequestError, match="weights: int8 is not supported for mixtures of experts"):
-        quantized(family)
+def test_experts_are_stored_once(family: str) -> None:
+    for weights, size in (("", 4), ("int8", 1)):
+        model = copy.deepcopy(models(family)[1])
+        layers = [module for module in model.modules() if isinstance(module, StackedLinear)]
+        count = sum(len(layer.weight) for layer in layers)
+        runner = Runner(model, weights=weights, owned=True)
+        assert sum(layer.weight.untyped_storage().nbytes() for layer in layers) == 4 * count
+        values = [
+            runner._rows._packed[weight_key(matrix)].values for layer in layers for matrix in layer.weight
+        ]
+        least = size * sum(layer.weight.numel() for layer in layers)
+        assert least <= sum(each.nbytes for each in values) < 4 * least  # padded
+
+
+def on_ranks(
+    rank: int,
+    size: int,
+    folder: str,
+    adapters: dict[str, Path],
+    prompts: list[tuple[list[int], str | None]],
+) -> Any:
+    comm = Communicator(torch.distributed.group.WORLD)
+    model = from_pretrained(folder, lazy=True).eval()
+    shards = shard_model(model, comm, read_adapters(model, adapters))
+    options: dict[str, Any] = {
+        "adapters": shards.adapters,
+        "weights": "int8",
+        "largest": shards.largest_weights(),
+        "owned": True,
+    }
+    if rank:
+        Worker(model, comm, **options).follow()
+        return None
+    driver = LocalDriver(model, comm, **options)
+    found = results(GenerationEngine(driver, context=CONTEXT), prompts)
+    driver.close()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_round_weights_as_one(ranks: Any, case: Case) -> None:
+    family, changes = case
+    model = models(family, **changes)[1]
+    adapters = {} if changes else adapters_of(family)
+    prompts = [
+        ([(i * i + 3) % vocabulary(family) for i in range(length)], lora)
+        for lora, length in [(None, 9), *((name, 3) for name in adapters), (None, 1)]
+    ]
+    runner = Runner(copy.deepcopy(model), adapters=read_adapters(model, adapters), weights="int8", owned=True)
+    expected = results(GenerationEngine(runner, context=CONTEXT), prompts)
+    found, _ = ranks(2).run(on_ranks, str(model.pretrained.folder), adapters, prompts)  # type: ignore[union-attr]
+    for own, other in zip(found, expected, strict=True):
+        assert [each.token for each in own] == [each.token for each in other]
+        assert [each.logprob for each in own] == pytest.approx([each.logprob for each in other], abs=BOUND)
 
 
 def test_other_combinations_are_refused(tmp_path: Path) -> None:
@@ -115,13 +228,50 @@ def test_other_combinations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="weights: int8 requires the C core"):
         Runner(model, use_core=False, weights="int8")
     folder = write_folder(tmp_path)
-    with pytest.raises(RequestError, match="weights: int8 is not supported with tensor=2"):
-        LLM(folder, tensor=2, weights="int8")
-    result = CliRunner().invoke(
-        app, ["serve", str(folder), "--port", "0", "--weights", "int8", "--tensor", "2"]
+    with pytest.raises(RequestError, match="weights: expected one of int8, got 'int4'"):
+        LLM(folder, tensor=2, weights="int4")
+    for arguments in (["serve", str(folder), "--tensor", "2"], ["serve", str(folder)]):
+        result = CliRunner().invoke(app, [*arguments, "--port", "0", "--weights", "int4"])
+        assert result.exit_code == 2
+        assert "farandole serve: --weights: expected one of int8, got 'int4'" in result.output
+    result = CliRunner().invoke(app, ["generate", str(folder), "--weights", "int4"])
+    assert (result.exit_code, result.output) == (
+        2,
+        "farandole generate: weights: expected one of int8, got 'int4'\n",
     )
-    assert result.exit_code == 2
-    assert "--weights: int8 is not supported with --tensor or --replicas" in result.output
+
+
+def test_generation_without_a_server(tmp_path: Path) -> None:
+    """`LLM` and the command generate the same text, also with two ranks."""
+    folder = write_folder(tmp_path / "model")
+    base = ["generate", str(folder), "--prompt", "say red", "--tokens", "12", "--temperature", "0"]
+    sampling: Any = {"max_tokens": 12, "temperature": 0, "logprobs": 0}
+    (exact,) = LLM(folder).generate(["say red"], **sampling)
+    (one,) = LLM(folder, weights="int8").generate(["say red"], **sampling)
+    assert one.completions[0].logprobs != exact.completions[0].logprobs
+    with LLM(folder, weights="int8", tensor=2) as llm:
+        (two,) = llm.generate(["say red"], **sampling)
+    assert two.text == one.text
+    assert [each.logprob for each in two.completions[0].logprobs] == pytest.approx(
+        [each.logprob for each in one.completions[0].logprobs], abs=BOUND
+    )
+    for more in ([], ["--tensor", "2"]):
+        result = CliRunner().invoke(app, [*base, "--weights", "int8", *more])
+        assert (result.exit_code, result.output) == (0, f"say red{one.text}\n")
+
+
+@pytest.mark.parametrize("options", [["--tensor", "2"], ["--replicas", "2"]])
+def test_several_ranks_serve(tmp_path: Path, options: list[str]) -> None:
+    folder = write_folder(tmp_path)
+    body = {"model": NAME, "prompt": "say red", "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    (one,) = LLM(folder, weights="int8").generate(["say red"], max_tokens=12, temperature=0)
+    with command(folder, "--name", NAME, "--weights", "int8", *options) as (address, process):
+        assert "(fp32, int8 weights, " in process.read_stderr()
+        texts = [
+            requests.post(address + "/v1/completions", json=body).json()["choices"][0]["text"]
+            for _ in range(3)
+        ]
+    assert texts == [one.text] * 3
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""Load at twice the capacity: each request has an answer, and no slot or memory is lost.
+"""Load at twice the capacity: each request has an answer, and no slot, connection or memory is lost.
 
-FARANDOLE_LOAD_SECONDS sets the duration, for a longer run by hand.
+FARANDOLE_LOAD_SECONDS sets the duration, for a longer run by hand:
+
+    FARANDOLE_LOAD_SECONDS=600 pytest -s --timeout 1500 tests/serve/test_load.py -k each_request
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from farandole.serve.engine import QueueFullError
@@ -27,6 +30,8 @@ from tests.serve.server import NAME, eventually, serving, write_folder
 SECONDS = float(os.environ.get("FARANDOLE_LOAD_SECONDS", "5"))
 RUNNING, WAITING = 4, 4
 CLIENTS = 2 * (RUNNING + WAITING)
+GROWTH = 16 << 20
+"""The bytes by which the memory may grow during the test, from a line through the samples after the first quarter."""
 
 
 def resident() -> int:
@@ -34,14 +39,19 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def open_files() -> int:
+    """Return the number of open files and sockets of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 @pytest.mark.parametrize("store", ["pages", "slots"])
 def test_each_request_has_an_answer(tmp_path: Path, store: str) -> None:
-    counts: Counter[str] = Counter()
+    sent, found = [0] * CLIENTS, [Counter[str]() for _ in range(CLIENTS)]  # of each client
     options = {"max_running": RUNNING, "max_waiting": WAITING, "store": store}
     with serving(write_folder(tmp_path), **options) as (address, service):
 
         def send(seed: int) -> None:
-            choose = random.Random(seed)
+            choose, counts = random.Random(seed), found[seed]
             while time.monotonic() < end:
                 prompt = [choose.randrange(2, 300) for _ in range(choose.randint(1, 60))]
                 stream, leave = choose.random() < 0.5, choose.random() < 0.2
@@ -52,6 +62,7 @@ def test_each_request_has_an_answer(tmp_path: Path, store: str) -> None:
                     "stream": stream,
                 }
                 connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+                sent[seed] += 1
                 try:
                     headers = {"content-type": "application/json"}
                     connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -78,25 +89,38 @@ def test_each_request_has_an_answer(tmp_path: Path, store: str) -> None:
                 finally:
                     connection.close()
 
+        before = open_files()
         start = time.monotonic()
         end = start + SECONDS
         threads = [threading.Thread(target=send, args=(seed,)) for seed in range(CLIENTS)]
         for thread in threads:
             thread.start()
-        time.sleep(SECONDS / 2)
-        before = resident()
+        times, sizes = [], []
+        while time.monotonic() < end:
+            time.sleep(SECONDS / 50)
+            if time.monotonic() > start + SECONDS / 4:
+                times.append(time.monotonic() - start)
+                sizes.append(resident())
         for thread in threads:
             thread.join()
         eventually(lambda: not service.engine.has_work)
-        time.sleep(0.1)
-        growth = resident() - before
+        eventually(lambda: open_files() <= before)
         service.engine.check_idle()
         assert not service._tickets
         assert not service._queued
         assert len(service.engine._sampler._free) == RUNNING
+    counts = sum(found, Counter())
+    growth = np.polyfit(times, sizes, 1)[0] * SECONDS
+    print(
+        f"{store}: {sum(sent)} requests: {dict(counts)}; the memory grows by {growth / 2**20:.2f} MiB in {SECONDS:g} s"
+    )
+    assert counts.total() == sum(sent)
     assert set(counts) <= {"left", "refused", "complete"}, counts
     assert min(counts["left"], counts["refused"], counts["complete"]) > 0, counts
-    assert growth < 32 << 20
+    ended = service.engine.metrics.requests
+    assert sum(ended.values()) >= counts["complete"]
+    assert set(ended) <= {"stop", "length", "cancelled"}, ended
+    assert growth < GROWTH
 
 
 def test_a_request_that_arrives_while_another_joins_the_queue_is_counted(

@@ -140,7 +140,7 @@ def on_ranks(rank: int, size: int, folder: str, adapters: dict[str, Path], reque
     """Return the results of the requests on a model that the ranks divide."""
     comm = Communicator(torch.distributed.group.WORLD)
     model = from_pretrained(folder, lazy=True).eval()
-    own = shard_model(model, comm, read_adapters(model, adapters))
+    own = shard_model(model, comm, read_adapters(model, adapters)).adapters
     if rank:
         Worker(model, comm, adapters=own).follow()
         return None

@@ -19,6 +19,8 @@ from farandole.serve.llm import LLM
 from farandole.serve.request import Sampling
 from tests.serve.browser import find_browser, running_browser
 from tests.serve.server import NAME, command, eventually, serving, write_folder
+from tests.serve.test_embeddings import TEXTS, expected, write_encoder
+from tests.serve.test_embeddings import serving as serving_encoder
 from tests.serve.test_server import get
 
 expect.set_options(timeout=60_000)
@@ -258,3 +260,60 @@ def test_a_model_without_a_chat_template(folder: Path, page: Page, tmp_path: Pat
         ask(page, "say red", 20)
         expect(page.locator("#log .note")).to_contain_text("20 tokens")
         assert page.locator("#log .assistant span").first.text_content() == expected
+
+
+# ---- encoders ----
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@in_browser
+def test_similarities(encoder: Path, page: Page) -> None:
+    texts = [*TEXTS, HTML[:10]]
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url))
+    with serving_encoder(encoder) as (address, service):
+        open_page(page, address)
+        expect(page.get_by_role("heading", level=1)).to_have_text(NAME)
+        page.get_by_label("One text per line").fill("\n".join([texts[0], "  ", *texts[1:]]))
+        page.get_by_role("button", name="Embed").click()
+        expect(page.locator("#matrix tr")).to_have_count(len(texts) + 1)
+        tokenizer = service.encoder.tokenizer
+        own = [tokenizer.encode(text).ids for text in texts]
+        vectors = expected(encoder, own)
+        for number, row in enumerate(page.locator("#matrix tr").all()[1:]):
+            assert row.locator("th").text_content() == f"{number + 1} {texts[number]}"
+            values = [float(text) for text in row.locator("td").all_text_contents()]
+            assert values == pytest.approx((vectors[number] @ vectors.T).tolist(), abs=0.006)
+        expect(page.locator("#result")).to_contain_text(f"{len(texts)} texts, {sum(map(len, own))} tokens in")
+        expect(page.locator("#computed b")).to_have_text(str(len(texts)))
+        expect(page.locator("#computed small")).to_contain_text(f"{sum(map(len, own))} tokens")
+        expect(page.locator("#batches b")).to_have_text("1")
+        stats = json.loads(get(address, "/stats")[1])
+        assert (stats["inputs"], stats["waiting"], stats["width"]) == (len(texts), 0, vectors.shape[1])
+        page.get_by_label("One text per line").fill("x " * 200)  # does not fit in the context
+        page.get_by_role("button", name="Embed").click()
+        expect(page.get_by_role("alert")).to_contain_text("does not fit in the context")
+        page.get_by_label("One text per line").fill("a\n" * 51)
+        page.get_by_role("button", name="Embed").click()
+        expect(page.get_by_role("alert")).to_have_text("expected at most 50 texts, got 51")
+        expect(page.get_by_role("button", name="Embed")).to_be_enabled()
+    own_urls = {address + path for path in ("/", "/stats", "/v1/embeddings")}
+    assert {url for url in urls if not url.startswith("data:")} == own_urls
+
+
+@in_browser
+def test_an_api_key_of_an_encoder(encoder: Path, page: Page) -> None:
+    with serving_encoder(encoder, keys=(hashlib.sha256(b"one").digest(),)) as (address, _):
+        assert get(address, "/stats")[0] == 401
+        page.goto(address)
+        expect(page.get_by_role("status")).to_have_text("API key required")
+        page.get_by_label("API key").fill("one")
+        page.get_by_role("button", name="Use key").click()
+        page.get_by_label("One text per line").fill("a\nb")
+        expect(page.get_by_role("status")).to_have_text("connected")
+        page.get_by_role("button", name="Embed").click()
+        expect(page.locator("#matrix tr")).to_have_count(3)

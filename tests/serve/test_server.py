@@ -6,6 +6,8 @@ import hashlib
 import http.client
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import threading
@@ -13,9 +15,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
+import requests
 import torch
 
 from farandole.models.hf import from_pretrained
@@ -24,6 +28,7 @@ from farandole.serve.http.service import Service
 from farandole.serve.llm import LLM
 from tests.serve.server import CONTEXT, NAME, command, eventually, serving, write_folder
 
+ROOT = Path(__file__).parents[2]
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 12}
 MESSAGES: list[Any] = [{"role": "user", "content": "say red cat"}]
 
@@ -145,6 +150,33 @@ def test_streams(client: openai.OpenAI) -> None:
     assert "".join(part.choices[0].text for part in echoed) == "say red" + texts[0]
 
 
+def test_a_stream_of_several_choices(client: openai.OpenAI) -> None:
+    """Each choice has its own text, log-probabilities and finish reason, and the usage contains all choices."""
+    options: dict[str, Any] = {"model": NAME, "seed": 1, "max_tokens": 30, "n": 3, "stop": ["a", "e"]}
+    chat = client.chat.completions
+    whole = chat.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **options)
+    parts = list(
+        chat.create(
+            messages=MESSAGES,
+            logprobs=True,
+            top_logprobs=2,
+            stream=True,
+            stream_options={"include_usage": True},
+            **options,
+        )
+    )
+    assert len({choice.message.content for choice in whole.choices}) == 3
+    assert parts[-1].usage == whole.usage and not parts[-1].choices
+    assert all(part.usage is None for part in parts[:-1])
+    for expected in whole.choices:
+        own = [choice for part in parts for choice in part.choices if choice.index == expected.index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(choice.delta.content or "" for choice in own) == expected.message.content
+        assert [choice.finish_reason for choice in own if choice.finish_reason] == [expected.finish_reason]
+        found = [each for choice in own if choice.logprobs for each in choice.logprobs.content or []]
+        assert expected.logprobs is not None and found == expected.logprobs.content
+
+
 def test_stop_strings_are_never_shown(client: openai.OpenAI) -> None:
     text = client.completions.create(prompt="say red", **{**GREEDY, "max_tokens": 40}).choices[0].text
     stop = text[9:13]
@@ -179,6 +211,8 @@ def test_models_tokenize_health_and_metrics(server: tuple[str, Service], client:
     status, content, _ = post(server[0], "/tokenize", {"prompt": "say red"})
     assert (status, content["count"], content["max_model_len"]) == (200, len(content["tokens"]), CONTEXT)
     assert get(server[0], "/health") == (200, '{"status":"ok"}')
+    for path in ("/", "/health"):  # as load balancers ask
+        assert requests.head(server[0] + path, timeout=30).status_code == 200
     status, text = get(server[0], "/metrics")
     assert status == 200
     for name in ("time_to_first_token_seconds_count", "requests_running", "fusion_delay_steps_bucket"):
@@ -242,8 +276,41 @@ def test_other_invalid_requests(server: tuple[str, Service]) -> None:
     status, content, _ = post(server[0], "/v1/completions", {"prompt": "a", "model": "other"})
     assert (status, content["error"]["code"]) == (404, "model_not_found")
     assert NAME in content["error"]["message"]
+    data = json.dumps({**GREEDY, "prompt": "a"}).encode()
+    for kind in ("", "text/plain", "application/x-www-form-urlencoded"):
+        status, content, _ = post(server[0], "/v1/completions", data, {"content-type": kind})
+        assert (status, content["error"]["code"]) == (400, "invalid_content_type")
+        assert "expected application/json, got " in content["error"]["message"]
+    for body in (b"[" * 100_000, b'{"max_tokens": ' + b"9" * 5000 + b"}", b"\xff", b"[]", b"null", b""):
+        status, content, _ = post(server[0], "/v1/completions", body)
+        assert status == 400 and content["error"]["message"], body[:20]
+    for body in (b'{"temperature": NaN, ', b'{"logit_bias": {"5": NaN}, ', b'{"repetition_penalty": 1e999, '):
+        status, content, _ = post(
+            server[0], "/v1/completions", body + data[1:].replace(b'"temperature": 0, ', b"")
+        )
+        assert status == 400 and content["error"]["param"] in body.decode(), content
     assert post(server[0], "/v1/embeddings", {})[0] == 404
+    status, _, headers = post(server[0], "/v1/models", {})
+    assert (status, headers["allow"]) == (405, "GET")
     assert post(server[0], "/v1/completions", {"prompt": "a"})[1]["error"]["param"] == "model"
+
+
+def test_the_documented_requests(server: tuple[str, Service], folder: Path) -> None:
+    """The lines with curl in the guide, with another address and model."""
+    from tests.serve.test_embeddings import serving as serving_encoder  # which imports this module
+    from tests.serve.test_embeddings import write_encoder
+
+    text = (ROOT / "docs/guides/serving.md").read_text()
+    lines = re.findall(r"^\$ curl (.*)$", text.replace("\\\n", " "), re.MULTILINE)
+    assert len(lines) == 3
+    with serving_encoder(write_encoder(folder.parent / "encoder")) as (encoder, _):
+        for line in lines:
+            url, *words = shlex.split(line)
+            assert words[::2] == ["-H", "-d"] and words[1] == "content-type: application/json"
+            address = encoder if url.endswith("/embeddings") else server[0]
+            body = {**json.loads(words[3]), "model": NAME}
+            status, content, _ = post(address, urlsplit(url).path, body)
+            assert status == 200, content
 
 
 def read_some(address: str, body: dict[str, Any]) -> socket.socket:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from hypothesis import given, settings, strategies
 from transformers import AutoTokenizer
 
 from farandole.serve.folder import read_model
 from farandole.serve.http import calls
-from farandole.serve.http.calls import HERMES, Call, CallFormat, find_format
+from farandole.serve.http.call_reader import Call
+from farandole.serve.http.calls import HERMES, CallFormat, find_format
 from farandole.serve.http.chat import prepare_chat
 from farandole.serve.http.protocol import ChatRequest
 from farandole.serve.http.reply import Part, Reply
@@ -51,6 +55,8 @@ MESSAGES: list[Any] = [{"role": "user", "content": "say red cat"}]
 CALL = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
 OTHER = '<tool_call>{"name": "other", "arguments": {}}</tool_call>'
 LLAMA_CALL = CALL.replace("arguments", "parameters")
+HEAD = '{"name": "weather", "arguments": '
+TRICKY = r'{"city": "</tool_call> }] \" \\", "days": [1, {"a": null}]}'
 PARSED = Call("weather", '{"city": "Rome", "days": 2}')
 CONVERSATION: list[Any] = [
     {"role": "developer", "content": "Be short."},
@@ -76,10 +82,7 @@ def parts_of(reply: Reply, texts: Sequence[str]) -> Part:
     """Return the joined parts of a stream."""
     found = Part()
     for number, text in enumerate(texts, 1):
-        part = reply.add(text, is_last=number == len(texts))
-        found.reasoning += part.reasoning
-        found.content += part.content
-        found.calls += part.calls
+        found.add(reply.add(text, is_last=number == len(texts)))
     assert found == reply.whole
     return found
 
@@ -101,8 +104,30 @@ def parts_of(reply: Reply, texts: Sequence[str]) -> Part:
         (HERMES, OTHER, Part(content=OTHER)),
         (HERMES, "1 < 2 <tool", Part(content="1 < 2 <tool")),
         (HERMES, CALL, Part(content=CALL)),
+        (HERMES, f"<tool_call>{HEAD}{{\n}} }}</tool_call>", Part(calls=[Call("weather", "{\n}")])),
+        (HERMES, f"<tool_call>{HEAD}{TRICKY}}}</tool_call>", Part(calls=[Call("weather", TRICKY)])),
+        (HERMES, '<tool_call>{"id": [1], "arguments": {}, "a": -1.5e3 , "name": "time"}</tool_call>', Part(calls=[Call("time", "{}")])),
+        # the beginning of a call has been sent before the error arrives
+        (HERMES, f'<tool_call>{HEAD}{{"city": "Ro', Part(calls=[Call("weather", '{"city": "Ro')])),
+        (HERMES, f'<tool_call>{HEAD}{{"city": "Ro\n</tool_call> b', Part("", "b", [Call("weather", '{"city": "Ro')])),
+        (HERMES, f'<tool_call>{HEAD}{{"a": 1</tool_call><tool_call>{CALL}', Part(calls=[Call("weather", '{"a": 1'), PARSED])),
+        (HERMES, f"<tool_call>{HEAD}{{]}}</tool_call>b", Part("", "b", [Call("weather", "{")])),
+        (HERMES, f"<tool_call>{CALL}}}]\n</tool_call>", Part(calls=[PARSED])),
+        (HERMES, f"<tool_call>{CALL[:-1]}\n</tool_call>\nb", Part("", "b", [PARSED])),
+        (HERMES, f"<tool_call>{CALL} </tool_c", Part(calls=[PARSED])),
+        (HERMES, f"<tool_call>{CALL}\n<tool_call>{CALL}\n{CALL}</tool_call>", Part(calls=[PARSED] * 3)),
+        (HERMES, f"<tool_call>{CALL} a </tool_call> b </tool_call>", Part("", "a b </tool_call>", [PARSED])),
+        (HERMES, f"<tool_call>{CALL}\n{OTHER}", Part("", OTHER, [PARSED])),
+        # without the name of a tool and arguments, there is no call
+        (HERMES, "<tool_call>" + HEAD, Part(content="<tool_call>" + HEAD)),
+        (HERMES, '<tool_call>{"name": "time"}</tool_call>', Part(content='<tool_call>{"name": "time"}</tool_call>')),
+        (HERMES, f'<tool_call>{HEAD}"{{}}"}}</tool_call>', Part(content=f'<tool_call>{HEAD}"{{}}"}}</tool_call>')),
         (calls.LLAMA, LLAMA_CALL, Part(calls=[PARSED])),
         (calls.LLAMA, f"\n{LLAMA_CALL}; {LLAMA_CALL}", Part(calls=[PARSED] * 2)),
+        (calls.LLAMA, f'{{"type": "function", {LLAMA_CALL[1:]}}}', Part(calls=[PARSED])),
+        (calls.LLAMA, f"{LLAMA_CALL} and {LLAMA_CALL}", Part("", f"and {LLAMA_CALL}", [PARSED])),
+        (calls.LLAMA, f"{LLAMA_CALL}; {{}} a", Part("", "{} a", [PARSED])),
+        (calls.LLAMA, LLAMA_CALL[:-4], Part(calls=[Call("weather", PARSED.arguments[:-3])])),
         (calls.LLAMA, "The weather {is} good", Part(content="The weather {is} good")),
         (calls.LLAMA, '{"a": 1}', Part(content='{"a": 1}')),
         (calls.LLAMA, "{" * 5000, Part(content="{" * 5000)),
@@ -119,6 +144,33 @@ def test_parts_do_not_depend_on_the_stream(form: CallFormat | None, text: str, e
         assert parts_of(reply(), [*cut, ""]) == expected
     inside = Reply(form, SCHEMAS, reasons=True, is_reasoning=True)
     assert parts_of(inside, ["\nhm", "\n</thi", "nk>\n\n", *text]).reasoning == "hm"
+
+
+FRAGMENTS = [
+    *MARKS, CALL, LLAMA_CALL, HEAD, OTHER, "{", "}", "[", "]", '"', "\\", ",", ":", ";", " ", "\n", "a", "<", "é", "1",
+    '"name": ', '"weather"', '"arguments": ', '"parameters": ',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [HERMES, calls.LLAMA])
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(data=strategies.data())
+def test_streams_of_random_text(form: CallFormat, data: strategies.DataObject) -> None:
+    """The parts do not depend on the stream, and no text is lost or changed."""
+    text = "".join(data.draw(strategies.lists(strategies.sampled_from(FRAGMENTS), max_size=12)))
+    cuts = sorted(data.draw(strategies.sets(strategies.integers(0, len(text)))))
+    pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+    whole = parts_of(Reply(form, SCHEMAS, reasons=True), [text])
+    assert parts_of(Reply(form, SCHEMAS, reasons=True), pieces) == whole
+    parts = [whole.reasoning, whole.content, *(call.arguments for call in whole.calls)]
+    left = Counter(text)
+    left.subtract("".join("".join(parts).split()))
+    assert min(left.values(), default=0) >= 0
+    if not whole.calls and not whole.reasoning:
+        marks = ("<think>", "</think>") if text.lstrip().startswith("<think>") else ()
+        for mark in marks:
+            text = text.replace(mark, "", 1)
+        assert "".join(whole.content.split()) == "".join(text.split())
 
 
 def test_formats() -> None:
@@ -207,8 +259,15 @@ def streamed(parts: Any) -> tuple[dict[str, Any], str | None]:
             message["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
             for call in choice.delta.tool_calls or []:
                 if call.index == len(message["tool_calls"]):
-                    assert call.id.startswith("call_")
+                    assert (
+                        call.id.startswith("call_")
+                        and call.type == "function"
+                        and call.function.arguments == ""
+                    )
                     message["tool_calls"].append({"name": call.function.name, "arguments": ""})
+                else:
+                    assert call.index == len(message["tool_calls"]) - 1 and call.function.arguments
+                    assert call.id is None and call.type is None and call.function.name is None
                 message["tool_calls"][call.index]["arguments"] += call.function.arguments
     return message, reason
 
@@ -245,6 +304,20 @@ def test_required_calls_are_valid(
             {"content": "", "reasoning_content": reasoning, "tool_calls": found},
             "tool_calls",
         )
+        with client.chat.completions.stream(**options) as stream:  # the client joins the parts
+            pieces = [
+                event.arguments_delta
+                for event in stream
+                if event.type == "tool_calls.function.arguments.delta"
+            ]
+            joined = stream.get_final_completion().choices[0].message
+        assert [call.function.arguments for call in joined.tool_calls or []] == [
+            each["arguments"] for each in found
+        ]
+        assert joined.content in (None, "") and "".join(pieces) == "".join(
+            each["arguments"] for each in found
+        )
+        assert len(pieces) > 5 * len(found)  # nearly one piece for each token
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in whole.message.tool_calls
         ]
@@ -253,6 +326,42 @@ def test_required_calls_are_valid(
             model=NAME, messages=more, tools=TOOLS, max_tokens=5, temperature=0
         )
         assert answer.usage is not None and answer.usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama"])
+def test_incomplete_calls_in_streams(clients: dict[str, openai.OpenAI], name: str) -> None:
+    """A call that `max_tokens` ends has the arguments so far, also in streams, and no mark is in the content."""
+    begun = 0
+    for most in (3, 30, 36, 42):
+        options: dict[str, Any] = {
+            "model": NAME, "messages": MESSAGES, "seed": 1, "max_tokens": most, "tools": TOOLS, "n": 2,
+            "tool_choice": "required",
+        }  # fmt: skip
+        whole = clients[name].chat.completions.create(**options)
+        parts = list(clients[name].chat.completions.create(stream=True, logprobs=True, **options))
+        for number, choice in enumerate(whole.choices):
+            own = [
+                each.model_copy(update={"choices": [c for c in each.choices if c.index == number]})
+                for each in parts
+            ]
+            message, reason = streamed(own)
+            made = [
+                {"name": c.function.name, "arguments": c.function.arguments}
+                for c in choice.message.tool_calls or []
+            ]
+            assert (message["tool_calls"], message["content"]) == (made, choice.message.content or "")
+            assert reason == choice.finish_reason
+            begun += bool(made) and reason == "length"
+            assert not (made and choice.message.content)
+            tokens = [
+                entry
+                for each in own
+                for c in each.choices
+                if c.logprobs
+                for entry in c.logprobs.content or []
+            ]
+            assert len(tokens) == most or reason == "tool_calls"
+    assert begun
 
 
 def test_strict_tools(clients: dict[str, openai.OpenAI], folders: dict[str, Path]) -> None:

@@ -10,8 +10,9 @@ service.py      runs generation engines in threads
 embedding_service.py  runs an encoder in a thread
 answers.py      converts outputs to responses
 chat.py         converts a chat request to a prompt, and a reply to a message
+call_reader.py  reads a tool call as it arrives
 calls.py        tool-call formats and their grammars
 reply.py        splits a text into reasoning, content and tool calls
-page.py, page.html    the page at `/`
+page.py, pages/ the page at `/`
 stats.py        the state that the page shows
 """

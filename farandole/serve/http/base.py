@@ -16,11 +16,12 @@ from farandole._extras import optional_import
 with optional_import():
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse, PlainTextResponse, Response
+    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
     from starlette.exceptions import HTTPException
 
 from farandole.serve.engine import QueueFullError
 from farandole.serve.http.guard import Guard, Limits
+from farandole.serve.http.page import read_page
 from farandole.serve.http.protocol import TokenizeRequest
 from farandole.serve.http.service import ServiceEndedError
 from farandole.serve.metrics import Family, prometheus_text
@@ -110,6 +111,7 @@ class ModelServer:
             (tokens,) = await self._encode([body.prompt], body.add_special_tokens)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": self._context}
 
+        @app.head("/health", include_in_schema=False)
         @app.get("/health")
         async def health() -> Response:
             alive = service.is_alive
@@ -122,6 +124,15 @@ class ModelServer:
             )
 
         return app
+
+    def _add_page(self, name: str) -> None:
+        """Serve a page at `/`; see `page.py`."""
+        document, headers = read_page(name)
+
+        @self.app.head("/", include_in_schema=False)
+        @self.app.get("/", include_in_schema=False)
+        async def page() -> Response:
+            return HTMLResponse(document, headers=headers)
 
     def _model(self, name: str) -> dict[str, Any]:
         return {
@@ -185,6 +196,10 @@ def _on_invalid(request: Request, error: Exception) -> Response:
         )
     if isinstance(cause := first.get("ctx", {}).get("error"), RequestError):
         return _on_request_error(request, cause)
+    kind = request.headers.get("content-type", "")
+    if first["loc"] == ("body",) and "json" not in kind:
+        message = f"content-type: expected application/json, got {kind or 'no content-type'}; with curl, add -H 'content-type: application/json'"
+        return error_answer(400, message, "invalid_content_type")
     # the place is, for example, ("body", "prompt", "str"), with the type of a union at the end
     place = [str(part) for part in first["loc"][1:]]
     field = place[0] if place else "body"
@@ -197,9 +212,8 @@ def _on_invalid(request: Request, error: Exception) -> Response:
 def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = "model_not_found" if str(error.detail).startswith("model: ") else "invalid_request"
-    return error_answer(
-        error.status_code, str(error.detail), code, "model" if code == "model_not_found" else None
-    )
+    param = "model" if code == "model_not_found" else None
+    return error_answer(error.status_code, str(error.detail), code, param, dict(error.headers or {}))
 
 
 def _on_request_error(_: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ Llama 3 writes a call instead of text:
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +38,6 @@ _OTHERS = {
 
 
 @dataclass(frozen=True)
-class Call:
-    """A tool call; `arguments` is a JSON object as text."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
 class CallFormat:
     """A tool-call format.
 
@@ -57,22 +49,6 @@ class CallFormat:
     start: str
     end: str
     key: str
-
-    def parse(self, text: str, names: Collection[str]) -> list[Call]:
-        """Return the calls in the text between two marks, or [] if the text does not consist of valid calls."""
-        found: list[Call] = []
-        rest = text.strip()
-        while rest:
-            try:
-                value, end = json.JSONDecoder().raw_decode(rest)
-            except (ValueError, RecursionError):
-                return []
-            arguments = value.get(self.key) if isinstance(value, dict) else None
-            if not isinstance(arguments, dict) or value.get("name") not in names:
-                return []
-            found.append(Call(value["name"], json.dumps(arguments, ensure_ascii=False)))
-            rest = rest[end:].lstrip(" \t\r\n;")
-        return found
 
     def grammar(
         self,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from farandole.data.errors import DataError
 from farandole.data.template import Template
 from farandole.serve.folder import ModelFolder
-from farandole.serve.http.calls import END_THINK, THINK, Call, CallFormat, find_format
+from farandole.serve.http.calls import END_THINK, THINK, CallFormat, find_format
 from farandole.serve.http.protocol import ChatRequest, NamedTool, Tool
 from farandole.serve.http.reply import Part, Reply
 from farandole.serve.request import CONSTRAINTS, RequestError, Sampling
@@ -110,24 +110,39 @@ def message_of(reply: Part) -> dict[str, Any]:
     if reply.reasoning:
         found["reasoning_content"] = reply.reasoning
     if reply.calls:
-        found |= {"content": reply.content or None, "tool_calls": [_call(each) for each in reply.calls]}
+        calls = [{"id": _new_id(), "type": "function", "function": asdict(each)} for each in reply.calls]
+        found |= {"content": reply.content or None, "tool_calls": calls}
     return found
 
 
-def delta_of(part: Part, before: int) -> dict[str, Any]:
-    """Return a new part of a reply in the format of a stream; `before` is the number of earlier calls."""
-    found: dict[str, Any] = {}
+def deltas_of(part: Part, before: int) -> list[dict[str, Any]]:
+    """Return a new part of a reply as the deltas of a stream, at least one.
+
+    A call begins with a delta that has the name and empty arguments.  The following deltas extend the arguments.
+
+    Args:
+        before: the number of calls that have begun before this part.
+    """
+    text: dict[str, Any] = {}
     if part.reasoning:
-        found["reasoning_content"] = part.reasoning
+        text["reasoning_content"] = part.reasoning
     if part.content:
-        found["content"] = part.content
-    if part.calls:
-        found["tool_calls"] = [
-            {"index": number, **_call(each)} for number, each in enumerate(part.calls, before)
-        ]
+        text["content"] = part.content
+    found = [text] if text or not part.calls else []
+    for call in part.calls:
+        if call.name:
+            before += 1
+            delta: dict[str, Any] = {
+                "index": before - 1,
+                "id": _new_id(),
+                "type": "function",
+                "function": asdict(call),
+            }
+        else:
+            delta = {"index": before - 1, "function": {"arguments": call.arguments}}
+        found.append({"tool_calls": [delta]})
     return found
 
 
-def _call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -14,14 +14,13 @@ from farandole._extras import optional_import
 
 with optional_import():
     from fastapi import FastAPI, Request
-    from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+    from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from farandole.serve.folder import ModelFolder
 from farandole.serve.http.answers import Choice, TokenTexts, chat_logprobs, completion_logprobs, usage
 from farandole.serve.http.base import ModelServer, error_answer, error_body, unless_disconnected
-from farandole.serve.http.chat import delta_of, message_of, prepare_chat
+from farandole.serve.http.chat import deltas_of, message_of, prepare_chat
 from farandole.serve.http.guard import Limits
-from farandole.serve.http.page import read_page
 from farandole.serve.http.protocol import ChatRequest, CompletionRequest
 from farandole.serve.http.reply import Reply
 from farandole.serve.http.service import ReplicatedService, Service, Ticket
@@ -81,6 +80,7 @@ class Server(ModelServer):
         super().__init__(service, names, found.tokenizer, found.context, limits, keys)
         self._found, self._service = found, service
         self._texts = TokenTexts(found.tokenizer)
+        self._add_page("generation")
         self._add_endpoints(self.app)
 
     def _add_endpoints(self, app: FastAPI) -> None:
@@ -101,12 +101,6 @@ class Server(ModelServer):
                 "started": self._created,
             }
             return JSONResponse(own | self._service.stats(), headers={"cache-control": "no-store"})
-
-        document, headers = read_page()
-
-        @app.get("/", include_in_schema=False)
-        async def page() -> Response:
-            return HTMLResponse(document, headers=headers)
 
     def _select(self, model: str, sampling: Sampling) -> Sampling:
         """Return the parameters for the model of a request, which is the base model or an adapter."""
@@ -255,7 +249,7 @@ class Server(ModelServer):
             self._service.cancel(job.tickets)
 
     async def _events(self, job: _Job) -> AsyncIterator[str]:
-        n, is_chat = job.request.n, isinstance(job.request, ChatRequest)
+        n = job.request.n
         blank = {"usage": None} if job.request.include_usage else {}
         if isinstance(job.request, ChatRequest):
             for choice in job.choices:
@@ -277,31 +271,37 @@ class Server(ModelServer):
                 return
             choice = job.choices[number * n + output.choice]
             text, logprobs = choice.add(output)
-            entry: dict[str, Any] = {"index": choice.index, "finish_reason": output.finish_reason}
+            entry: dict[str, Any] = {"index": choice.index, "finish_reason": None, "logprobs": None}
+            reason = output.finish_reason
             if isinstance(job.request, ChatRequest):
                 reply = job.replies[choice.index]
                 before = len(reply.whole.calls)
-                part = reply.add(text, is_last=output.finish_reason is not None)
-                entry["delta"] = delta_of(part, before)
-                entry["finish_reason"] = reply.finish_reason(output.finish_reason)
-                entry["logprobs"] = chat_logprobs(self._texts, logprobs) if job.request.logprobs else None
+                part = reply.add(text, is_last=reason is not None)
+                reason = reply.finish_reason(reason)
+                entries = [{**entry, "delta": delta} for delta in deltas_of(part, before)]
+                if job.request.logprobs:
+                    entries[0]["logprobs"] = chat_logprobs(self._texts, logprobs)
+                is_empty = not entries[0]["delta"]
             else:
                 first = None
-                entries = logprobs
+                shown = logprobs
                 if choice.index not in started and job.request.echo:
                     text = job.echoes[number] + text
                     first = job.tickets[number].prompt[0]
-                    entries = [
+                    shown = [
                         *self._with_offsets(job.tickets[number], output.prompt_logprobs),
                         *logprobs,
                     ]
                 started.add(choice.index)
-                entry["text"] = text
-                wanted = job.request.logprobs is not None
-                entry["logprobs"] = completion_logprobs(self._texts, entries, first) if wanted else None
-            has_text = entry.get("text") or entry.get("delta")
-            if has_text or logprobs or output.finish_reason or (not is_chat and output.prompt_logprobs):
-                yield _event({**job.head, "choices": [entry], **blank})
+                entries = [{**entry, "text": text}]
+                if job.request.logprobs is not None:
+                    entries[0]["logprobs"] = completion_logprobs(self._texts, shown, first)
+                is_empty = not (text or output.prompt_logprobs)
+            entries[-1]["finish_reason"] = reason
+            if is_empty and not logprobs and not reason:
+                continue
+            for each in entries:
+                yield _event({**job.head, "choices": [each], **blank})
         if job.request.include_usage:
             yield _event({**job.head, "choices": [], "usage": job.usage})
 

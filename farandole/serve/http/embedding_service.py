@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -139,6 +140,20 @@ class EmbeddingService:
                 ),
             )
         ]
+
+    def stats(self) -> dict[str, Any]:
+        """Return the state for the page at `/`.  Times are in seconds."""
+        return {
+            "time": time.monotonic(),
+            "width": self.encoder.width,
+            "waiting": self.waiting,
+            "max_waiting": self.max_waiting,
+            "refused": self.refused,
+            "inputs": self.sequences,
+            "tokens": self.tokens,
+            "batches": self.batches,
+            "seconds": self.seconds,
+        }
 
     # ---- in the thread ----
 

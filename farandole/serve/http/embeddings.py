@@ -56,6 +56,7 @@ class EmbeddingServer(ModelServer):
         encoder = service.encoder
         super().__init__(service, [name], encoder.tokenizer, encoder.context, limits, keys)
         self._service = service
+        self._add_page("encoder")
         self._add_endpoints(self.app)
 
     def _add_endpoints(self, app: FastAPI) -> None:
@@ -70,6 +71,11 @@ class EmbeddingServer(ModelServer):
                 return error_answer(504, message, "timeout")
             except EmbeddingError:
                 return error_answer(500, "the encoder failed; see the server's log", "internal_error")
+
+        @app.get("/stats")
+        async def stats() -> Response:
+            own = {"model": self._name, "context": self._context, "started": self._created}
+            return JSONResponse(own | self._service.stats(), headers={"cache-control": "no-store"})
 
     async def _answer(self, body: EmbeddingRequest) -> Response:
         inputs = body.inputs()

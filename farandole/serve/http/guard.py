@@ -48,6 +48,8 @@ def read_keys(path: Path) -> list[bytes]:
         raise RequestError(
             "api_keys", f"cannot read {path}: {error.strerror}; check the path and the permissions"
         ) from None
+    except UnicodeDecodeError:
+        raise RequestError("api_keys", f"{path} is not text: expected one SHA-256 hash per line") from None
     for number, line in enumerate(lines, 1):
         if len(line) != 64 or not all(digit in "0123456789abcdefABCDEF" for digit in line):
             raise RequestError(

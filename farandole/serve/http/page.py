@@ -1,4 +1,4 @@
-"""The page at `/`: a self-contained document that shows the state of the server and a chat.
+"""The page at `/`: a self-contained document that shows the state of the server, and a chat or the similarity of texts.
 
 The page requests `/stats` while the page is visible, and keeps the history itself.  The server computes nothing for the
 page while no page is open.
@@ -15,13 +15,22 @@ import re
 from pathlib import Path
 
 
-def read_page() -> tuple[str, dict[str, str]]:
-    """Return the document, and its HTTP headers."""
-    text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+def read_page(name: str) -> tuple[str, dict[str, str]]:
+    """Return a document of `pages/`, with its style sheet and script inlined, and its HTTP headers."""
+    folder = Path(__file__).parent / "pages"
+
+    def read(file: str) -> str:
+        return (folder / file).read_text(encoding="utf-8")
+
+    text = read(f"{name}.html")
+    text = re.sub(
+        r'<link rel="stylesheet" href="(.*?)">', lambda found: f"<style>\n{read(found[1])}</style>", text
+    )
+    text = re.sub(r'<script src="(.*?)">', lambda found: f"<script>\n{read(found[1])}", text)
     policy = (
         "default-src 'none'",
-        f"script-src {_hash(text, 'script')}",
-        f"style-src {_hash(text, 'style')}",
+        f"script-src {_hashes(text, 'script')}",
+        f"style-src {_hashes(text, 'style')}",
         "connect-src 'self'",
         "img-src data:",
         "base-uri 'none'",
@@ -39,7 +48,10 @@ def read_page() -> tuple[str, dict[str, str]]:
     return text, headers
 
 
-def _hash(text: str, tag: str) -> str:
-    """Return the source expression that permits an inline element in the Content-Security-Policy header."""
-    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+def _hashes(text: str, tag: str) -> str:
+    """Return the source expressions that permit the inline elements in the Content-Security-Policy header."""
+    digests = [
+        hashlib.sha256(content.encode()).digest()
+        for content in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    ]
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from farandole.serve.http.calls import END_THINK, THINK, Call, CallFormat
+from farandole.serve.http.call_reader import SPACE, Call, CallReader
+from farandole.serve.http.calls import END_THINK, THINK, CallFormat
 from farandole.serve.text import overlap
 
 
@@ -16,22 +17,30 @@ class Part:
     Args:
         reasoning: the text between `<think>` and `</think>`.
         content: the text for the user.
-        calls: complete tool calls.
+        calls: tool calls; in a stream, an entry without a name continues the previous call.
     """
 
     reasoning: str = ""
     content: str = ""
     calls: list[Call] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+    def add(self, part: Part) -> None:
+        """Append the next part of a stream."""
+        self.reasoning += part.reasoning
+        self.content += part.content
+        for call in part.calls:
+            if call.name:
+                self.calls.append(Call(call.name, call.arguments))
+            else:
+                self.calls[-1].arguments += call.arguments
 
 
 class Reply:
     """The reply of one sequence, divided into parts.
 
-    Text that could be the beginning of a mark is held back until more text has arrived.  A call that is not valid JSON
-    for a known tool is part of the content.
+    Text that could be the beginning of a mark is held back until more text has arrived.  Calls are returned as they
+    arrive (`CallReader`).  Text between marks that does not begin with the call of a known tool is part of the content,
+    with its marks.
 
     Args:
         form: the tool-call format, or None.
@@ -52,6 +61,8 @@ class Reply:
         self._read = self._reasoning if is_reasoning else self._start if reasons else self._content_start
         self._held = ""
         self._is_last = False
+        self._reader: CallReader
+        self._is_open = False  # whether a call has begun whose end mark has not arrived
         self.whole = Part()
 
     def add(self, text: str, is_last: bool = False) -> Part:
@@ -66,9 +77,7 @@ class Reply:
         while read != self._read:  # each state reads as much as it can
             read = self._read
             read(part)
-        self.whole.reasoning += part.reasoning
-        self.whole.content += part.content
-        self.whole.calls += part.calls
+        self.whole.add(part)
         return part
 
     def finish_reason(self, reason: str | None) -> str | None:
@@ -103,38 +112,67 @@ class Reply:
         unmarked = self._form is not None and not self._form.start
         if self._is_last or (text.strip() if unmarked else text):
             self._held = text
-            self._read = self._call if unmarked and text.lstrip().startswith("{") else self._content
+            self._read = self._content
+            if unmarked and text.lstrip().startswith("{"):
+                self._start_call()
 
     def _content(self, part: Part) -> None:
-        if self._form is None or not self._form.start:
+        form = self._form
+        if form is None or not form.start:
             part.content += self._held
             self._held = ""
             return
-        before, mark, after = self._held.partition(self._form.start)
-        if mark:
-            before = before.rstrip()
-            self._read = self._call
+        marks = (form.start, form.end) if self._is_open else (form.start,)
+        found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        if not found:
+            before, self._held = self._divide(self._held, *marks)
         else:
-            before, after = self._divide(self._held, self._form.start)
+            at, mark = min(found)
+            before, self._held = self._held[:at], self._held[at + len(mark) :]
+            self._is_open = False
+            if mark == form.start:
+                before = before.rstrip()
+                self._start_call(mark)
+            else:
+                self._read = self._content_start
         part.content += before
-        self._held = after
+
+    def _start_call(self, mark: str = "") -> None:
+        assert self._form is not None
+        self._reader = CallReader(self._form.key, self._names, mark)
+        self._read = self._call
 
     def _call(self, part: Part) -> None:
-        form = self._form
-        assert form is not None
-        text, mark, after = self._held.partition(form.end) if form.end else (self._held, "", "")
-        if not mark and not self._is_last:
-            return
-        calls = form.parse(text, self._names)
+        reader = self._reader
+        count, calls = reader.read(self._held)
         part.calls += calls
-        if not calls:
-            part.content += form.start + text + mark
-        self._held = after
-        self._read = self._content_start
+        self._held = self._held[count:]
+        self._is_open |= reader.has_begun
+        if reader.has_ended or self._is_last:
+            self._read = self._call_end if reader.has_begun else self._content
+            if not reader.has_begun:
+                part.content += reader.text
 
-    def _divide(self, text: str, mark: str) -> tuple[str, str]:
-        """Return the text that cannot belong to a mark or to the space before the mark, and the remaining text."""
+    def _call_end(self, part: Part) -> None:
+        """Skip the end mark and superfluous brackets before it, and decide whether another call follows."""
+        assert self._form is not None
+        end = self._form.end
+        text = self._held.lstrip(SPACE + ";}]")
+        if end and text.startswith(end):
+            text = text[len(end) :]
+            self._is_open = False
+            self._read = self._content_start
+        elif not end.startswith(text) and text:
+            self._read = self._content_start
+            if text.startswith("{"):
+                self._start_call()
+        elif self._is_last:
+            text = ""
+        self._held = text
+
+    def _divide(self, text: str, *marks: str) -> tuple[str, str]:
+        """Return the text that cannot belong to a mark or to the space before it, and the rest."""
         if self._is_last:
             return text, ""
-        end = len(text[: len(text) - overlap(text, mark)].rstrip())
+        end = len(text[: len(text) - max(overlap(text, mark) for mark in marks)].rstrip())
         return text[:end], text[end:]

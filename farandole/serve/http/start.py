@@ -82,13 +82,12 @@ def start(
     with contextlib.nullcontext() if comm is None else raised_together(comm):
         folder = find_model(folder)
         adapters = parse_adapters(lora)
-        if weights and comm is not None:
-            raise RequestError("weights", f"{weights} is not supported with --tensor or --replicas")
         if comm is None or comm.rank == 0:
             keys = read_keys(api_keys) if api_keys is not None else []
             listener = _listen(host, port)
     options: dict[str, Any] = {
         "precision": precision,
+        "weights": weights,
         "context": context,
         "template": chat_template,
         "lora": adapters,
@@ -96,7 +95,7 @@ def start(
     own: list[Runner] | Worker
     if comm is None:
         found = read_model(folder, **options)
-        own = runners = [Runner(found.model, adapters=found.adapters, weights=weights, owned=True)]
+        own = runners = [Runner(found.model, **found.runner_options)]
         free = _free_memory()
     else:
         assert runtime is not None
@@ -160,21 +159,16 @@ def start(
         timeout_graceful_shutdown=drain_timeout,
         server_header=False,
     )
-    listener.listen(2048)  # from now on, connections wait until the server answers
-    address = listener.getsockname()
-    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    shown, number = _accept(listener)
     ranks = "" if comm is None else f"{counted(replicas, 'replica')} on {comm.size} ranks, "
     kinds = f"{precision}, {weights} weights" if weights else precision
     memory = positions * per_position / GIB
     each = "" if replicas == 1 else " in each replica"
     notify(
-        f"serving {model_name} on http://{shown}:{address[1]} ({kinds}, {ranks}context {found.context}, up to {max_running} "
+        f"serving {model_name} on http://{shown}:{number} ({kinds}, {ranks}context {found.context}, up to {max_running} "
         f"sequences{each}, {memory:.2g} GiB for {positions} positions{each})"
     )
-    if not keys and not address[0].startswith("127.") and address[0] != "::1":
-        notify(
-            "anyone who can reach this address can use the model; to require API keys, use --api-keys FILE"
-        )
+    _warn_if_open(listener, keys)
     web = uvicorn.Server(config)
     web.run(sockets=[listener])
     if service.failure is not None:
@@ -198,10 +192,8 @@ def check_start(
     """
     if api_keys is not None:
         read_keys(api_keys)
-    if weights:
-        raise RequestError("weights", f"{weights} is not supported with --tensor or --replicas")
     _listen(host, port).close()
-    check_width(read_model(folder, lora=parse_adapters(lora), lazy=True).model, tensor)
+    check_width(read_model(folder, lora=parse_adapters(lora), weights=weights, lazy=True).model, tensor)
 
 
 def _free_memory() -> int:
@@ -229,9 +221,29 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+    except UnicodeError:
+        raise RequestError("host", f"expected a name or an address, got {host!r}") from None
     except OSError as error:
         raise RequestError("port", f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
+
+
+def _accept(listener: socket.socket) -> tuple[str, int]:
+    """Let connections wait until the server answers, and return the host, as a URL contains it, and the port."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        listener.listen(2048)
+    except OSError as error:  # another process listens since `_listen`
+        raise RequestError("port", f"cannot listen on {shown}:{port}: {error.strerror}") from None
+    return shown, port
+
+
+def _warn_if_open(listener: socket.socket, keys: Sequence[bytes]) -> None:
+    """Print a warning if other hosts can use the server without a key."""
+    host = listener.getsockname()[0]
+    if not keys and not host.startswith("127.") and host != "::1":
+        notify("anyone who can reach this address can use the model; to require API keys, use --api-keys FILE")
 
 
 def start_encoder(
@@ -269,15 +281,10 @@ def start_encoder(
         timeout_graceful_shutdown=drain_timeout,
         server_header=False,
     )
-    listener.listen(2048)
-    address = listener.getsockname()
-    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    shown, number = _accept(listener)
     notify(
-        f"serving embeddings of {model_name} on http://{shown}:{address[1]} ({precision}, context {encoder.context}, "
+        f"serving embeddings of {model_name} on http://{shown}:{number} ({precision}, context {encoder.context}, "
         f"{encoder.width} values, pooling: {encoder.pooling})"
     )
-    if not keys and not address[0].startswith("127.") and address[0] != "::1":
-        notify(
-            "anyone who can reach this address can use the model; to require API keys, use --api-keys FILE"
-        )
+    _warn_if_open(listener, keys)
     uvicorn.Server(config).run(sockets=[listener])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from farandole.layout import chunk
 from farandole.models.sequence import Transformer
 from farandole.parallel.tensor import sharded_logits
 from farandole.parallel.tensor.vocabulary import ParallelVocabulary
-from farandole.serve.lora import Adapter
 from farandole.serve.runner import Runner, Span
 from farandole.serve.store import LayerShape, Memory
 from farandole.serve.threads import core_threads
@@ -51,23 +50,22 @@ class ShardedRunner(Runner):
     Args:
         model: a decoder that `shards.shard_model` has sharded across the ranks of `comm` that compute.
         comm: the communicator, whose rank 0 is the driver.
-        use_core: whether to use the C core, by default if available.
-        adapters: this rank's shards of the LoRA adapters, with the same names in the same order on all ranks.
         remote: whether the driver is a `RemoteDriver`, which does not compute.
+        options: other arguments of `Runner`.  `adapters` are this rank's shards of the LoRA adapters, with the same
+            names in the same order on all ranks.
     """
 
     def __init__(
         self,
         model: Transformer,
         comm: Communicator,
-        use_core: bool | None = None,
         *,
-        adapters: Mapping[str, Adapter] | None = None,
         remote: bool = False,
+        **options: Any,
     ) -> None:
         self.comm = comm
         vocabulary: Any = model[-1].vocabulary
-        super().__init__(model, use_core, adapters)
+        super().__init__(model, **options)
         if isinstance(vocabulary, ParallelVocabulary):
             self.vocabulary = vocabulary.count
         self._widths = _widths(self.vocabulary, comm.size, remote=remote)

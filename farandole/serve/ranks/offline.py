@@ -55,13 +55,9 @@ class Ranks:
         """Read a model, or this rank's shards; the arguments are those of `read_model`."""
         return read_model(folder, **options)
 
-    def runner(self, found: ModelFolder, weights: str = "") -> Runner | None:
-        """Return the runner of rank 0; None on other ranks.
-
-        Args:
-            weights: see `Runner`; supported on a single rank only.
-        """
-        return Runner(found.model, adapters=found.adapters, weights=weights, owned=True)
+    def runner(self, found: ModelFolder) -> Runner | None:
+        """Return the runner of rank 0; None on other ranks."""
+        return Runner(found.model, **found.runner_options)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -102,9 +98,9 @@ class StartedRanks(Ranks):
             self.close()
             raise
 
-    def runner(self, found: ModelFolder, weights: str = "") -> Runner:
+    def runner(self, found: ModelFolder) -> Runner:
         """Return the runner of rank 0."""
-        self._driver = LocalDriver(found.model, self._comm, adapters=found.adapters)
+        self._driver = LocalDriver(found.model, self._comm, **found.runner_options)
         return self._driver
 
     @contextlib.contextmanager
@@ -153,12 +149,12 @@ class JobRanks(Ranks):
                 check_width(read_model(folder, **options, lazy=True).model, self._comm.size)
         return read_sharded(folder, options, self._comm)
 
-    def runner(self, found: ModelFolder, weights: str = "") -> Runner | None:
+    def runner(self, found: ModelFolder) -> Runner | None:
         """Return the runner of rank 0; None on other ranks."""
         if self.rank:
-            self._worker = Worker(found.model, self._comm, adapters=found.adapters)
+            self._worker = Worker(found.model, self._comm, **found.runner_options)
             return None
-        self._driver = LocalDriver(found.model, self._comm, adapters=found.adapters)
+        self._driver = LocalDriver(found.model, self._comm, **found.runner_options)
         return self._driver
 
     @contextlib.contextmanager
@@ -196,7 +192,7 @@ def main(descriptor: str) -> None:
     comm = link.join()
     folder, options = comm.broadcast_object(None)
     found = read_sharded(folder, options, comm)
-    worker = Worker(found.model, comm, adapters=found.adapters)
+    worker = Worker(found.model, comm, **found.runner_options)
     for _ in link.waits():
         worker.follow()
 

@@ -39,15 +39,15 @@ def read_replica(
     found = read_sharded(folder, options, own, comm)
     if cell.data == 0:
         if comm.rank:
-            return found, Worker(found.model, own, adapters=found.adapters)
+            return found, Worker(found.model, own, **found.runner_options)
         first = (
-            Runner(found.model, adapters=found.adapters)
+            Runner(found.model, **found.runner_options)
             if width == 1
-            else LocalDriver(found.model, own, adapters=found.adapters)
+            else LocalDriver(found.model, own, **found.runner_options)
         )
         return found, [first, *(RemoteDriver(_with_driver(comm, width, r)) for r in range(1, replicas))]
     both = _with_driver(comm, width, cell.data)
-    return found, Worker(found.model, both, adapters=found.adapters, remote=True)
+    return found, Worker(found.model, both, **found.runner_options, remote=True)
 
 
 def _with_driver(comm: Communicator, width: int, replica: int) -> Communicator:

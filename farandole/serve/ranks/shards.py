@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,7 @@ from farandole.plan import Plan, PlanError
 from farandole.serve.folder import ModelFolder, read_model
 from farandole.serve.lora import Adapter
 from farandole.serve.request import RequestError
+from farandole.serve.rows import largest_of
 
 
 @contextlib.contextmanager
@@ -67,8 +68,9 @@ def read_sharded(
     with raised_together(job or comm):
         found = read_model(folder, **options, lazy=True)
     with raised_together(job or comm):
-        adapters = shard_model(found.model, comm, found.adapters)
-    return replace(found, adapters=adapters)
+        shards = shard_model(found.model, comm, found.adapters)
+        largest = shards.largest_weights() if found.weights else {}
+    return replace(found, adapters=shards.adapters, largest=largest)
 
 
 def check_width(model: nn.Module, ranks: int) -> None:
@@ -81,18 +83,43 @@ def check_width(model: nn.Module, ranks: int) -> None:
     _apply(model.to("meta"), Position(mesh, mesh.of_rank(0)[0]))
 
 
+@dataclass(frozen=True)
+class ModelShards:
+    """This rank's shards of a model.
+
+    Args:
+        adapters: this rank's shards of the LoRA adapters.
+    """
+
+    model: Transformer
+    adapters: Mapping[str, Adapter]
+    layouts: Layouts
+    comm: Communicator
+
+    def largest_weights(self) -> dict[str, Tensor]:
+        """Return the largest absolute weights of each output of the matrices whose inputs are sharded, by parameter name.
+
+        The values are those of the complete matrix, so that all ranks round weights to the same steps as one rank.
+        This is a collective call.
+        """
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            layout = self.layouts.get(name)
+            if layout is not None and any(shard.dim == parameter.dim() - 1 > 0 for _, shard in layout.shards):
+                found[name] = largest_of(parameter.detach())
+                self.comm.all_reduce(found[name], op="max")
+        return found
+
+
 def shard_model(
     model: Transformer, comm: Communicator, adapters: Mapping[str, Adapter] = MappingProxyType({})
-) -> dict[str, Adapter]:
+) -> ModelShards:
     """Replace the parameters of `model` by this rank's shards.  This is a collective call.
 
     If the model is on the meta device, as from `from_pretrained(folder, lazy=True)`, each rank reads only its shards.
 
     Args:
         adapters: complete LoRA adapters by name.
-
-    Returns:
-        This rank's shards of the adapters.
 
     Raises:
         RequestError: if the model cannot be sharded across the ranks; the message names the nearest valid plans.
@@ -115,10 +142,11 @@ def shard_model(
                 for request in _requests(name, values.detach(), layouts.get(name), position)
             ]
         )
-    return {
+    own_adapters = {
         name: {path: _own_matrices(a, b, own[path], position) for path, (a, b) in adapter.items()}
         for name, adapter in adapters.items()
     }
+    return ModelShards(model, own_adapters, layouts, comm)
 
 
 def _own_matrices(a: Tensor, b: Tensor, weight: Layout, position: Position) -> tuple[Tensor, Tensor]:
