@@ -49,8 +49,7 @@ demo: $(VENV)/train.stamp
 test: $(VENV)/docs.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	@$(MAKE) --no-print-directory docs
-	@$(MAKE) --no-print-directory --jobs 2 types tests
+	@$(MAKE) --no-print-directory --jobs 3 docs types tests
 
 types:
 	$(BIN)/mypy farandole

@@ -11,6 +11,7 @@ TENSORFLOW = ["tensorflow", "keras"] if importlib.util.find_spec("tensorflow") e
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
+        "tests.uncollected",
         "torch",
         "torch.distributed",
         "farandole.parallel.checkpoint.storage",

@@ -3,3 +3,4 @@
 import gc
 
 gc.freeze()
+gc.enable()

@@ -83,45 +83,43 @@ def test_imports_inside_functions_are_found(tmp_path, monkeypatch):
     assert list(imported_packages(file)) == [(2, "launch"), (3, "cli")]
 
 
-def loaded_by(statement: str) -> set[str]:
-    code = f"import sys; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+def loaded_by(*statements: str) -> list[set[str]]:
+    """Run statements in a new interpreter; return the modules that are loaded after each one."""
+    show = "print(*set(sys.modules) - before)"
+    code = "; ".join(["import sys; before = set(sys.modules)", *(f"{each}; {show}" for each in statements)])
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(run.stdout.split())
+    return [set(line.split()) for line in run.stdout.splitlines()]
 
 
 def test_importing_the_package_loads_few_modules():
-    loaded = loaded_by("import farandole; farandole.__version__")
+    (loaded,) = loaded_by("import farandole; farandole.__version__")
     assert not loaded & {"torch", "numpy", "typer", "rich", "matplotlib", "pydantic"}
 
 
 def test_importing_the_command_line_does_not_load_torch():
-    loaded = loaded_by("import farandole.cli.main")
+    (loaded,) = loaded_by("import farandole.cli.main")
     assert not loaded & {"torch", "numpy", "matplotlib", "pyarrow"}
 
 
-def test_public_names_are_loaded_on_use():
-    loaded = loaded_by("import farandole; farandole.init; farandole.Communicator; farandole.Runtime")
-    assert "torch" in loaded
-    assert not loaded & {"typer", "matplotlib", "tensorboard"}
-
-
-def test_a_process_group_does_not_load_the_compiler():
-    assert "torch._dynamo" not in loaded_by(
-        "import farandole.comm.backend.groups, farandole.comm.mpi.backend"
+def test_names_are_loaded_on_use():
+    """In one interpreter, because each import of torch takes seconds."""
+    groups, names, data, training = loaded_by(
+        "import farandole.comm.backend.groups, farandole.comm.mpi.backend",
+        "farandole.init; farandole.Communicator; farandole.Runtime",
+        "farandole.parallelize",
+        "farandole.LLM; import farandole.train.run",
     )
-
-
-def test_modules_for_checkpoints_are_loaded_by_the_first_checkpoint():
-    loaded = loaded_by("import farandole; farandole.parallelize; farandole.LLM; import farandole.train.run")
-    assert "farandole.parallel.engine" in loaded
-    assert not loaded & {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy", "matplotlib"}
-
-
-def test_data_parallelism_loads_neither_other_axes_nor_models():
-    loaded = loaded_by("import farandole; farandole.parallelize")
-    assert "farandole.parallel.engine" in loaded
+    assert "torch" in groups
+    assert "torch._dynamo" not in groups  # the compiler
+    assert "farandole.launch.runtime" in names
+    assert not names & {"typer", "matplotlib", "tensorboard"}
+    assert "farandole.parallel.engine" in data - names
     axes = {f"farandole.parallel.{axis}" for axis in ("context", "expert", "tensor")}
-    assert not loaded & {*axes, "farandole.models.bert", "farandole.models.llama", "farandole.models.t5"}
+    models = {f"farandole.models.{model}" for model in ("bert", "llama", "t5")}
+    assert not data & axes and not data & models
+    assert "farandole.train.run" in training
+    # the first checkpoint loads these modules
+    assert not training & {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy", "matplotlib"}
 
 
 def test_the_error_for_an_unknown_name_lists_known_names():

@@ -13,6 +13,7 @@ from farandole.bench import planning
 from farandole.bench.accelerators import ACCELERATORS, DEFAULT
 from farandole.bench.machine import Speeds
 from farandole.cli.main import app
+from tests.launch.jobs import ours, run
 from tests.models.hf.families import reference
 from tests.models.hf.folders import SCALED, config_folder, model_with_tokenizer
 
@@ -234,8 +235,17 @@ def test_predictions_match_measurements(tmp_path: Path) -> None:
     assert measured == pytest.approx([predicted] * 2, abs=30)
 
 
-def test_predictions_match_the_measurements_of_each_stage(tmp_path: Path) -> None:
+def _launch_forked(target: str, arguments: list[str], *, ranks: int, module: bool) -> int:
+    """Launch a module like `farandole.launch.local.launch`, on ranks that are forked with torch already loaded."""
+    assert module
+    return run(ours("-n", str(ranks), "-m", target, *arguments), fork_ranks=True)[0]
+
+
+def test_predictions_match_the_measurements_of_each_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a mixture of experts in stages, whose experts are on several ranks."""
+    monkeypatch.setattr(planning, "launch", _launch_forked)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
     folder = model_with_tokenizer(tmp_path / "base", "mixtral", **sizes)
     words = ("batch=8", "micro_batch=1", "model.context=64", "plan.precision=fp32", "--expert", "2")
@@ -339,7 +349,8 @@ def test_pipelines_are_compared_with_other_plans(tmp_path: Path) -> None:
 
 def test_schedules_are_compared_for_a_pipeline(tmp_path: Path) -> None:
     file = tmp_path / "plans.json"
-    words = ("batch=16", "plan.micro_batches=8", "model.layers=8", "--pipeline", "2", "--zero", "1")
+    model = ("batch=16", "plan.micro_batches=8", "model.layers=4")
+    words = (*model, "--pipeline", "2", "--zero", "1", "--precision", "fp32")
     result = _plan("tiny", "-n", "2", "--memory", "1GiB", *words, "--json", str(file))
     assert result.exit_code == 0, result.output
     found = {

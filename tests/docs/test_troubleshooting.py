@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 import pytest
@@ -29,6 +30,7 @@ def anchor(heading: str) -> str:
     return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
 
 
+@functools.cache
 def linked_sections() -> dict[str, str]:
     """Return the sections to which the code refers, each with a place in the code."""
     found = {}

@@ -394,9 +394,22 @@ def _parallel(rank: int, size: int, name: str, plan: Plan) -> list[Tensor] | str
         engine.close()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+JOBS = [
+    *(("fp32", zero, "farandole") for zero in range(4)),
+    *(("bf16", zero, "farandole") for zero in (0, 3)),
+    *((precision, 3, "gloo") for precision in ("fp32", "bf16")),
+    *(pytest.param("bf16", zero, "farandole", marks=pytest.mark.slow) for zero in (1, 2)),
+    *(
+        pytest.param(precision, zero, "gloo", marks=pytest.mark.slow)
+        for precision in ("fp32", "bf16")
+        for zero in range(3)
+    ),
+]
+"""The test of offloaded gradients covers stage 2 in bf16."""
+
+
 @pytest.mark.parametrize("name", IDIOMS)
-@pytest.mark.parametrize(("zero", "backend"), STAGES_AND_BACKENDS)
+@pytest.mark.parametrize(("precision", "zero", "backend"), JOBS)
 def test_an_idiom_gives_the_result_of_one_process_or_an_error(
     ranks: Any, name: str, zero: int, precision: str, backend: str
 ) -> None:

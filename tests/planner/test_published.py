@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,14 @@ GIB = 1 << 30
 
 _BLOCK: dict[str, Any] = {"precision": "bf16", "recompute": "block"}
 CASES = [
-    ("llama-3-8b", 8192, 8, Plan(zero=1, **_BLOCK)),
-    ("llama-3-8b", 8192, 8, Plan(zero=3, **_BLOCK)),
-    ("llama-3-70b", 8192, 64, Plan(zero=3, **_BLOCK)),
-    ("llama-3-70b", 8192, 64, Plan(tensor=8, sequence=True, zero=1, **_BLOCK)),
-    ("mixtral-8x7b", 8192, 64, Plan(expert=8, zero=0, **_BLOCK)),
-    ("mixtral-8x7b", 8192, 64, Plan(expert=8, zero=1, **_BLOCK)),
-    ("deepseek-v3", 4096, 2048, Plan(expert=64, zero=1, **_BLOCK)),
-    ("deepseek-v3", 4096, 2048, Plan(expert=64, zero=3, **_BLOCK)),
-    ("deepseek-v3", 4096, 2048, Plan(pipeline=16, expert=64, zero=1, **_BLOCK)),
+    ("llama-3-8b", 8192, 8, [Plan(zero=1, **_BLOCK), Plan(zero=3, **_BLOCK)]),
+    ("llama-3-70b", 8192, 64, [Plan(zero=3, **_BLOCK)]),
+    ("llama-3-70b", 8192, 64, [Plan(tensor=8, sequence=True, zero=1, **_BLOCK)]),
+    ("mixtral-8x7b", 8192, 64, [Plan(expert=8, zero=0, **_BLOCK), Plan(expert=8, zero=1, **_BLOCK)]),
+    ("deepseek-v3", 4096, 2048, [Plan(expert=64, zero=1, **_BLOCK), Plan(expert=64, zero=3, **_BLOCK)]),
+    ("deepseek-v3", 4096, 2048, [Plan(pipeline=16, expert=64, zero=1, **_BLOCK)]),
 ]
-"""A model, the length of its sequences, the number of ranks, and a plan."""
+"""A model, the length of its sequences, the number of ranks, and plans with equal passes, which are traced once."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -53,10 +51,10 @@ def test_a_published_configuration_has_the_published_parameters(name: str, tmp_p
             read_config(folder)
 
 
-def line_of(folder: Path, name: str, length: int, ranks: int, wanted: Plan) -> str:
-    """Return the line of the guide's table for a case."""
+def lines_of(folder: Path, name: str, length: int, ranks: int, plans: list[Plan]) -> Iterator[str]:
+    """Yield the lines of the guide's table for a case."""
     words = [f"model={published_folder(folder, name)}", "model.pretrained=false", f"model.context={length}"]
-    words += [f"batch={ranks}", "micro_batch=1", f"plan.pipeline={wanted.pipeline}"]
+    words += [f"batch={ranks}", "micro_batch=1", f"plan.pipeline={plans[0].pipeline}"]
     config = load_config("pretrain", words)
     machine = Machine(
         memory=80 * GIB,
@@ -68,26 +66,31 @@ def line_of(folder: Path, name: str, length: int, ranks: int, wanted: Plan) -> s
         shared=False,
     )
     workload = replace(workload_of(config, ranks), block_by_block=True)
-    found = estimate_workload(workload, wanted, ranks, machine)
-    parts = {
-        "weights": found.parts["weights"],
-        "gradients": found.parts["gradients"],
-        "optimizer": found.parts["optimizer"],
-        "buffers": found.parts["buffers"],
-        "activations": found.parts["activations"] + found.parts["backward"],
-    }
-    names = ("pipeline", "tensor", "expert")
-    axes = [f"{axis}={getattr(wanted, axis)}" for axis in names if getattr(wanted, axis) > 1]
-    cells = [name, f"{length:,}", f"{ranks:,}", " ".join([*axes, f"zero={wanted.zero}"])]
-    cells += [f"{nbytes / GIB:.1f}" for nbytes in (*parts.values(), found.peak)]
-    return f"| {' | '.join([*cells, 'yes' if found.fits(machine.memory) else 'no'])} |"
+    traced = None
+    for wanted in plans:
+        if wanted.pipeline == 1:
+            workload = workload if workload.applied else workload.split(wanted, ranks, machine.hosts)
+            traced = traced or workload.trace(wanted)
+        found = estimate_workload(workload, wanted, ranks, machine, traced)
+        parts = {
+            "weights": found.parts["weights"],
+            "gradients": found.parts["gradients"],
+            "optimizer": found.parts["optimizer"],
+            "buffers": found.parts["buffers"],
+            "activations": found.parts["activations"] + found.parts["backward"],
+        }
+        names = ("pipeline", "tensor", "expert")
+        axes = [f"{axis}={getattr(wanted, axis)}" for axis in names if getattr(wanted, axis) > 1]
+        cells = [name, f"{length:,}", f"{ranks:,}", " ".join([*axes, f"zero={wanted.zero}"])]
+        cells += [f"{nbytes / GIB:.1f}" for nbytes in (*parts.values(), found.peak)]
+        yield f"| {' | '.join([*cells, 'yes' if found.fits(machine.memory) else 'no'])} |"
 
 
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: f"{case[0]}-{case[2]}-{case[3].pipeline}-{case[3].zero}"
-)
-def test_the_table_of_published_models(case: tuple[str, int, int, Plan], tmp_path: Path) -> None:
-    assert line_of(tmp_path, *case) in GUIDE.read_text()
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2]}-{case[3][0].pipeline}")
+def test_the_table_of_published_models(case: tuple[str, int, int, list[Plan]], tmp_path: Path) -> None:
+    guide = GUIDE.read_text()
+    for line in lines_of(tmp_path, *case):
+        assert line in guide
 
 
 def test_a_mesh_for_70_billion_parameters_is_proposed_in_seconds(tmp_path: Path) -> None:
