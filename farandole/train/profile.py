@@ -109,9 +109,9 @@ def trace_of(recordings: Sequence[Recording], mesh: Mesh, pipeline: Pipeline | N
     begun = min(phase.start for each in recordings for phase in each.phases)
     events: list[Event] = []
     for rank, each in enumerate(recordings):
-        events.append(rank_name(rank))
-        names = THREADS if pipeline is not None else THREADS[:1]
-        events += [thread_name(rank, thread, name) for thread, name in enumerate(names)]
+        events += rank_name(rank)
+        for thread, name in enumerate(THREADS if pipeline is not None else THREADS[:1]):
+            events += thread_name(rank, thread, name)
         # of phases that start at the same time, the first event contains the others
         for phase in sorted(each.phases, key=lambda phase: (phase.start, -phase.end)):
             events.append(duration(phase.name, rank, PHASES, phase.start - begun, phase.end - begun))

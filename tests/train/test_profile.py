@@ -16,6 +16,7 @@ from farandole.mesh import Mesh
 from farandole.parallel.pipeline.schedule import build
 from farandole.parallel.pipeline.trace import Event
 from farandole.train.profile import STEPS, THREADS, pipelines
+from tests.parallel.pipeline.test_trace import check_trace
 from tests.train.small import overrides, train_here
 
 PHASES, MEASURED, SIMULATED = THREADS
@@ -33,6 +34,7 @@ def _output(rank: int, size: int, words: list[str], run: Path) -> str:
 
 
 def _rows(run: Path) -> Rows:
+    check_trace(run / "trace.json")
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
