@@ -177,7 +177,8 @@ def _check_plan(plan: Plan, schedule: Schedule) -> None:
     if plan.zero >= 2 and schedule.mirrored:
         raise PlanError(
             f"schedule={plan.schedule!r} with zero={plan.zero}: ranks with the same stage run it at different times, so they "
-            "cannot reduce the gradients of each micro-batch together; nearest plan: zero=1, or schedule='1f1b'"
+            "cannot reduce the gradients of each micro-batch together; nearest plan: zero=1, which shards the optimizer "
+            "states over these ranks, or schedule='1f1b'"
         )
     if plan.recompute == "auto":
         steady(schedule, AUTO)
