@@ -137,4 +137,4 @@ def _step_events(
     offset_s = min(span.start for row in rows for span in row) - begun
     for thread, timeline in ((MEASURED, measured), (SIMULATED, simulated)):
         for rank, spans in zip(ranks, timeline.spans, strict=True):
-            yield from action_events(spans, rank, thread, offset_s=offset_s)
+            yield from action_events(timeline.schedule, spans, rank, thread, offset_s=offset_s)

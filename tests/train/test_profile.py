@@ -98,7 +98,7 @@ def test_a_trace_shows_measured_and_simulated_actions(ranks: Any, tmp_path: Path
         own = [(action.code, action.stage, action.micro_batch) for action in expected.actions[rank]]
         for thread in (MEASURED, SIMULATED):
             events = rows[f"rank {rank}", thread]
-            found = [(e["name"][0], e["args"]["stage"], e["args"]["micro_batch"]) for e in events]
+            found = [(e["name"][0].upper(), e["args"]["stage"], e["args"]["micro_batch"]) for e in events]
             assert found == own * 2  # steps 2 and 3
         for event in rows[f"rank {rank}", MEASURED]:
             if event["cat"] == "forward":

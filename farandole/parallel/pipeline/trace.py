@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from farandole.parallel.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
+from farandole.parallel.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
 from farandole.parallel.pipeline.simulate import Span, Timeline
 
 Event = dict[str, Any]
@@ -33,6 +33,9 @@ COLORS = {
 }
 """The color of each kind of action in chrome://tracing, which has fixed names; Perfetto chooses colors by letter."""
 
+FIRST_PROCESS = 1000
+"""The number of the process of rank 0.  Perfetto shows the number after the name, as in `rank 3 1003`."""
+
 ACTIONS = "actions"
 """The name of the row of a trace that contains only one schedule."""
 
@@ -44,15 +47,21 @@ def trace(timeline: Timeline, unit_s: float = 1e-3) -> list[Event]:
         events += [
             *rank_name(rank),
             *thread_name(rank, 0, ACTIONS),
-            *action_events(spans, rank, unit_s=unit_s),
+            *action_events(timeline.schedule, spans, rank, unit_s=unit_s),
         ]
     return events
 
 
 def action_events(
-    spans: Iterable[Span], rank: int, thread: int = 0, *, offset_s: float = 0.0, unit_s: float = 1.0
+    schedule: Schedule,
+    spans: Iterable[Span],
+    rank: int,
+    thread: int = 0,
+    *,
+    offset_s: float = 0.0,
+    unit_s: float = 1.0,
 ) -> Iterator[Event]:
-    """Yield the events of a rank's actions.
+    """Yield the events of a rank's actions, with the names of `Schedule.label`.
 
     Args:
         thread: the row of the rank.
@@ -62,7 +71,7 @@ def action_events(
     for span in spans:
         action = span.action
         event = duration(
-            f"{action.code}{action.micro_batch}",
+            schedule.label(action),
             rank,
             thread,
             offset_s + span.start * unit_s,
@@ -120,7 +129,8 @@ def _metadata(kind: str, rank: int, thread: int, **arguments: Any) -> Event:
 
 def _place(rank: int, thread: int) -> Event:
     """Return the process and the thread of a row."""
-    return {"pid": 1 + rank, "tid": 10 * (1 + rank) + thread}
+    process = FIRST_PROCESS + rank
+    return {"pid": process, "tid": 10 * process + thread}
 
 
 def write_trace(events: Sequence[Event], path: Path) -> None:
