@@ -133,6 +133,13 @@ class Communicator:
         """Close a group created by `split`, `create_group` or `from_mpi`; torch itself destroys other groups."""
         self.dispatcher.close()
 
+    def abort(self, note: str = "") -> None:
+        """Leave a group created by `split` or `create_group` immediately, and fail its pending calls on this rank.
+
+        Ranks that wait for this rank raise `RankLeft` with `note`.  The groups of torch only close their connections.
+        """
+        self.dispatcher.abort(note)
+
     # ---- memory ----
 
     def empty(

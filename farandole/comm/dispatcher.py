@@ -159,10 +159,12 @@ class Dispatcher:
             if fallback is not None:
                 fallback.close()
 
-    def abort(self) -> None:
-        """Leave the group immediately and fail the pending calls of all threads."""
+    def abort(self, note: str = "") -> None:
+        """Leave the group immediately and fail the pending calls of all threads; `note` is the reason for other ranks."""
         if self._invalid:
             return
+        if note:
+            self.core.leave(note)
         self.core.give_up()
         self.close()
 

@@ -15,7 +15,7 @@
 #define SLICE_S 0.010
 #define INSPECTION_S 0.050
 #define NAP_S 200e-6        /* between two checks of the progress thread */
-#define LINGER_S 0.005      /* time after the last event in which the thread checks every NAP_S */
+#define LINGER_S 0.0005      /* time after the last event in which the thread checks every NAP_S */
 #define LONG_NAP_S 1e-3     /* later interval if the thread waits for sockets and so cannot wait for the bell */
 #define FOREVER_S 3600.0
 #define CROWDED_WAITS 64    /* waits without spinning after a yield that ran another thread */

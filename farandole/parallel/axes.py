@@ -59,6 +59,15 @@ class AxisCommunicator:
         if parent._comm is not None:
             self._comm = parent._comm.create_group(members)
 
+    def abort(self, note: str = "") -> None:
+        """Leave the group immediately, so that ranks that wait for this rank raise `RankLeft` with `note`."""
+        self._connected.abort(note)
+
+    def reconnect(self, parent: Communicator) -> None:
+        """Replace the group by a new group of the same ranks of `parent`.  This is a collective call of these ranks."""
+        self.abort()
+        self._comm = parent.create_group(self.ranks)
+
     @property
     def overlaps(self) -> bool:
         """Whether transfers can overlap with computation; not in shared memory, because the ranks' cores copy."""
@@ -198,6 +207,10 @@ class Position:
             ranks = [comm.ranks[coordinate] for coordinate in coordinates]
             self._parts[key] = AxisCommunicator(ranks, key[1].index(comm.rank), sent=self.sent)
         return self._parts[key]
+
+    def parts(self) -> list[AxisCommunicator]:
+        """Return all communicators that `part_of` returned, in the same order on all ranks."""
+        return list(self._parts.values())
 
     def connect(self) -> None:
         """Create the groups of all communicators that `part_of` returned.  This is a collective call.

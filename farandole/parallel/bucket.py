@@ -99,8 +99,8 @@ class Bucket:
         self._arrived: set[int] = set()  # parameters with a gradient in this backward pass
         self._expected = set(range(len(self.parameters)))
         self._used: set[int] = set()  # parameters that had a gradient in any earlier step
-        # whether autograd may accumulate directly in the buffer
-        self._in_place = pool is None and self._dtype == plan.dtype
+        self.is_in_place = pool is None and self._dtype == plan.dtype
+        """Whether autograd adds further gradients directly to the buffer."""
         self.received = [False] * len(self.parameters)
         if pool is None:
             with memory_tag("gradients", self.parameters):
@@ -141,12 +141,12 @@ class Bucket:
                     view.add_(gradient)
                 else:
                     view.copy_(gradient)
-                parameter.grad = self._gradient_view(index) if self._in_place else None
+                parameter.grad = self._gradient_view(index) if self.is_in_place else None
         self.received[index] = True
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
         """Return whether `gradient` is the part of the buffer in which autograd accumulates gradient `index`."""
-        return self._in_place and self.received[index] and gradient is self._shown[index]
+        return self.is_in_place and self.received[index] and gradient is self._shown[index]
 
     def is_complete(self, index: int) -> bool:
         """Mark parameter `index` as complete in this pass; return whether all expected parameters are complete."""

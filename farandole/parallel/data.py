@@ -32,6 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
@@ -87,6 +88,7 @@ class GradientReducer:
         norms: the norms of averaged gradients, which are invalidated when gradients change.
         every_pass: whether gradients are reduced after each backward pass, because unsharded gradients are not kept.
             A pipeline reduces the gradients of each stage after each pass of the stage instead, within `completing`.
+        by_stage: whether a pipeline runs the backward passes, and reduces gradients within `completing` only.
         gatherer: gathers weights, if they are sharded.
         loss_parameters: the parameters that are hidden until a backward pass begins.
     """
@@ -101,6 +103,7 @@ class GradientReducer:
         norms: GradientNorms,
         *,
         every_pass: bool,
+        by_stage: bool,
         events: StepEvents,
         gatherer: Gatherer | None,
         loss_parameters: LossParameters,
@@ -117,6 +120,7 @@ class GradientReducer:
         """Whether the last pass of the step has ended, so that gradients are averages."""
         self._model, self._comm, self._events = model, comm, events
         self._every_pass, self._norms, self._gatherer = every_pass, norms, gatherer
+        self._by_stage = by_stage
         self._loss_parameters = loss_parameters
         self._accumulating = False
         self._completing: Collection[int] = ()
@@ -140,15 +144,14 @@ class GradientReducer:
                 self._before_reduction,
                 self._without_gradients,
             )
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(number, index))
-            for number, bucket in enumerate(self.buckets)
-            for index, parameter in enumerate(bucket.parameters)
-        ]
+        # by the numbers of a bucket and of a parameter in the bucket
+        self._hooks: dict[tuple[int, int], RemovableHandle] = {}
+        self._removed = [(n, i) for n, each in enumerate(self.buckets) for i in range(len(each.parameters))]
+        self._register_hooks()
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
     # ---- steps ----
@@ -169,6 +172,7 @@ class GradientReducer:
         See `Engine.completing`.
         """
         self._completing = parameters
+        self._register_hooks()
         for queue in self._queues.values():
             self._begin_part(queue)
         try:
@@ -190,6 +194,7 @@ class GradientReducer:
 
     def begin_step(self) -> None:
         """Discard the gradients of earlier passes."""
+        self._register_hooks()
         self._in_pass = False
         self.reduced = False
         self.waits = []
@@ -291,6 +296,7 @@ class GradientReducer:
                 )
             is_accumulating = not (self._reduces or self._completing or queue.next)
             if self._in_pass and is_accumulating and bucket.holds(index, parameter.grad):
+                self._skip_hook(number, index)
                 return  # the common case in all micro-batches between the first and the last
             reduces = self._reduces or id(parameter) in self._completing
             waits = self._is_by_stage(number) and not reduces
@@ -313,6 +319,7 @@ class GradientReducer:
                 self._start_early(bucket)
             self._accumulate(number, index)
             if not reduces:
+                self._skip_hook(number, index)
                 return
             complete = bucket.is_complete(index)
             if self._completed is not None and (complete or self._every_pass):
@@ -326,6 +333,20 @@ class GradientReducer:
                 self._launch_complete(queue)
 
         return accumulated
+
+    def _skip_hook(self, number: int, index: int) -> None:
+        """Remove a hook until a pass completes gradients, if autograd adds further gradients to the buffer itself."""
+        if self._by_stage and self.buckets[number].is_in_place:
+            self._hooks.pop((number, index)).remove()
+            self._removed.append((number, index))
+
+    def _register_hooks(self) -> None:
+        """Register the hooks that have been removed."""
+        for number, index in self._removed:
+            parameter = self.buckets[number].parameters[index]
+            hook = self._hook(number, index)
+            self._hooks[number, index] = parameter.register_post_accumulate_grad_hook(hook)
+        self._removed = []
 
     def _accumulate(self, number: int, index: int) -> None:
         """Move the gradient that autograd has accumulated for a parameter into its bucket."""

@@ -184,6 +184,7 @@ class Engine:
             comm,
             self._norms,
             every_pass=zero >= 2 and pipeline is None,
+            by_stage=pipeline is not None,
             events=self._steps,
             gatherer=built.gatherer,
             loss_parameters=self.loss_parameters,

@@ -181,7 +181,7 @@ def _split(
     layouts = Layouts(model)
     sets: list[tuple[str, ...]] = [(axis,) for axis in axes]
     if plan.pipeline > 1:
-        sets += [("mirror",), pipeline.REPLICA_AXES]
+        sets += [("mirror",), pipeline.REPLICA_AXES, pipeline.STAGE_AXES]
     groups = mesh.connect(comm, sets) if inner else None
     # a rank of a mirrored pipeline is numbered by its stage of the first replica
     cell = min(mesh.of_rank(comm.rank), key=lambda cell: cell.mirror)

@@ -109,9 +109,9 @@ def trace_of(recordings: Sequence[Recording], mesh: Mesh, pipeline: Pipeline | N
     begun = min(phase.start for each in recordings for phase in each.phases)
     events: list[Event] = []
     for rank, each in enumerate(recordings):
-        events.append(rank_name(rank))
-        names = THREADS if pipeline is not None else THREADS[:1]
-        events += [thread_name(rank, thread, name) for thread, name in enumerate(names)]
+        events += rank_name(rank)
+        for thread, name in enumerate(THREADS if pipeline is not None else THREADS[:1]):
+            events += thread_name(rank, thread, name)
         # if phases start at the same time, the first event must enclose the others
         for phase in sorted(each.phases, key=lambda phase: (phase.start, -phase.end)):
             events.append(duration(phase.name, rank, PHASES, phase.start - begun, phase.end - begun))
@@ -137,4 +137,4 @@ def _step_events(
     offset_s = min(span.start for row in rows for span in row) - begun
     for thread, timeline in ((MEASURED, measured), (SIMULATED, simulated)):
         for rank, spans in zip(ranks, timeline.spans, strict=True):
-            yield from action_events(spans, rank, thread, offset_s=offset_s)
+            yield from action_events(timeline.schedule, spans, rank, thread, offset_s=offset_s)

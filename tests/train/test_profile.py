@@ -16,6 +16,7 @@ from farandole.mesh import Mesh
 from farandole.parallel.pipeline.schedule import build
 from farandole.parallel.pipeline.trace import Event
 from farandole.train.profile import STEPS, THREADS, pipelines
+from tests.parallel.pipeline.test_trace import check_trace
 from tests.train.small import overrides, train_here
 
 PHASES, MEASURED, SIMULATED = THREADS
@@ -33,6 +34,7 @@ def _output(rank: int, size: int, words: list[str], run: Path) -> str:
 
 
 def _rows(run: Path) -> Rows:
+    check_trace(run / "trace.json")
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -96,7 +98,7 @@ def test_a_trace_shows_measured_and_simulated_actions(ranks: Any, tmp_path: Path
         own = [(action.code, action.stage, action.micro_batch) for action in expected.actions[rank]]
         for thread in (MEASURED, SIMULATED):
             events = rows[f"rank {rank}", thread]
-            found = [(e["name"][0], e["args"]["stage"], e["args"]["micro_batch"]) for e in events]
+            found = [(e["name"][0].upper(), e["args"]["stage"], e["args"]["micro_batch"]) for e in events]
             assert found == own * 2  # steps 2 and 3
         for event in rows[f"rank {rank}", MEASURED]:
             if event["cat"] == "forward":

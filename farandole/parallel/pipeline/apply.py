@@ -19,8 +19,9 @@ from farandole.parallel.pipeline.memory import AUTO, RankActivations, block_size
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
 from farandole.parallel.pipeline.stage import divide, shallow_copy, split, stages_of
+from farandole.parallel.pipeline.stage_peers import StagePeers
 from farandole.parallel.zero.initial_values import is_deferred
-from farandole.plan import Plan, PlanError
+from farandole.plan import MODEL_AXES, Plan, PlanError
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ MEASURED = ("attention", "auto")
 
 REPLICA_AXES = ("data", "mirror")
 """The axes along which ranks run the same stages on different samples."""
+
+STAGE_AXES = ("pipeline", *MODEL_AXES)
+"""The axes along which ranks exchange tensors in forward passes."""
 
 
 def measured_division(
@@ -123,7 +127,20 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts, di
         for number, stage in stages.items()
     }
     statistics = BatchNormStatistics(layers, mirror, replicas, deferred=plan.deferred_batch_norm)
-    found = Pipeline(sequential, stages, plan.schedule, comm, places, rank, statistics)
+    replica = groups.of(position.cell, *STAGE_AXES).comm
+    assert replica is not None
+    found = Pipeline(
+        sequential,
+        stages,
+        plan.schedule,
+        comm,
+        places,
+        rank,
+        statistics,
+        StagePeers(position),
+        replica,
+        groups.comm.rank,
+    )
     found.stages_of = numbers
     found.complete, found.experts, found.adapter = complete, experts, adapter
     return found
@@ -160,7 +177,8 @@ def _check_plan(plan: Plan, schedule: Schedule) -> None:
     if plan.zero >= 2 and schedule.mirrored:
         raise PlanError(
             f"schedule={plan.schedule!r} with zero={plan.zero}: ranks with the same stage run it at different times, so they "
-            "cannot reduce the gradients of each micro-batch together; nearest plan: zero=1, or schedule='1f1b'"
+            "cannot reduce the gradients of each micro-batch together; nearest plan: zero=1, which shards the optimizer "
+            "states over these ranks, or schedule='1f1b'"
         )
     if plan.recompute == "auto":
         steady(schedule, AUTO)

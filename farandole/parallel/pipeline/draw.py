@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farandole._extras import optional_import
-from farandole.parallel.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
+from farandole.parallel.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
 from farandole.parallel.pipeline.simulate import Timeline
 from farandole.parallel.pipeline.trace import KINDS, trace, write_trace
 
@@ -28,13 +28,6 @@ COLOURS = {
     BackwardWeight: ("#c98a1b", "#e6bf77"),
 }
 """The colours of an action in the first chunk or replica, and in the second one."""
-
-
-def second(schedule: Schedule, stage: int, micro_batch: int) -> bool:
-    """Return whether a pass uses a later chunk of its rank, or the second replica."""
-    replica = schedule.replicas[micro_batch]
-    rank = schedule.placement[replica][stage]
-    return bool(replica) or schedule.stages_of(rank, replica)[0] != stage
 
 
 def text(timeline: Timeline, columns: int = 200) -> str:
@@ -54,9 +47,7 @@ def text(timeline: Timeline, columns: int = 200) -> str:
                 round(span.start * scale),
                 max(round(span.start * scale) + 1, round(span.end * scale)),
             )
-            code = span.action.code
-            code = code.lower() if second(schedule, span.action.stage, span.action.micro_batch) else code
-            entry = f"{code}{span.action.micro_batch}".ljust(cell)
+            entry = schedule.label(span.action).ljust(cell)
             for place in range(first, min(last, cells)):
                 line[place] = entry if place == first else ("-" * cell)
         lines.append(f"rank {rank}".ljust(label) + "".join(line).rstrip())
@@ -123,7 +114,7 @@ def draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
         axis.add_patch(Rectangle((0, rank), timeline.makespan, 0.9, fc="#dfe4e8", ec="none"))
         for span in spans:
             action, width = span.action, span.end - span.start
-            light = second(schedule, action.stage, action.micro_batch)
+            light = schedule.is_second(action)
             colour = COLOURS[type(action)][light]
             axis.add_patch(Rectangle((span.start, rank), width, 0.9, fc=colour, ec="white", lw=0.4))
             if width > 0.0065 * len(str(action.micro_batch)) * longest:  # a digit needs 0.65 % of the width

@@ -13,7 +13,7 @@ from farandole.mesh import SAMPLE_AXES, Mesh
 from farandole.parallel.agreed_errors import agreed_errors
 from farandole.parallel.global_mean import GlobalMean, Loss, Step, scalar_sum
 from farandole.parallel.pipeline.runtime import Arguments, Pipeline
-from farandole.parallel.pipeline.stage_error import StageError, raise_on_all
+from farandole.parallel.pipeline.stage_error import StageError
 from farandole.parallel.precision import cast_floating
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class PipelineMean(GlobalMean):
                 completing=self._engine.completing,
                 every_pass=self._every_pass,
             )
-        raise_on_all(self._comm, self._comm.rank, failure)
+        self._pipeline.raise_on_all(self._comm, failure)
         return sums, counts
 
     def _arguments(self, given: Any) -> Arguments:

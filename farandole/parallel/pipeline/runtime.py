@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from farandole.comm.errors import CommunicationError
+from farandole.comm.communicator import Communicator
+from farandole.comm.errors import CommunicationError, RankLeft
 from farandole.mesh import Mesh
 from farandole.parallel.axes import AxisCommunicator
 from farandole.parallel.lora.description import Adapter
@@ -46,7 +47,8 @@ from farandole.parallel.pipeline.schedule import (
 )
 from farandole.parallel.pipeline.simulate import Span, simulate
 from farandole.parallel.pipeline.stage import Stage
-from farandole.parallel.pipeline.stage_error import StageFailure, raise_on_all
+from farandole.parallel.pipeline.stage_error import StageError, StageFailure, raise_on_all
+from farandole.parallel.pipeline.stage_peers import StagePeers
 from farandole.parallel.pipeline.transfers import Transfers
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -79,6 +81,9 @@ class Pipeline:
         places: the rank in `comm` of each pipeline rank.
         rank: the index of this rank in the pipeline.
         statistics: the BatchNorm statistics of this rank's stages.
+        peers: the ranks that compute these stages together.
+        replica: the communicator of all ranks that compute the same samples: the pipeline's ranks and their peers.
+        number: the number of this rank in messages.
     """
 
     def __init__(
@@ -90,9 +95,13 @@ class Pipeline:
         places: Sequence[int],
         rank: int,
         statistics: BatchNormStatistics,
+        peers: StagePeers,
+        replica: Communicator,
+        number: int,
     ) -> None:
         self._model, self._stages, self._name, self._rank = model, stages, name, rank
         self._comm, self._places = comm, places
+        self._peers, self._replica, self._number = peers, replica, number
         model.forward = self.forward  # type: ignore[method-assign]
         self.statistics = statistics
         self.stages_of: dict[str, frozenset[int]] = {}
@@ -143,7 +152,9 @@ class Pipeline:
         """
         planned, schedule = self.schedule(micro_batches), self._present(micro_batches, present, train)
         transfers = Transfers(self._comm, self._places, schedule, self._rank, self._device)
-        step = _Step(schedule, self._stages, self._rank, arguments, loss, transfers, self.statistics)
+        step = _Step(
+            schedule, self._stages, self._rank, arguments, loss, transfers, self.statistics, self._peers
+        )
         completed = self._completed(micro_batches, every_pass) if train else {}
         spans = []
         for action in planned.actions[self._rank] if train else schedule.actions[self._rank]:
@@ -167,10 +178,23 @@ class Pipeline:
             self.spans = spans
         return step.failure
 
+    def raise_on_all(self, comm: Communicator, failure: StageFailure | None) -> None:
+        """Raise `StageError` on the ranks of `comm` if an action failed on one of them.  This is a collective call.
+
+        Args:
+            comm: a communicator of this pipeline's ranks and their peers, and possibly of other replicas.
+            failure: the failure of this rank, if an action failed.
+        """
+        try:
+            raise_on_all(comm, self._number, failure)
+        except StageError:
+            self._peers.reconnect()
+            raise
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output on all ranks, in evaluation mode.
 
-        This is a collective call of the pipeline's ranks.
+        This is a collective call of the pipeline's ranks and their peers.
 
         Raises:
             RuntimeError: in training mode, or if gradients are enabled.
@@ -185,7 +209,7 @@ class Pipeline:
         failure = self.run(
             1, 1, lambda _: (inputs, named), lambda output, _: outputs.append(output), train=False
         )
-        raise_on_all(self._comm, self._comm.ranks[self._comm.rank], failure)
+        self.raise_on_all(self._replica, failure)
         schedule = self.schedule(1)
         last = self._places[schedule.rank_of(schedule.stages - 1, 0)]
         output = tree_map_only(Tensor, lambda tensor: tensor.cpu(), outputs[0]) if outputs else None
@@ -271,8 +295,9 @@ class _Step:
         loss: Callable[[Any, int], Tensor | None],
         transfers: Transfers,
         statistics: BatchNormStatistics,
+        peers: StagePeers,
     ) -> None:
-        self._statistics = statistics
+        self._statistics, self._peers = statistics, peers
         self._schedule, self._stages, self._rank = schedule, stages, rank
         self._arguments, self._loss, self._transfers = arguments, loss, transfers
         self._passes: dict[tuple[int, int], _Pass] = {}
@@ -306,11 +331,14 @@ class _Step:
             return otherwise
         try:
             return compute()
-        except CommunicationError:
-            raise  # other ranks detect it too
+        except CommunicationError as error:
+            if not (self._peers and isinstance(error, RankLeft)):
+                raise  # other ranks detect it too
+            self.failure = StageFailure(action, error)  # probably because the other rank has failed
         except Exception as error:
             self.failure = StageFailure(action, error)
-            return otherwise
+        self._peers.leave(str(self.failure))
+        return otherwise
 
     def _forward(self, action: Action) -> None:
         stage, m = action.stage, action.micro_batch
@@ -370,7 +398,10 @@ class _Step:
     def _receive(self, code: str, stage: int, m: int, source: int) -> Any:
         if self._is_local(source, m):
             return self._local.pop((code, stage, m))
-        return self._transfers.receive(code, stage, m)
+        received = self._transfers.receive(code, stage, m)
+        if self._transfers.failed:
+            self._peers.leave("another stage of the pipeline failed")
+        return received
 
     def _send_output(self, stage: int, m: int, output: Any) -> None:
         if self._is_local(stage + 1, m):

@@ -138,6 +138,17 @@ class Schedule:
         """Return the stages of a replica on a rank."""
         return [stage for stage, holder in enumerate(self.placement[replica]) if holder == rank]
 
+    def is_second(self, action: Action) -> bool:
+        """Return whether an action uses a later chunk of its rank, or the second replica."""
+        replica = self.replicas[action.micro_batch]
+        rank = self.placement[replica][action.stage]
+        return bool(replica) or self.stages_of(rank, replica)[0] != action.stage
+
+    def label(self, action: Action) -> str:
+        """Return a short name of an action, such as F0; in lower case for a later chunk or the second replica."""
+        code = action.code.lower() if self.is_second(action) else action.code
+        return f"{code}{action.micro_batch}"
+
 
 def linear(ranks: int, chunks: int = 1) -> Placement:
     """Return a placement with stage s on rank s modulo `ranks`."""

@@ -2,13 +2,15 @@
 
 After an exception, a rank computes nothing more in this step, but still exchanges every message of its schedule.  It sends an
 empty tuple instead of hidden states, and zeros that are marked as invalid instead of gradients.  Ranks that receive these
-messages also stop computing.  Therefore all ranks reach the end of the step, where all of them raise the same error, and no
-message is left over for the next step.
+messages also stop computing.  Ranks that wait for a failed rank of the same stage also fail (`stage_peers`).  Therefore
+all ranks reach the end of the step, where all of them raise the same error, and no message is left over for the next
+step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from farandole._troubleshooting import Documented
 from farandole.comm.communicator import ReduceName
+from farandole.comm.errors import RankLeft
 from farandole.parallel.pipeline.schedule import Action
 
 _PASSES = {
@@ -37,10 +40,16 @@ class StageError(Documented, RuntimeError):
 
 @dataclass(frozen=True)
 class StageFailure:
-    """An exception that ended an action on this rank."""
+    """An exception that ended an action on this rank, at `at` seconds of `time.time`."""
 
     action: Action
     error: Exception
+    at: float = field(default_factory=time.time)
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """The place of this failure among those of all ranks: causes first, then in the order of time."""
+        return isinstance(self.error, RankLeft), self.at
 
     def __str__(self) -> str:
         kind, action = type(self.error), self.action
@@ -64,6 +73,8 @@ class _Ranks(Protocol):
 def raise_on_all(comm: _Ranks, rank: int, failure: StageFailure | None) -> None:
     """Raise `StageError` on all ranks if an action failed on one of them.  This is a collective call.
 
+    If actions failed on several ranks, the message describes the first failure.
+
     Args:
         rank: the number of this rank in messages.
         failure: the failure of this rank, if an action failed.
@@ -72,5 +83,6 @@ def raise_on_all(comm: _Ranks, rank: int, failure: StageFailure | None) -> None:
     comm.all_reduce(failed, "max")
     if not failed:
         return
-    found = comm.all_gather_object(None if failure is None else f"rank {rank}: {failure}")
-    raise StageError(next(each for each in found if each is not None)) from getattr(failure, "error", None)
+    found = comm.all_gather_object(None if failure is None else (failure.order, f"rank {rank}: {failure}"))
+    _, text = min(each for each in found if each is not None)
+    raise StageError(text) from getattr(failure, "error", None)

@@ -1,8 +1,8 @@
-"""Events of a trace in Chrome's Trace Event Format, for https://ui.perfetto.dev.
+"""Events of a trace in Chrome's Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
 
 A trace is a list of events.  Each rank is a process of the trace, and each row of a rank is a thread.  Perfetto treats
 process 0 as the idle process of Linux, and a thread whose number equals that of its process as the main thread, so
-neither number is used.
+neither number is used.  Viewers would sort ranks and rows by name, so events give their order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from farandole.parallel.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
+from farandole.parallel.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
 from farandole.parallel.pipeline.simulate import Span, Timeline
 
 Event = dict[str, Any]
@@ -25,19 +25,43 @@ KINDS = {
 }
 """The name of each kind of action."""
 
+COLORS = {
+    Forward: "thread_state_running",
+    Backward: "thread_state_iowait",
+    BackwardInput: "thread_state_iowait",
+    BackwardWeight: "rail_response",
+}
+"""The color of each kind of action in chrome://tracing, which has fixed names; Perfetto chooses colors by letter."""
+
+FIRST_PROCESS = 1000
+"""The number of the process of rank 0.  Perfetto shows the number after the name, as in `rank 3 1003`."""
+
+ACTIONS = "actions"
+"""The name of the row of a trace that contains only one schedule."""
+
 
 def trace(timeline: Timeline, unit_s: float = 1e-3) -> list[Event]:
     """Return the events of a timeline, in which one unit of time is `unit_s` seconds."""
     events: list[Event] = []
     for rank, spans in enumerate(timeline.spans):
-        events += [rank_name(rank), *action_events(spans, rank, unit_s=unit_s)]
+        events += [
+            *rank_name(rank),
+            *thread_name(rank, 0, ACTIONS),
+            *action_events(timeline.schedule, spans, rank, unit_s=unit_s),
+        ]
     return events
 
 
 def action_events(
-    spans: Iterable[Span], rank: int, thread: int = 0, *, offset_s: float = 0.0, unit_s: float = 1.0
+    schedule: Schedule,
+    spans: Iterable[Span],
+    rank: int,
+    thread: int = 0,
+    *,
+    offset_s: float = 0.0,
+    unit_s: float = 1.0,
 ) -> Iterator[Event]:
-    """Yield the events of a rank's actions.
+    """Yield the events of a rank's actions, with the names of `Schedule.label`.
 
     Args:
         thread: the row of the rank.
@@ -46,8 +70,8 @@ def action_events(
     """
     for span in spans:
         action = span.action
-        yield duration(
-            f"{action.code}{action.micro_batch}",
+        event = duration(
+            schedule.label(action),
             rank,
             thread,
             offset_s + span.start * unit_s,
@@ -55,6 +79,7 @@ def action_events(
             category=KINDS[type(action)],
             arguments={"stage": action.stage, "micro_batch": action.micro_batch},
         )
+        yield event | {"cname": COLORS[type(action)]}
 
 
 def duration(
@@ -82,19 +107,30 @@ def duration(
     }
 
 
-def rank_name(rank: int) -> Event:
-    """Return the event that names the process of a rank."""
-    return {"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}, **_place(rank)}
+def rank_name(rank: int) -> list[Event]:
+    """Return the events that name and sort the process of a rank."""
+    return [
+        _metadata("process_name", rank, 0, name=f"rank {rank}"),
+        _metadata("process_sort_index", rank, 0, sort_index=rank),
+    ]
 
 
-def thread_name(rank: int, thread: int, name: str) -> Event:
-    """Return the event that names a thread of a rank."""
-    return {"name": "thread_name", "ph": "M", "args": {"name": name}, **_place(rank, thread)}
+def thread_name(rank: int, thread: int, name: str) -> list[Event]:
+    """Return the events that name and sort a thread of a rank."""
+    return [
+        _metadata("thread_name", rank, thread, name=name),
+        _metadata("thread_sort_index", rank, thread, sort_index=thread),
+    ]
 
 
-def _place(rank: int, thread: int = 0) -> Event:
+def _metadata(kind: str, rank: int, thread: int, **arguments: Any) -> Event:
+    return {"name": kind, "ph": "M", "args": arguments, **_place(rank, thread)}
+
+
+def _place(rank: int, thread: int) -> Event:
     """Return the process and the thread of a row."""
-    return {"pid": 1 + rank, "tid": 10 * (1 + rank) + thread}
+    process = FIRST_PROCESS + rank
+    return {"pid": process, "tid": 10 * process + thread}
 
 
 def write_trace(events: Sequence[Event], path: Path) -> None:

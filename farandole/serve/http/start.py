@@ -243,7 +243,9 @@ def _warn_if_open(listener: socket.socket, keys: Sequence[bytes]) -> None:
     """Print a warning if other hosts can use the server without a key."""
     host = listener.getsockname()[0]
     if not keys and not host.startswith("127.") and host != "::1":
-        notify("anyone who can reach this address can use the model; to require API keys, use --api-keys FILE")
+        notify(
+            "anyone who can reach this address can use the model; to require API keys, use --api-keys FILE"
+        )
 
 
 def start_encoder(

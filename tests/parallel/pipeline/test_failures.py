@@ -132,7 +132,12 @@ def _broken_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _break(engine: Engine, kind: str) -> Any:
-    """Let a block of one rank fail in its second forward or backward pass; return the handle of its hook."""
+    """Let block 3 fail in its second forward or backward pass; return the handle of its hook."""
+    return _break_block(engine.model[3], kind)
+
+
+def _break_block(block: nn.Module, kind: str) -> Any:
+    """Let a block fail in its second forward or backward pass; return the handle of its hook."""
     calls = itertools.count(1)
 
     def fail(gradient: Tensor) -> None:
@@ -145,7 +150,7 @@ def _break(engine: Engine, kind: str) -> Any:
         elif output.requires_grad:
             output.register_hook(fail)
 
-    return engine.model[3].register_forward_hook(hook)
+    return block.register_forward_hook(hook)
 
 
 def _raises(rank: int, size: int, plan: Plan, kinds: list[str]) -> tuple[list[str], Any]:
@@ -211,6 +216,63 @@ def test_an_exception_is_raised_in_other_replicas_and_precisions(ranks: Any) -> 
     for found, (_, losses, *_) in ranks(2).run(_raises, Plan(pipeline=2, precision="fp16"), kinds):
         assert "_Broken: no such class" in found[0] and "_Broken: no such row" in found[1]
         assert losses == pytest.approx(alone("gpt", 4, steps=1)[1], rel=0.01)
+
+
+def _raises_on_one_peer(rank: int, size: int, plan: Plan, failures: list[tuple[int, str]]) -> Any:
+    """Let one rank of a stage fail in each step; return the errors and their seconds, and the results of the last step."""
+    model = build("gpt")
+    engine = farandole.parallelize(model, plan)
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), RATE))
+    samples = batches("gpt", 0, engine.mesh.replica_of(rank), 4)
+    found = []
+    for broken, kind in failures:
+        fails = rank == broken
+        handles = []
+        if fails and kind != "loss":
+            block = next(block for block in engine.model if not isinstance(block, Absent))
+            handles = [_break_block(block, kind)]
+        begun = time.perf_counter()
+        with pytest.raises(StageError) as caught:
+            engine.forward_backward(samples, _broken_loss if fails and kind == "loss" else loss)
+        found.append((str(caught.value), time.perf_counter() - begun))
+        for handle in handles:
+            handle.remove()
+    losses = [engine.forward_backward(samples, loss).loss]
+    norms = [engine.clip(CLIP)]
+    optimizer.step()
+    optimizer.zero_grad()
+    metric = engine.evaluate(batches("gpt", 9, engine.mesh.replica_of(rank), 4), loss)
+    names = {p: n for n, p in model.named_parameters()}
+    state = state_of(model, ((names[p], value) for p, value in engine.whole_parameters()))
+    engine.close()
+    return found, (state, losses, norms, metric)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pipeline=2, tensor=2),
+        Plan(pipeline=2, tensor=2, sequence=True, schedule="zb-v", zero=1),
+        Plan(pipeline=2, context=2),
+        Plan(pipeline=2, tensor=2, schedule="gems"),
+    ],
+    ids=lambda plan: f"{plan.schedule}-{'tensor' if plan.tensor > 1 else 'context'}",
+)
+def test_an_exception_of_one_rank_of_a_stage_is_raised_on_all_ranks(ranks: Any, plan: Plan) -> None:
+    """The other rank of the stage waits for the failed rank in a collective, and the timeout is 1800 s."""
+    failures = [(broken, kind) for broken in range(4) for kind in ("forward", "backward")]
+    last = [2, 3] if plan.schedule == "1f1b" else [0, 1]  # where the loss of micro-batch 1 is computed
+    failures += [(broken, "loss") for broken in last]
+    results = ranks(4).run(_raises_on_one_peer, plan, failures)
+    for number, (broken, kind) in enumerate(failures):
+        texts = {found[number][0] for found, _ in results}
+        assert len(texts) == 1, texts
+        action = {"backward": "backward pass|input gradient|weight gradient"}.get(kind, "forward pass")
+        what = "no such class" if kind == "loss" else "no such row"
+        pattern = rf"rank {broken}: the ({action}) of micro-batch \d failed in stage \d: .*_Broken: {what}; "
+        assert re.match(pattern, texts.pop())
+        assert max(found[number][1] for found, _ in results) < 3
+    compare([each[1] for each in results], alone("gpt", 4, steps=1))
 
 
 def test_an_exception_is_raised_over_gloo(ranks: Any) -> None:
