@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_void_p
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,7 @@ class FusedDecoder:
     """
 
     def __init__(self, model: Transformer, rows: IndependentRows) -> None:
-        blocks = list(model)
+        blocks: list[Any] = list(model)
         self._embedding, self._head = blocks[0], blocks[-1]
         self._rows = rows
         self._tensors: list[Tensor] = []  # whose addresses the structures contain
@@ -138,7 +139,7 @@ class FusedDecoder:
         self._use(memory)
         self._extend_rotary(int(positions.max()) + 1)
         hidden = self._embedding(tokens[None], SequenceInfo(positions=positions[None])).float().contiguous()
-        size = core.frd_decoder_bytes(byref(self._decoder), len(tokens))
+        size: int = core.frd_decoder_bytes(byref(self._decoder), len(tokens))
         if size > len(self._workspace):
             self._workspace = torch.empty(size, dtype=torch.uint8)
         logits = torch.empty(len(selected), self._decoder.vocabulary)
@@ -172,9 +173,8 @@ class FusedDecoder:
         self._cosine, self._sine = (table.contiguous() for table in tables)
         self._decoder.cosine, self._decoder.sine = self._cosine.data_ptr(), self._sine.data_ptr()
 
-    def _layer(self, block: TransformerBlock) -> _Layer:
+    def _layer(self, block: Any) -> _Layer:
         attention, feed_forward = block.attention, block.feed_forward
-        assert isinstance(attention, SelfAttention) and isinstance(feed_forward, GatedFeedForward)
         norms = (block.norm_attention, block.norm_feed_forward, attention.norm_query, attention.norm_key)
         linears = (attention.qkv, attention.out, feed_forward.gate_up, feed_forward.down)
         return _Layer(
@@ -185,6 +185,7 @@ class FusedDecoder:
 
     def _matrix(self, weight: Tensor, bias: Tensor | None) -> _Matrix:
         packed = self._rows.packed(weight)
+        self._tensors += [packed.values] if packed.scales is None else [packed.values, packed.scales]
         return _Matrix(
             packed.values.data_ptr(),
             None if packed.scales is None else packed.scales.data_ptr(),
@@ -200,7 +201,7 @@ class FusedDecoder:
 
 def _is_supported(model: Transformer) -> bool:
     """Return whether all layers are those of a Llama, with equal shapes, and the ranks do not divide them."""
-    blocks = list(model)
+    blocks: list[Any] = list(model)
     layers, head = blocks[1:-1], blocks[-1]
     if not layers or not _is_plain(head, Head) or head.vocabulary is not WHOLE or not _is_norm(head.norm):
         return False
@@ -210,12 +211,11 @@ def _is_supported(model: Transformer) -> bool:
     return len(traits) == 1 and None not in traits
 
 
-def _traits(block: TransformerBlock, epsilon: float) -> tuple[object, ...] | None:
+def _traits(block: Any, epsilon: float) -> tuple[object, ...] | None:
     """Return the properties that must be equal in all layers, or None if a layer is not supported."""
     attention, feed_forward = block.attention, block.feed_forward
     if not _is_plain(attention, SelfAttention) or not _is_plain(feed_forward, GatedFeedForward):
         return None
-    assert isinstance(attention, SelfAttention) and isinstance(feed_forward, GatedFeedForward)
     rotary = attention.rotary
     if rotary is None or rotary.interleaved or rotary.width != attention.head_width or not attention.causal:
         return None
@@ -233,10 +233,10 @@ def _traits(block: TransformerBlock, epsilon: float) -> tuple[object, ...] | Non
     return shapes, attention.head_width, attention.group, attention.scale, rotary
 
 
-def _is_norm(module: nn.Module) -> bool:
+def _is_norm(module: Any) -> bool:
     return _is_plain(module, RMSNorm)
 
 
-def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def _is_plain(module: Any, kind: type[nn.Module]) -> bool:
     """Return whether a module has exactly a type, and its call was not changed, such as by tensor parallelism."""
     return type(module) is kind and "forward" not in vars(module) and not module._forward_hooks
