@@ -56,7 +56,11 @@ def build(folder: Path, program: str, sources: Sequence[str], *flags: str, compi
     )
     core = [path for path in sorted(CORE.glob("*.c")) if path.name not in skipped]
     if "stress" not in program:  # no collective runs there, and kernels take long to compile
-        core = [path for path in core if not path.name.startswith(("kernels", "codecs", "inference", "decoder", "team"))]
+        core = [
+            path
+            for path in core
+            if not path.name.startswith(("kernels", "codecs", "inference", "decoder", "team"))
+        ]
     command = [compiler, "-g", "-O0", "-std=gnu11", "-Wall", "-Wextra", f"-I{CORE}", *flags]
     # `fuzz_messages.c` makes allocations of matching.c fail; `fuzz_handshake.c` includes handshake.c
     renames = ["-include", "stdlib.h", "-Dmalloc=fuzz_malloc", "-Dcalloc=fuzz_calloc"] * (
