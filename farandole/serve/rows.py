@@ -30,6 +30,7 @@ from farandole import native
 from farandole.models.layers import gated, rms_norm
 from farandole.models.rotary import rotate
 from farandole.native import WeightType
+from farandole.parallel.processor import read_processor
 from farandole.serve import elements
 from farandole.serve.store import TILE
 from farandole.serve.threads import thread_count, torch_threads
@@ -40,7 +41,8 @@ VECTOR = 64
 """A multiple of the elements that an iteration of a vectorized function computes."""
 PIECE = 1 << 14
 """The maximum number of elements for which torch computes a function in one thread."""
-MAX_BF16_ROWS: int | None = 32 if torch.cpu._is_avx512_bf16_supported() else None
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last on Arm
+MAX_BF16_ROWS: int | None = 32 if read_processor().flags & _BF16_FLAGS else None
 """The largest number of rows for which the core computes bf16 products faster than torch, which uses the processor's
 instructions for bf16; None if there are none."""
 
