@@ -183,8 +183,13 @@ def find_template(folder: Path, choice: str = "") -> Template:
             raise DataError(
                 f"data.template={choice}: {error.strerror}; expected a readable file, or chatml"
             ) from None
+        except UnicodeDecodeError:
+            raise DataError(f"data.template={choice}: expected text in UTF-8, got other bytes") from None
     file = folder / "chat_template.jinja"
-    source: Any = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    try:
+        source: Any = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    except UnicodeDecodeError:
+        raise DataError(f"{file} is damaged: expected text in UTF-8; restore the file") from None
     if isinstance(source, list):  # several named templates
         named = {each["name"]: each["template"] for each in source}
         source = named.get("default") or next(iter(named.values()), None)

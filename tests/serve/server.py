@@ -31,7 +31,9 @@ CONTEXT = 2048
 NAME = "small"
 
 
-def write_folder(folder: Path, template: str | None = None, tokens: Sequence[str] = ()) -> Path:
+def write_folder(
+    folder: Path, template: str | None = None, tokens: Sequence[str] = (), context: int = CONTEXT
+) -> Path:
     """Write a small Llama with a tokenizer, additional tokens and a chat template."""
     model = reference(
         "llama",
@@ -40,7 +42,7 @@ def write_folder(folder: Path, template: str | None = None, tokens: Sequence[str
         num_hidden_layers=2,
         rope_parameters=rope("default", 8),
         head_dim=8,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         eos_token_id=None,
     )
     folder_of(model, folder)

@@ -45,19 +45,15 @@ def used_port() -> Iterator[int]:
         (["--context", "99999"], "--context: expected a value from 1 to 2048"),
         (["--store", "x"], "--store: expected one of slots, pages, got 'x'"),
         (["--token-budget", "2"], "--token-budget: expected at least max_running=16, got 2"),
-        (
-            ["--kv-memory", "0.001", "--store", "slots"],
-            "--kv-memory: expected memory for at least 256 positions",
-        ),
+        (["--kv-memory", "0"], "'--kv-memory': Input should be greater than or equal to 0.001"),
         (["--speculate", "x"], "--speculate: expected one of off, lookup, draft, got 'x'"),
         (["--speculate", "draft"], "--draft: expected a draft model with speculate='draft'"),
         (["--speculate", "draft", "--draft", "FOLDER/none"], "FOLDER/none"),
         (["--chat-template", "FOLDER/none"], "FOLDER/none"),
-        (["--chat-template", "FOLDER/binary"], "FOLDER/binary"),
+        (["--chat-template", "FOLDER/binary"], "--chat-template FOLDER/binary: expected text in UTF-8"),
         (["--lora", "a=FOLDER/none"], "--lora: a: FOLDER/none does not exist"),
-        (["--tensor", "3"], "--tensor: "),
         (["--ttft", "soon"], "--ttft"),
-        (["--bogus"], "No such option"),
+        (["--bogus"], "unknown option --bogus; did you mean --host?"),
     ],
 )
 def test_wrong_options(folder: Path, words: list[str], message: str) -> None:
