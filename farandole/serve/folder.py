@@ -119,9 +119,9 @@ def read_model(
     try:
         found = find_template(path, template or choice)
     except DataError as error:
-        if template:
-            raise
         reason = str(error).replace("data.template=", "--chat-template ")
+        if template:
+            raise DataError(reason) from None
     adapters = read_adapters(model, lora or {})
     ends = _end_tokens(path, tokenizer)
     return ModelFolder(path, model, tokenizer, context or limit, ends, found, reason, adapters, weights)
