@@ -304,8 +304,8 @@ class Plan:
             raise PlanError(f"stage_bytes={stage_bytes}: expected at least 1")
         if self.pipeline == 1:
             raise PlanError(
-                f"stage_bytes={stage_bytes} with pipeline=1: stage_bytes only limits the division into stages; nearest "
-                "plan: pipeline=2"
+                f"stage_bytes={stage_bytes} with pipeline=1: stage_bytes applies only to the division into stages; "
+                "nearest plan: pipeline=2"
             )
         if self.recompute == "auto":
             raise PlanError(
@@ -330,8 +330,8 @@ class Plan:
         least = 2 if self.offloaded == "gradients" else 3
         if self.zero < least:
             raise PlanError(
-                f"offloaded={self.offloaded!r} with zero={self.zero}: ranks offload only sharded states; nearest "
-                f"plan: zero={least}"
+                f"offloaded={self.offloaded!r} with zero={self.zero}: only sharded gradients and parameters can be "
+                f"offloaded; nearest plan: zero={least}"
             )
 
     @property

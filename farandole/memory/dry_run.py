@@ -256,9 +256,10 @@ def _undone(model: nn.Module) -> Iterator[None]:
 def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Count the floating-point operations of one call to the operator `kind` if it is a matrix product or attention.
 
-    For the operators that torch's `FlopCounterMode` supports, the counts are equal.  In-place products and fused CPU
-    attention, which it does not support, are also counted: attention as two products in the forward pass and five
-    in the backward pass, which recomputes scores (Dao et al., 2022, "FlashAttention").
+    For the operators that torch's `FlopCounterMode` supports, the count is equal to the count of `FlopCounterMode`.
+    In-place products and fused CPU attention, which `FlopCounterMode` does not support, are also counted: attention as
+    two products in the forward pass and five in the backward pass, which recomputes scores (Dao et al., 2022,
+    "FlashAttention").
     """
     if kind in FUSED_ATTENTION:
         return _attention_flops(args[0], args[1], args[2], score_products=1, value_products=1)
@@ -271,7 +272,7 @@ def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def _attention_flops(query: Any, key: Any, value: Any, score_products: int, value_products: int) -> int:
-    """Count the operations of these numbers of products of queries with keys and of scores with values."""
+    """Count the operations of products of queries with keys (`score_products`) and of scores with values."""
     scores = 2 * query[..., 0].numel() * key.shape[-2]
     return int(scores * (score_products * query.shape[-1] + value_products * value.shape[-1]))
 

@@ -144,7 +144,7 @@ class OffloadedOptimizer:
             yield index, [self._shard_state(index, at, record) for at in range(len(self.units[index]))]
 
     def check(self, unit: int, shards: Sequence[ShardState]) -> None:
-        """Raise ValueError if `load` would raise it, because shapes or dtypes differ."""
+        """Raise ValueError if `shards` do not have the shapes and dtypes of `unit`; IndexError without such a unit."""
         if not 0 <= unit < len(self.units):
             raise IndexError(
                 f"unit {unit} does not exist: there are {counted(len(self.units), 'unit')}, numbered from 0"
@@ -393,7 +393,7 @@ def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
 
 
 def _check(optimizer: Optimizer, units: list[list[nn.Parameter]]) -> dict[Tensor, int]:
-    """Return the group of every shard.  Raise ValueError unless every parameter of the optimizer is in one unit."""
+    """Return the group of every shard.  Raise ValueError unless each optimizer parameter is in exactly one unit."""
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     left = set(group_of)
     for index, unit in enumerate(units):

@@ -173,7 +173,7 @@ class Position:
         return self.mesh.coordinate(self.cell, axis)
 
     def along(self, axis: str) -> tuple[Cell, ...]:
-        """Return the cells that differ from this cell on an axis only."""
+        """Return the cells that differ from this cell only on `axis`."""
         return self.mesh.peers(self.cell, axis)
 
     def comm(self, *axes: str) -> AxisCommunicator | None:

@@ -42,8 +42,8 @@ from farandole.parallel.optimizers.shards import GradientNorms, OptimizerShards
 from farandole.parallel.zero.gatherer import Gatherer
 
 _REENTRANT = (
-    "a reentrant checkpoint runs a nested backward pass: pass use_reentrant=False to torch.utils.checkpoint, or use "
-    "Plan(recompute=...)"
+    "if the model uses a reentrant checkpoint, which runs a nested backward pass, pass use_reentrant=False to "
+    "torch.utils.checkpoint, or use Plan(recompute=...)"
 )
 
 
@@ -310,7 +310,7 @@ class GradientReducer:
             ):
                 raise RuntimeError(
                     f"{self._name(parameter)} received a gradient after its gradients had been reduced in "
-                    "the same backward pass, or a failed pass was not followed by engine.zero_grad(); "
+                    "the same backward pass: call engine.zero_grad() after a failed pass; "
                     f"{_REENTRANT}"
                 )
             if waits:

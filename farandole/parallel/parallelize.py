@@ -154,12 +154,12 @@ def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
     if plan.precision == "fp32" and odd:
         raise PlanError(
             f"precision='fp32' requires fp32 parameters, but {odd[0][0]} has dtype {odd[0][1]}: create the model in fp32, "
-            "the dtype of the master weights for lower precisions"
+            "or call model.float() before parallelize"
         )
     if diagnose and plan.precision != "fp16":
         raise PlanError(
-            f"diagnose=True requires precision='fp16', because only fp16 steps are skipped, got {plan.precision!r}; "
-            "nearest plan: diagnose=False"
+            f"diagnose=True requires precision='fp16', got {plan.precision!r}, whose steps are never "
+            "skipped; nearest plan: diagnose=False"
         )
     if inner and plan.lora is not None and plan.lora.base is not None:
         axis = next(axis for axis in ("pipeline", *MODEL_AXES) if getattr(plan, axis) > 1)

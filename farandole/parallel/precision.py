@@ -69,7 +69,7 @@ def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
     if not names:
         raise PlanError(
             f"precision='fp8' requires a model that contains an nn.Linear with sizes that are multiples of {_UNIT}, "
-            "but it contains none; nearest plan: precision='bf16'"
+            "but this model contains none; nearest plan: precision='bf16'"
         )
     # the gradient of a weight is a sum over tokens, whose number is padded
     config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=emulate)

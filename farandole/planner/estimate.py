@@ -232,7 +232,7 @@ def _estimate_pipeline_ranks(
 
 
 def stage_states(staged: StagedModel, plan: Plan, ranks: int, machine: Machine) -> list[StateBytes]:
-    """Return the state bytes of each pipeline rank, where each rank builds the whole model before the division."""
+    """Return the state bytes of each pipeline rank, if each rank builds the whole model before the division."""
     return [
         replace(state_bytes(workload, plan, ranks, machine), whole=staged.whole) for workload in staged.ranks
     ]
@@ -288,7 +288,7 @@ def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace)
 
 
 def _start(workload: Workload, plan: Plan, state: StateBytes) -> int:
-    """Return the number of bytes in use while the model is being sharded.
+    """Return the peak number of bytes in use while the model is being sharded.
 
     By default, each rank builds the full model, and frees each bucket of parameters when it has been copied.  With
     `block_by_block`, a rank has memory for its weights, gradients and master weights, and for one block of the model.

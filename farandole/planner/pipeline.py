@@ -128,7 +128,7 @@ def simulate_step(
 
 
 def _recomputed(staged: StagedModel, plan: Plan) -> dict[str, str]:
-    """Return the modes of the modules that a dry run chooses for recomputation; otherwise an empty dict."""
+    """Return the modes of the modules to recompute if a dry run chooses these modules, or an empty dict."""
     if plan.recompute not in MEASURED:
         return {}
     workload, found = staged.workload, dict[str, str]()

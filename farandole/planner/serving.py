@@ -75,7 +75,7 @@ class ServingMachine:
     ) -> ServingMachine:
         """Return a machine for an accelerator with published speeds.
 
-        A product takes the longer of its read time and its compute time.
+        The time of a matrix product is the larger of its memory time and its compute time.
         """
         products = {}
         for name in ("fp32", "bf16", "fp16"):
@@ -269,7 +269,7 @@ def kv_memory(part: ServedPart, machine: ServingMachine, weight_bytes: int) -> i
 
 
 def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int) -> float:
-    """Return the seconds of a step with one token of each sequence, in the middle of its output."""
+    """Return the seconds of a step that computes one token per sequence, with half of each output generated."""
     positions = running * (mix.prompt + mix.output / 2)
     attention = max(
         positions * part.kv_bytes / machine.read,
@@ -281,7 +281,7 @@ def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int)
 
 
 def _prompt_s(part: ServedPart, machine: ServingMachine, tokens: int, pieces: int, running: int) -> float:
-    """Return the seconds that a prompt adds to its steps, compared with decoding one token instead."""
+    """Return the seconds that a prompt adds to the steps that compute it, which would otherwise decode one token."""
     others = running - 1
     rows = others + tokens / pieces
     products = pieces * (_products_s(part, machine, rows) - _products_s(part, machine, running))
@@ -291,7 +291,7 @@ def _prompt_s(part: ServedPart, machine: ServingMachine, tokens: int, pieces: in
 
 
 def _products_s(part: ServedPart, machine: ServingMachine, rows: float) -> float:
-    """Return the seconds of all products but the head, for a step with this number of tokens."""
+    """Return the seconds of all matrix products of a step with `rows` tokens, except the output projection."""
     dense = part.body * machine.product_s(part.precision, rows)
     if not part.experts:
         return dense
@@ -311,5 +311,5 @@ def _count(module: nn.Module) -> int:
 def running_choices(most: int) -> list[int]:
     """Return 1, 4, 16, 64, ... up to `most`, and `most`."""
     if most < 1:
-        raise PlanError("running: expected at least 1 sequence, got 0; use more memory")
+        raise PlanError("expected at least 1 sequence to fit in the KV cache, got 0; use more memory")
     return sorted({*(4**power for power in range(20) if 4**power <= most), most})

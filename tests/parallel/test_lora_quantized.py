@@ -166,7 +166,7 @@ def test_int4_is_refused_on_a_cpu_with_an_alternative() -> None:
     net = model()
     before = net(X)
     with pytest.raises(
-        ValueError, match=r"no int4 weights for .* on this device, cpu .*base='int8', or base='nf4'"
+        ValueError, match=r"cannot quantize the .* to int4 on cpu .*base='int8', or base='nf4'"
     ):
         add_lora(net, LoRA(base="int4"))
     assert torch.equal(net(X), before) and net[0].weight.requires_grad

@@ -296,8 +296,9 @@ def _empty_range(description: STORAGE_TYPES, place: TensorBoxes, start: int, len
             return None
         if not place.is_whole:
             raise CheckpointError(
-                "expected tensors with their shapes, got flattened tensors, which versions up to 2026-11 wrote and which can "
-                "be loaded only if tensors are not split; load the checkpoint with tensor=1 and expert=1, save it, and load "
+                "expected tensors with their shapes, got flattened tensors (the format of versions up to 2026-11), "
+                "which cannot be loaded if this rank stores only a part of a tensor; load the checkpoint with tensor=1 "
+                "and expert=1, save it, and load "
                 "the new checkpoint"
             )
         place = TensorBoxes.whole(size)

@@ -106,9 +106,7 @@ def merge(model: nn.Module, untie: bool = False) -> None:
                 f"the LoRA update of {path} is not finite, because the training has diverged; load an earlier adapter"
             )
     if not untie:
-        _check_not_tied(
-            model, layers, "merging would also change these; use merge(model, untie=True) to copy the weight"
-        )
+        _check_not_tied(model, layers, "merging would change all tied weights; use merge(model, untie=True)")
     for layer in layers.values():
         if untie and held_elsewhere(model, layer.weight, [layer]):
             layer.weight = nn.Parameter(layer.weight.detach().clone(), layer.weight.requires_grad)

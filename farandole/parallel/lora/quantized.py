@@ -83,8 +83,8 @@ def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
         AttributeError,
     ) as error:
         raise ValueError(
-            f"LoRA base='int4': torchao has no int4 weights for {weight.dtype} on this device, {weight.device} "
-            f"({error}): use base='int8', or base='nf4', which also has 4 bits"
+            f"LoRA base='int4': torchao cannot quantize the {weight.dtype} weight of {path} to int4 on {weight.device} "
+            f"({error}); use base='int8', or base='nf4', which also has 4 bits"
         ) from error
     if restored.shape != weight.shape or (restored - weight).norm() > 0.3 * weight.norm():
         raise ValueError(f"LoRA base='int4': torchao cannot dequantize the weight of {path}; use base='int8'")

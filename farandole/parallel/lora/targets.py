@@ -129,7 +129,7 @@ def _why_not(module: nn.Module, lora: LoRA) -> str | None:
     if weight.numel() == 0:
         return f"an nn.Linear of {weight.shape[1]} inputs and {weight.shape[0]} outputs"
     if not weight.is_floating_point():
-        return f"an nn.Linear of {weight.dtype}"
+        return f"an nn.Linear with a weight of dtype {weight.dtype}"
     return None
 
 

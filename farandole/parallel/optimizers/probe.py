@@ -1,4 +1,4 @@
-"""Determine whether an optimizer updates each element by itself, each parameter by itself, or all parameters together.
+"""Determine whether an optimizer updates elements independently, parameters independently, or all parameters together.
 
 The result does not depend on the optimizer's name: a few steps are run twice.  One copy of the optimizer updates two
 small matrices, and further copies each update a part of these matrices.  The optimizer is independent of a split if the
@@ -27,13 +27,13 @@ _STEPS = 3
 
 def why_not_elementwise(optimizer: Optimizer) -> str:
     """Return why `optimizer` would give different results with sharded parameters, or "" if the results are equal."""
-    return _try_parts(optimizer, _cut, "update each element by itself")
+    return _try_parts(optimizer, _cut, "update each element independently")
 
 
 def why_not_by_parameter(optimizer: Optimizer) -> str:
     """Return why `optimizer` would give different results with separate parameters, or "" if the results are equal."""
     return _try_parts(
-        optimizer, lambda tensors, number: [tensors[number].clone()], "update each parameter by itself"
+        optimizer, lambda tensors, number: [tensors[number].clone()], "update each parameter independently"
     )
 
 

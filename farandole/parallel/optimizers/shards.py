@@ -236,8 +236,8 @@ class OptimizerShards:
     def _assigned(self, index: int) -> RuntimeError:
         return RuntimeError(
             f"{self.bucket.plan.names[index]} was assigned a gradient that ranks have not averaged: call "
-            "loss.backward() or engine.backward(loss) instead of torch.autograd.grad(); engine.gradients() and "
-            "engine.scale_gradients(factor) change averaged gradients"
+            "loss.backward() or engine.backward(loss) instead of torch.autograd.grad(); to change averaged "
+            "gradients, use engine.gradients() or engine.scale_gradients(factor)"
         )
 
     def _is_cleared(self, index: int) -> bool:

@@ -180,7 +180,10 @@ class Server:
 
     def _accept(self, worker: int, fingerprint: int) -> None:
         if fingerprint != self._plan.fingerprint:
-            reason = f"rank {worker} and the server (rank {self._rank}) have different session options or model shapes; pass the same options and the same model on all ranks"
+            reason = (
+                f"rank {worker} and the server (rank {self._rank}) have different session options or model shapes, "
+                "which must be equal on all ranks"
+            )
             self._channels[worker].send_text(Kind.REFUSED, f"{reason}: the server has {self._plan.summary}")
             raise ValueError(f"{reason}: the server has {self._plan.summary}")
         self._post(worker, Header(Kind.WELCOME))

@@ -145,7 +145,7 @@ class Session:
         try:
             shard = Shard(self._packings[roles.rank], self._make_optimizer)
         except Exception as error:
-            self._refuse(f"the server (rank {roles.rank}) cannot make its optimizer: {error}")
+            self._refuse(f"the server (rank {roles.rank}) cannot create its optimizer: {error}")
             raise
         schedule: Schedule
         if self._mode == "sync":

@@ -171,8 +171,8 @@ def schedule_of(plan: Plan, micro_batches: int = 1) -> Schedule:
 def _check_plan(plan: Plan, schedule: Schedule) -> None:
     if plan.recompute != "none" and schedule.splits_backward:
         raise PlanError(
-            f"schedule={plan.schedule!r} with recompute={plan.recompute!r}: the schedule separates weight gradients, and would "
-            "recompute activations twice; nearest plan: schedule='1f1b'"
+            f"schedule={plan.schedule!r} with recompute={plan.recompute!r}: the schedule computes weight "
+            "gradients separately, and would recompute activations twice; nearest plan: schedule='1f1b'"
         )
     if plan.zero >= 2 and schedule.mirrored:
         raise PlanError(

@@ -104,7 +104,7 @@ def steady(schedule: Schedule, asked: str) -> Schedule:
     for before, after in zip(few.actions, many.actions, strict=True):
         if peak_of(few, Costs(), before) != peak_of(many, Costs(), after):
             raise PlanError(
-                f"schedule={schedule.name!r} with {asked}: a rank keeps the activations of all micro-batches, whose number is "
-                "not part of a plan; nearest plan: schedule='1f1b'"
+                f"{asked} cannot be used with schedule={schedule.name!r}: the peak memory grows with the number of "
+                "micro-batches, which is unknown when the plan is applied; nearest plan: schedule='1f1b'"
             )
     return few

@@ -24,7 +24,7 @@ from farandole.parallel.pipeline.schedule import (
 )
 
 
-@register("gems", "GEMS-MAST: two mirrored replicas, whose passes alternate, one micro-batch's activations")
+@register("gems", "GEMS-MAST: two alternating mirrored replicas; a rank keeps one micro-batch's activations")
 def gems(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
     """Return GEMS-MAST (Jain et al., 2020, "GEMS: GPU-Enabled Memory-Aware Model-Parallelism System").
 

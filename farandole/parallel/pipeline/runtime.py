@@ -202,8 +202,8 @@ class Pipeline:
         """
         if self._model.training or torch.is_grad_enabled():
             raise RuntimeError(
-                "a model in stages can be called only in evaluation mode and without gradients (model.eval(), torch.no_grad()); "
-                "to train, call engine.forward_backward, which runs all stages"
+                "a pipeline-parallel model can be called only in evaluation mode and without gradients (model.eval(), "
+                "torch.no_grad()); to train, call engine.forward_backward, which runs all stages"
             )
         outputs: list[Any] = []
         failure = self.run(

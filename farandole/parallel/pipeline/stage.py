@@ -260,8 +260,8 @@ def _check_statistics(
                 if seen.setdefault(layer, number) != number:
                     name = names[id(layer.running_mean)]
                     raise PlanError(
-                        f"{name} belongs to stages {seen[layer]} and {number}, but a stage records running statistics of its "
-                        "own layers only; nearest plan: pipeline=1, or separate layers in the two blocks"
+                        f"{name} belongs to stages {seen[layer]} and {number}, but a stage records running statistics "
+                        "only of its own layers; nearest plan: pipeline=1, or separate layers in the two blocks"
                     )
 
 
@@ -279,7 +279,8 @@ def _check_parameters(
         if rank not in ranks:
             raise PlanError(
                 f"pipeline={schedule.ranks}, schedule={schedule.name!r}: the blocks of pipeline rank {rank} have no parameters; "
-                f"nearest plan: pipeline={max(1, len(ranks))}, or put these blocks into an nn.Sequential with a neighbor"
+                f"nearest plan: pipeline={max(1, len(ranks))}, or put these blocks into an nn.Sequential with an "
+                "adjacent block"
             )
 
 

@@ -21,7 +21,7 @@ from farandole.parallel.pipeline.schedule import (
 )
 
 
-@register("layer", "layer parallel: one micro-batch at a time")
+@register("layer", "layer parallelism: one micro-batch at a time")
 def layer(ranks: int, micro_batches: int) -> Schedule:
     """Return layer parallelism: a micro-batch starts when the previous one has left the pipeline.
 
@@ -32,7 +32,7 @@ def layer(ranks: int, micro_batches: int) -> Schedule:
     return Schedule("layer", freeze(actions), linear(ranks), (0,) * micro_batches)
 
 
-@register("layer-w", "layer parallel; weight gradients run after the input gradient was sent")
+@register("layer-w", "layer parallelism; weight gradients run after the input gradient has been sent")
 def layer_w(ranks: int, micro_batches: int) -> Schedule:
     """Return layer parallelism with separate weight gradients, which do not delay the previous stage.
 

@@ -282,8 +282,8 @@ def _ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRank
     found = [layout.reduction(mesh, piece) for piece in pieces or own[:1]]
     if any(other != found[0] for other in found[1:]):
         raise LayoutError(
-            f"{layout.name}: different ranks sum the gradients of different parts of the tensor on rank {rank}; "
-            "store these parts as separate parameters"
+            f"{layout.name}: rank {rank} stores parts of this tensor whose gradients are reduced over different "
+            "groups of ranks; store these parts as separate parameters"
         )
     return _ranks(mesh, found[0], rank, zero)
 

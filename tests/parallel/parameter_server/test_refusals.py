@@ -97,7 +97,7 @@ def test_a_server_without_an_optimizer_notifies_the_workers(ranks):
     server, worker = ranks(2).run(open_with, "bad factory")
     assert server == "ZeroDivisionError: division by zero"
     assert worker.startswith(
-        "ValueError: the server (rank 0) cannot make its optimizer: division by zero; this worker has"
+        "ValueError: the server (rank 0) cannot create its optimizer: division by zero; this worker has"
     )
     server, worker = ranks(2).run(open_with, "closure")
     assert "LBFGS evaluates the model in its step" in server and "LBFGS evaluates" in worker

@@ -158,14 +158,14 @@ BUDGET: dict[str, Any] = {"recompute": "auto", "activation_bytes": 9}
         (
             Plan(pipeline=2, schedule="gpipe", **BUDGET),
             {},
-            "recompute='auto': .*activations of all micro-batches.*nearest plan: schedule='1f1b'",
+            "recompute='auto' cannot be used with schedule='gpipe': .*nearest plan: schedule='1f1b'",
         ),
         (Plan(pipeline=2, **BUDGET), {}, "use at least activation_bytes="),
         (Plan(pipeline=2, recompute="block", schedule="zb-v"), {}, "nearest plan: schedule='1f1b'"),
         (
             Plan(pipeline=2, schedule="gpipe", stage_bytes=1 << 20),
             {},
-            "with stage_bytes: .*nearest plan: schedule='1f1b'",
+            "stage_bytes cannot be used with schedule='gpipe': .*nearest plan: schedule='1f1b'",
         ),
         (Plan(pipeline=2, stage_bytes=9), {}, r"fits in 9 per stage; allow at least \d+"),
         (Plan(pipeline=2, stage_bytes=9), {"example": None}, "stage_bytes=9 requires example="),
