@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """An accelerator, in a host that its vendor sells.
+    """An accelerator, and the host in which the vendor sells it.
 
     Args:
         memory: the memory that the driver reports, in bytes.

@@ -33,7 +33,8 @@ class HalfCommunicator(Communicator):
         compression: Compressor | Compression | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """All-reduce `tensor` in place, in fp16 if it is an fp32 tensor, without `output` and `compression`."""
+        """All-reduce `tensor`.  An fp32 tensor is reduced in place in fp16, unless `output` or `compression` is
+        given."""
         if (
             not isinstance(tensor, Tensor)
             or tensor.dtype != torch.float32

@@ -113,11 +113,11 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECAS
 class PlanSetup:
     """Options of `farandole plan`: the run, the machine, and the plans to consider.
 
-    Without `ranks`, `default_ranks` selects the number.  `memory` (bytes), `flops`, `bandwidth` and `host_bandwidth` are
-    per rank; None selects this machine's values.  With `accelerators`, the plans are for the accelerator with this
-    name, None selects the accelerator's published values, and without `nodes`, all accelerators of each host are used.
-    `choices` maps fields of `Plan` to the values to consider; every valid combination is a plan.  Other fields have
-    default choices.
+    Without `ranks`, `default_ranks` selects the number of ranks.  `memory` (bytes), `flops`, `bandwidth` and
+    `host_bandwidth` are per rank.  `accelerators` is the name of an accelerator, or None to plan for this machine.  An
+    option that is None has the published value of the accelerator, or else this machine's value.  With an accelerator,
+    `nodes` defaults to the smallest number of hosts with equal numbers of accelerators.  `choices` maps fields of `Plan`
+    to the values to consider; every valid combination is a plan.  Other fields have default choices.
     """
 
     words: tuple[str, ...]

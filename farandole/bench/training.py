@@ -2,9 +2,9 @@
 
 `farandole launch` starts `python -m farandole.bench.training SETUP`; under another launcher every rank calls `run`.
 
-A barrier precedes each measurement, whose result is the time of the slowest rank (in variant *apart*, the mean speed of
-the ranks).  The efficiency is relative to the same training without communication, in two variants.  All variants
-alternate, because times measured minutes apart on a shared machine are not comparable:
+A barrier precedes each measurement.  The result of a measurement is the time of the slowest rank or, in the variant
+*apart*, the mean speed of the ranks.  The efficiency is relative to the same training without communication, in two
+variants.  All variants alternate, because times measured minutes apart on a shared machine are not comparable:
 
 - *apart*: all ranks train at the same time, without communication.  They share caches, memory bandwidth and clock
   frequency as in the parallel run, so this ratio shows the cost of communication alone.

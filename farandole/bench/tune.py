@@ -53,7 +53,11 @@ Runs = dict[tuple[int, int, str], Callable[[], object]]
 
 @dataclass(frozen=True)
 class TuneSetup:
-    """Options of `farandole tune`: sizes from `min` to `max` bytes in factors of 4, the link's name and the output."""
+    """Options of `farandole tune`.
+
+    Sizes go from `min` to at most `max` bytes, each 4 times the previous size.  `turns` is the number of turns of each
+    algorithm.  `link` is the name of the link, and `output` is the file for the result.
+    """
 
     min: int = 64
     max: int = 16 << 20

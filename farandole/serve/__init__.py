@@ -5,7 +5,7 @@ engine.py      the generation engine: schedule, run, post-process
 admission.py   limits the batch so that step times meet a target
 runner.py      runs a model on tokens of many sequences
 store.py       the KV cache of all running sequences: contiguous slots, or pages with shared prefixes
-rows.py        products and attention whose results do not depend on the other rows of a batch
+rows.py        matrix products and attention whose results do not depend on the other rows of a batch
 elements.py    normalization, gated activations and rotation in the C core
 sampling.py    draws the next tokens of all sequences
 constraint.py  constrains the tokens to a schema, a regular expression or a grammar
@@ -19,5 +19,5 @@ llm.py         generates text offline
 batch.py       generates text for the prompts in a file
 speculation/   speculative decoding
 ranks/         tensor parallelism, and replicas of a model
-http/          the servers
+http/          the HTTP servers
 """

@@ -24,7 +24,7 @@ MARGIN = 0.9
 MIN_PROMPT_TOKENS = 16
 """The number of prompt tokens that a step may always compute, so that no prompt waits forever."""
 FIRST_RUNNING = 4
-"""The number of running sequences that may be tried without measurements."""
+"""The maximum number of running sequences before the first measured step."""
 _SHORTEST_S = 1e-12  # the time of a token is never zero, even if the fit is
 _SCALE = np.array((1.0, 16.0, 256.0))  # makes the three terms of similar size
 
@@ -159,7 +159,7 @@ def _nonnegative(information: np.ndarray, solution: np.ndarray) -> np.ndarray:
 
 
 def _partial_solutions(matrix: list[list[float]], right: list[float]) -> Iterator[list[float]]:
-    """Yield the solutions of all subsets of one or two equations, with zero for the other coefficients."""
+    """Yield the best solution for each choice of one or two coefficients, with zero for the other coefficients."""
     for i in range(3):
         candidate = [0.0, 0.0, 0.0]
         candidate[i] = right[i] / matrix[i][i]
@@ -196,7 +196,7 @@ class Rate:
 class Admission:
     """Limits the number of running sequences and the number of prompt tokens in a step.
 
-    Each limit grows to at most twice the largest value that was measured.
+    With targets, each limit is at most twice the largest number of sequences or prompt tokens in a measured step.
 
     Args:
         target: the target latencies.

@@ -44,13 +44,15 @@ def generate_file(
     plus i, so an interrupted run writes the same lines as an uninterrupted run.
 
     Args:
-        progress: a callback with three arguments: the numbers of lines written so far, of all lines, and of new tokens.
+        progress: a callback with three arguments: the number of lines in the output so far, the number of lines in the
+            input, and the number of tokens that this call has generated.
 
     Returns:
-        The number of lines written.
+        The number of lines that this call has written.
 
     Raises:
-        DataError: if a file cannot be read or a line is invalid.  No line is computed in this case.
+        DataError: if a file cannot be read, a line is invalid, or the output file does not match the input.  No line is
+            computed in this case.
     """
     records = _read_lines(input_file)
     parsed = [

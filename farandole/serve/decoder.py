@@ -2,10 +2,10 @@
 
 The call computes all layers and the logits in one parallel region, which saves the time between operations.  It supports
 decoders with RMS normalization, rotary positions and a gated feed-forward network: Llama, Mistral, Qwen 2 and Qwen 3.  For
-other models, and for models that are divided over ranks, `FusedDecoder.of` returns None.
+other models, and for models that are sharded over ranks, `FusedDecoder.of` returns None.
 
-Hidden states and activations are fp32, also if the weights are bf16.  As in `rows.py`, each row of a result does not depend
-on the other rows.
+Hidden states and activations are fp32, even if the weights are bf16.  As in `rows.py`, each row of a result does not
+depend on the other rows.
 """
 
 from __future__ import annotations
@@ -194,13 +194,13 @@ class FusedDecoder:
         )
 
     def _float(self, values: Tensor) -> int:
-        """Return the address of fp32 values."""
+        """Keep the values as contiguous fp32 values, and return their address."""
         self._tensors.append(values.detach().float().contiguous())
         return self._tensors[-1].data_ptr()
 
 
 def _is_supported(model: Transformer) -> bool:
-    """Return whether all layers are those of a Llama, with equal shapes, and the ranks do not divide them."""
+    """Return whether all layers are Llama layers with equal shapes, and are not sharded over ranks."""
     blocks: list[Any] = list(model)
     layers, head = blocks[1:-1], blocks[-1]
     if not layers or not _is_plain(head, Head) or head.vocabulary is not WHOLE or not _is_norm(head.norm):
@@ -238,5 +238,6 @@ def _is_norm(module: Any) -> bool:
 
 
 def _is_plain(module: Any, kind: type[nn.Module]) -> bool:
-    """Return whether a module has exactly a type, and its call was not changed, such as by tensor parallelism."""
+    """Return whether the type of `module` is exactly `kind`, and its `forward` was not replaced, e.g. by tensor
+    parallelism."""
     return type(module) is kind and "forward" not in vars(module) and not module._forward_hooks

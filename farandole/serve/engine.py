@@ -212,7 +212,7 @@ class GenerationEngine:
         )
 
     def queue_full(self, waiting: int, more: int) -> QueueFullError:
-        """Return the error for `more` sequences that do not fit in the queue."""
+        """Return the error for `more` new sequences that do not fit in the queue."""
         return QueueFullError(
             f"{counted(more, 'new sequence')} would exceed the queue: {waiting} sequences are waiting, and at most "
             f"{self.max_waiting} may wait",
@@ -366,7 +366,9 @@ class GenerationEngine:
         """Raise RuntimeError if memory is in use without a sequence, or the counts of the store are inconsistent."""
         self.store.check()
         if not self._running and self.store.used:
-            raise RuntimeError(f"{self.store.used} positions are in use, but no sequence is running")
+            raise RuntimeError(
+                f"KV cache leak: {self.store.used} token positions are allocated, but no sequence is running"
+            )
 
     # ---- schedule ----
 
@@ -575,5 +577,5 @@ class GenerationEngine:
 
     @staticmethod
     def _positions(prompt: int, most: int) -> int:
-        """Return the number of positions in the KV cache.  The last token needs none."""
+        """Return the number of positions that a sequence needs in the KV cache; the last generated token needs none."""
         return prompt + max(most - 1, 0)

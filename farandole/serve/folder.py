@@ -38,7 +38,7 @@ class ModelFolder:
         no_template: the reason why `template` is None, or an empty string.
         adapters: the LoRA adapters by name.
         weights: "int8" if products are computed with int8 weights; see `Runner`.
-        largest: if the model is divided over ranks, an argument of `Runner`.
+        largest: if the model is sharded over ranks, the argument `largest` of `Runner`.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class ModelFolder:
 
     @property
     def runner_options(self) -> dict[str, Any]:
-        """Return the arguments of `Runner` except the model, which the runner then owns."""
+        """Return the arguments of `Runner` except the model; the runner may free the weights of the model (`owned`)."""
         return {"adapters": self.adapters, "weights": self.weights, "largest": self.largest, "owned": True}
 
 

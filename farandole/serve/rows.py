@@ -44,7 +44,7 @@ PIECE = 1 << 14
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last on Arm
 MAX_BF16_ROWS: int | None = 32 if read_processor().flags & _BF16_FLAGS else None
 """The largest number of rows for which the core computes bf16 products faster than torch, which uses the processor's
-instructions for bf16; None if there are none."""
+instructions for bf16.  None if the processor has no such instructions."""
 
 WeightKey = tuple[int, torch.Size]
 """The address and the shape of a weight."""
@@ -149,7 +149,9 @@ class IndependentRows(TorchFunctionMode):
     def convert(
         self, weight: Tensor, kind: WeightType, *, release: bool, largest: Tensor | None = None
     ) -> None:
-        """Pack a weight (outputs, inputs) that no longer changes, or a stack of weights; int8 values have a scale per output.
+        """Pack a weight (outputs, inputs) or weights (matrices, outputs, inputs) that no longer change.
+
+        Int8 values have a scale per output.
 
         Args:
             kind: INT8, or the type of the weight.
@@ -172,7 +174,7 @@ class IndependentRows(TorchFunctionMode):
 
 
 def largest_of(weight: Tensor) -> Tensor:
-    """Return the fp32 largest absolute weights of each output, for `weight` (..., outputs, inputs)."""
+    """Return the largest absolute weight of each output in fp32, for `weight` (..., outputs, inputs)."""
     return weight.abs().amax(-1).float()
 
 

@@ -239,7 +239,9 @@ class SlotStore:
         """Raise RuntimeError if the records of the store are inconsistent."""
         for slot, blocks in enumerate(self._sequences):
             if blocks is not None and blocks.numbers != [slot]:
-                raise RuntimeError(f"slot {slot} is assigned to a sequence whose slots are {blocks.numbers}")
+                raise RuntimeError(
+                    f"inconsistent slots: slot {slot} is assigned to a sequence whose slots are {blocks.numbers}"
+                )
 
     def _grow(self, slots: int, length: int) -> None:
         """Enlarge the tensors, and copy the stored positions."""
@@ -370,13 +372,19 @@ class PageStore:
             for page in blocks.numbers:
                 users[page] += 1
         if users != self._users:
-            raise RuntimeError("the number of users of a page is wrong")
+            raise RuntimeError(
+                "inconsistent pages: the recorded number of sequences that use a page is wrong"
+            )
         unused = [page for page, count in enumerate(users) if not count]
         if sorted([*self._free, *self._cached]) != unused:
-            raise RuntimeError("an unused page is missing, or a used page is free")
+            raise RuntimeError(
+                "inconsistent pages: an unused page is missing from the free pages, or a used page is free"
+            )
         reserved = sum(-(-each.most // TILE) - len(each.numbers) for each in self._sequences)
         if reserved != self._reserved:
-            raise RuntimeError(f"{self._reserved} pages are reserved, expected {reserved}")
+            raise RuntimeError(
+                f"inconsistent pages: {self._reserved} pages are reserved, expected {reserved}"
+            )
 
     def _use(self, page: int) -> None:
         if self._users[page] == 0:

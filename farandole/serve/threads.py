@@ -1,8 +1,8 @@
 """The threads that compute a step.
 
 The C core and torch use separate threads.  After each operation, torch's OpenMP threads spin for milliseconds, and
-take processors from the threads of the core: with two threads, a step took longer than with one.  Therefore, torch's
-operations of a step use one thread, except large products that the core does not compute.
+take processors from the threads of the core: with two threads, a step would take longer than with one.  Therefore,
+torch's operations of a step use one thread, except large products that the core does not compute.
 """
 
 from __future__ import annotations

@@ -10,6 +10,6 @@ messages.py         point-to-point messages
 values.py           inputs and expected results
 measure.py          times a call
 overlap.py          times a call during a computation
-table.py            the table
-picture.py          the picture
+table.py            prints the table
+picture.py          plots latency and bandwidth against message size
 """

@@ -36,7 +36,10 @@ def values(rank: int, count: int, dtype: torch.dtype, reduction: str | None) -> 
 def expected(
     operation: Operation, reduction: str, rank: int, ranks: int, count: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the expected output of `rank` after a collective whose S has `count` elements; None if it is undefined."""
+    """Return the expected output of `rank`, or None if the collective defines no output on this rank.
+
+    `count` is the number of elements in the larger of the input and the output.
+    """
     part = count // ranks
     if operation.reduces:
         if operation.name == "reduce" and rank != ROOT:

@@ -45,9 +45,10 @@ MOST_RUNNING = 256
 class ServingPlanSetup:
     """Options of `farandole plan --serve`.
 
-    `words` describe the model, as for a training run.  `memory` (bytes), `flops`, `memory_bandwidth` and `bandwidth` (bytes
-    per second) are per rank; for None, this machine's values are measured, or the values published for `accelerators` are
-    used.  `tensor`, `precision` and `running` are the choices to consider.
+    `words` describe the model, as for a training run.  `memory` (bytes), `flops`, `memory_bandwidth` and `bandwidth`
+    (bytes per second) are per rank.  `accelerators` is the name of an accelerator, or None to predict for this machine.
+    An option that is None has the published value of the accelerator, or else this machine's value.  `tensor`,
+    `precision` and `running` are the choices to consider.
     """
 
     words: tuple[str, ...]
@@ -127,7 +128,7 @@ def _machine(setup: ServingPlanSetup) -> ServingMachine:
     if setup.accelerators is None:
         if torch.cuda.is_available():
             raise BenchError(
-                "--serve measures hosts without accelerators only, but this host has CUDA devices; describe them with "
+                "--serve only measures hosts without accelerators, but this host has CUDA devices; describe them with "
                 "--accelerators"
             )
         if given := [

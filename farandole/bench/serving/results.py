@@ -26,7 +26,7 @@ Summary = dict[str, Any]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least `percent` per cent of the values do not exceed."""
+    """Return a percentile of the values (nearest-rank method); `percent` is from 0 to 100."""
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 

@@ -1,4 +1,4 @@
-"""Benchmark a server with OpenAI's interface: a farandole server that the benchmark starts, or any running server."""
+"""Benchmark a server with an OpenAI-compatible API: one that the benchmark starts, or any running server."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _read_key(path: Path) -> str:
 
 
 def _inspect(setup: ServingSetup, folder: Path) -> tuple[Limit, int]:
-    """Return the limit of the model in `folder` and the size of its vocabulary."""
+    """Return the lower bounds of the times of the model in `folder`, and the size of its vocabulary."""
     try:
         found = read_model(folder, precision=setup.precision)
     except (CheckpointError, ConfigError, DataError, FolderError) as error:

@@ -1,4 +1,4 @@
-"""The HTTP servers: OpenAI's interface for language models and encoders.
+"""The HTTP servers: an OpenAI-compatible API for language models and encoders.
 
 start.py        starts a server, and stops it on a signal
 base.py         the common parts of the servers

@@ -1,4 +1,4 @@
-"""Convert the engine's outputs to responses of OpenAI's interface."""
+"""Convert the engine's outputs to responses of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TokenTexts:
         return text.replace("▁", " ").encode()
 
     def text_of(self, token: int) -> str:
-        """Return a token's text; a token with an incomplete character is shown as bytes, as in OpenAI's interface."""
+        """Return a token's text; a token with an incomplete character is shown as bytes, as in OpenAI's API."""
         found = self.bytes_of(token)
         try:
             return found.decode()

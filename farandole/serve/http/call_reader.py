@@ -32,13 +32,13 @@ class CallReader:
 
     The call begins when the name of a known tool and the first brace of the arguments have arrived.  From then on, the
     arguments are returned as they arrive.  They end when their brackets are balanced, or before the first character
-    that cannot follow in JSON.  Like OpenAI's interface, the reader does not check whether the arguments are valid,
+    that makes the JSON invalid.  Like OpenAI's API, the reader does not check whether the arguments are valid,
     because their beginning may have been sent before the error arrives.
 
     Args:
         key: the key of the arguments.
         names: the names of the tools.
-        before: the mark before the call.
+        before: the delimiter before the call.
     """
 
     def __init__(self, key: str, names: Collection[str], before: str = "") -> None:
@@ -50,7 +50,7 @@ class CallReader:
         """The text so far; it is complete until the call begins."""
         self.has_begun = False
         self.has_ended = False
-        """Whether the text after the last character does not belong to the call, or the text is not a call."""
+        """Whether the call is complete, or the text is not a call."""
         self._parser = self._object()
         next(self._parser)
 
@@ -78,7 +78,7 @@ class CallReader:
     # ---- the parser ----
 
     def _object(self) -> Generator[None, str, int]:
-        """Parse the call, and return how many of the last characters belong to the call: 1 or 0."""
+        """Parse the call, and return 1 if the last character belongs to the call, else 0."""
         try:
             _expect("{", (yield from _after_space()))
             character = yield from _after_space()
@@ -118,7 +118,7 @@ class CallReader:
 
 
 class _UnexpectedError(Exception):
-    """Raised if a character cannot follow in JSON."""
+    """Raised if the text is not valid JSON, or not a call of a known tool."""
 
 
 def _expect(expected: str, character: str) -> None:

@@ -24,7 +24,7 @@ from farandole.serve.constraint import SPACE
 from farandole.serve.request import RequestError
 
 THINK, END_THINK = "<think>", "</think>"
-"""The marks around a model's reasoning."""
+"""The delimiters of a model's reasoning."""
 
 _OTHERS = {
     "<function=": "Qwen3-Coder's XML",
@@ -42,7 +42,7 @@ class CallFormat:
     """A tool-call format.
 
     Args:
-        start, end: the marks around a call; if they are empty, the call is the whole text.
+        start, end: the delimiters of a call; if they are empty, the call is the whole text.
         key: the key of the arguments.
     """
 
@@ -70,8 +70,8 @@ class CallFormat:
             is_reasoning: whether the prompt ends within the reasoning.
 
         Raises:
-            RequestError: if a mark is not a token, because a grammar then cannot separate the mark from the preceding
-                text.
+            RequestError: if a delimiter is not a token, because a grammar then cannot separate the delimiter from the
+                preceding text.
         """
         rules = [
             f"args{number}: %json {json.dumps(_spaced(each))}" for number, each in enumerate(tools.values())
@@ -138,7 +138,7 @@ def find_format(template: str) -> CallFormat:
 
 
 def _token(tokenizer: Tokenizer, mark: str) -> str:
-    """Return `mark` as a grammar contains it; raise RequestError if the mark is not a token of the model."""
+    """Return the delimiter `mark` in the grammar's syntax; raise RequestError if `mark` is not a token of the model."""
     if tokenizer.token_to_id(mark) is None:
         raise RequestError(
             "tool_choice",

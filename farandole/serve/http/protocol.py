@@ -1,6 +1,6 @@
 """The fields of HTTP requests, and their conversion to the parameters of the engine.
 
-Unknown fields, and fields of OpenAI's interface that are not supported, are errors.  A field with the value null counts
+Unknown fields, and fields of OpenAI's API that are not supported, are errors.  A field with the value null counts
 as absent.
 """
 
@@ -85,7 +85,7 @@ class _Generation(Fields):
     logit_bias: dict[str, float] = {}
     seed: int | None = None
     response_format: ResponseFormat | None = None
-    # fields that OpenAI's interface does not have
+    # fields that OpenAI's API does not have
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
@@ -209,7 +209,7 @@ class Message(Fields):
         ):
             if getattr(self, name) is not None and self.role != role:
                 raise RequestError(
-                    "messages", f"expected {name} in messages of role {role} only, got {self.role}"
+                    "messages", f"expected {name} only in messages of role {role}, got role {self.role}"
                 )
         if self.content is None and self.tool_calls is None:
             raise RequestError("messages", f"expected content in a message of role {self.role}")
@@ -275,7 +275,7 @@ class ChatRequest(_Generation):
     tools: Annotated[list[Tool], Field(min_length=1)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # not a field of OpenAI's interface
+    # not a field of OpenAI's API
     chat_template_kwargs: dict[str, Any] = {}
 
     def conversation(self) -> list[dict[str, Any]]:

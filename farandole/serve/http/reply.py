@@ -38,9 +38,9 @@ class Part:
 class Reply:
     """The reply of one sequence, divided into parts.
 
-    Text that could be the beginning of a mark is held back until more text has arrived.  Calls are returned as they
-    arrive (`CallReader`).  Text between marks that does not begin with the call of a known tool is part of the content,
-    with its marks.
+    Text that could be the beginning of a delimiter is held back until more text has arrived.  Calls are returned as
+    they arrive (`CallReader`).  If the text between delimiters does not begin with a call of a known tool, the text and
+    its delimiters are part of the content.
 
     Args:
         form: the tool-call format, or None.
@@ -62,11 +62,11 @@ class Reply:
         self._held = ""
         self._is_last = False
         self._reader: CallReader
-        self._is_open = False  # whether a call has begun whose end mark has not arrived
+        self._is_open = False  # whether a call has begun whose end delimiter has not arrived
         self.whole = Part()
 
     def add(self, text: str, is_last: bool = False) -> Part:
-        """Add text, and return the new part of the reply without text that is held back.
+        """Add text, and return the new part of the reply, without the text that is held back.
 
         With `is_last`, nothing is held back.
         """
@@ -81,7 +81,7 @@ class Reply:
         return part
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return the engine's finish reason, or "tool_calls" if the text ended with calls."""
+        """Return "tool_calls" if the reply contains calls and the engine's `reason` is "stop", else `reason`."""
         return "tool_calls" if reason == "stop" and self.whole.calls else reason
 
     # ---- states ----
@@ -106,7 +106,8 @@ class Reply:
         self._held = after
 
     def _content_start(self, part: Part) -> None:
-        """Skip the space after reasoning and calls, and decide whether the rest is a call without marks."""
+        """Skip whitespace after reasoning and tool calls, and decide whether the rest is a tool call without
+        delimiters."""
         follows = self.whole.reasoning or self.whole.calls or part.reasoning or part.calls
         text = self._held.lstrip() if follows else self._held
         unmarked = self._form is not None and not self._form.start
@@ -154,7 +155,7 @@ class Reply:
                 part.content += reader.text
 
     def _call_end(self, part: Part) -> None:
-        """Skip the end mark and superfluous brackets before it, and decide whether another call follows."""
+        """Skip superfluous brackets and the end delimiter, and decide whether another call follows."""
         assert self._form is not None
         end = self._form.end
         text = self._held.lstrip(SPACE + ";}]")
@@ -171,7 +172,7 @@ class Reply:
         self._held = text
 
     def _divide(self, text: str, *marks: str) -> tuple[str, str]:
-        """Return the text that cannot belong to a mark or to the space before it, and the rest."""
+        """Return the text that cannot belong to a delimiter or to the whitespace before a delimiter, and the rest."""
         if self._is_last:
             return text, ""
         end = len(text[: len(text) - max(overlap(text, mark) for mark in marks)].rstrip())

@@ -229,7 +229,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _accept(listener: socket.socket) -> tuple[str, int]:
-    """Let connections wait until the server answers, and return the host, as a URL contains it, and the port."""
+    """Listen, so that connections wait until the server accepts them; return the host in URL form, and the port."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     try:

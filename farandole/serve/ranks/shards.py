@@ -97,7 +97,7 @@ class ModelShards:
     comm: Communicator
 
     def largest_weights(self) -> dict[str, Tensor]:
-        """Return the largest absolute weights of each output of the matrices whose inputs are sharded, by parameter name.
+        """Return the largest absolute weight of each output of the matrices with sharded inputs, by parameter name.
 
         The values are those of the complete matrix, so that all ranks round weights to the same steps as one rank.
         This is a collective call.
