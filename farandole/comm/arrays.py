@@ -33,7 +33,7 @@ def read(value: Array) -> Tensor:
 def written(value: Array) -> Tensor:
     """Return a tensor that shares memory with an output array; raise ValueError if the array is read-only."""
     if isinstance(value, np.ndarray) and not value.flags.writeable:
-        raise ValueError("expected a writable output array, got a read-only array; pass a copy")
+        raise ValueError("expected a writable output array, got a read-only array; pass a writable array")
     return read(value)
 
 

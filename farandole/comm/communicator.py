@@ -32,8 +32,8 @@ class Communicator:
 
     All ranks must call the group's collectives in the same order.  By default, methods block until the result is
     ready.  With `async_op=True` they return a `torch.distributed.Work` immediately; do not modify the tensors before
-    its `wait()` has returned.  Every method also accepts NumPy arrays and writes results to them in place.
-    An operation is in place if this rank's part of the input and of the output are at the same address.  If the input
+    `Work.wait()` has returned.  Every method also accepts NumPy arrays and writes results to them in place.
+    An operation is in place if this rank's parts of the input and the output have the same address.  If the input
     overlaps the output in any other way, it is copied first.
 
         comm = farandole.init().comm
@@ -111,8 +111,8 @@ class Communicator:
             return Communicator.over(Dispatcher(core, f"{self.dispatcher.name}, ranks {list(members)}"))
         if group is None or not in_order:
             raise NotImplementedError(
-                f"expected members in increasing order of rank, got {list(members)}; sort them: torch cannot reorder "
-                "the ranks of this backend"
+                f"expected members in increasing order of rank, got {list(members)}; sort them, because torch "
+                "cannot reorder the ranks of this backend"
             )
         return Communicator(local_group(group, world))
 
@@ -159,8 +159,8 @@ class Communicator:
     ) -> Tensor | None:
         """Return a tensor of zeros whose memory all ranks share.  This is a collective call.
 
-        Every rank passes the same shape and dtype.  All ranks see the writes of one rank, so synchronize accesses, for
-        example with `barrier`.
+        Every rank passes the same shape and dtype.  Every rank sees the other ranks' writes, so synchronize accesses,
+        for example with `barrier`.
 
         Returns:
             The tensor, or None if the ranks do not share memory (because the group uses another backend, spans
@@ -557,6 +557,6 @@ def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor],
 def _no_average(op: str) -> None:
     if op == "avg":
         raise ValueError(
-            "scan: expected the reduction sum, product, min, max, and, or, or xor, got avg; use sum and divide the "
-            "result"
+            "scan: expected one of the reductions 'sum', 'product', 'min', 'max', 'and', 'or', 'xor', got 'avg'; "
+            "use 'sum' and divide the result"
         )

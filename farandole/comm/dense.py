@@ -36,7 +36,7 @@ def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
         ):
             raise ValueError(
                 f"{call}: expected an output whose elements do not overlap, got shape {list(output.shape)} with "
-                f"strides {list(output.stride())}; pass output.clone()"
+                f"strides {list(output.stride())}; use a contiguous output"
             )
 
 
@@ -46,7 +46,8 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor
     if isinstance(tensor, FakeTensor):
         raise TypeError(
-            "expected a tensor with values, got a fake tensor, which has only a shape; a dry run cannot transfer it"
+            "expected a tensor with values, got a fake tensor, which has only a shape; do not call collectives "
+            "in a dry run"
         )
     if not tensor.numel() or tensor.data_ptr():
         return tensor

@@ -155,8 +155,9 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
         for rank, call in calls.items()
         if call.index < own.index
     ]
-    what = f"{_numbered(own, membership)}, " if own.operation else ""
-    return what + ("; ".join(behind) if behind else "which all ranks of this host have started")
+    if not behind:
+        behind = ["all ranks of this host have started this call"]
+    return "; ".join([_numbered(own, membership), *behind] if own.operation else behind)
 
 
 def describe_stalled_message(

@@ -171,8 +171,11 @@ class DirectCalls:
         plan: tuple[int, ...],
         place: int | None = None,
     ) -> Work | None:
-        """Run a call with separate source and target tensors, or in place, with a source that starts `place` parts
-        after the target."""
+        """Run a call with separate source and target tensors, or in place.
+
+        In place, the source starts `place` parts after the start of the target.  `place` is None if the call is
+        never in place.
+        """
         if (
             source.dtype is not target.dtype
             or not (source.is_cpu and target.is_cpu)
@@ -312,7 +315,7 @@ class DirectMethods(DirectCalls):
 
 
 def _disturbs(source: Tensor, target: Tensor, place: int | None) -> bool:
-    """Return whether the tensors overlap, except in place; see `Operation`, which then copies the source."""
+    """Return whether the tensors overlap but the call is not in place; `Operation` then copies the source."""
     start, end, length, other = source.data_ptr(), target.data_ptr(), source.nbytes, target.nbytes
     in_place = place is not None and start - end == place * min(length, other)
     return overlaps(start, length, end, other) and not in_place

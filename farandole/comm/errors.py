@@ -13,13 +13,16 @@ class CommunicationError(Documented, RuntimeError):
 
 
 class RankDied(CommunicationError):
-    """Raised if a rank's process ended without leaving its groups: it was killed, crashed or ran out of memory."""
+    """Raised if a rank's process ended without leaving its groups, for example because it was killed or crashed.
+
+    Also raised if the connection to the rank was lost, or the rank's host does not respond.
+    """
 
     _section = "rankdied"
 
 
 class RankLeft(CommunicationError):
-    """Raised if a rank ended normally or destroyed the group while other ranks were waiting for this rank."""
+    """Raised if a rank's program ended, or a rank destroyed the group, while other ranks were waiting for this rank."""
 
     _section = "rankleft"
 
@@ -31,6 +34,6 @@ class RankLate(CommunicationError):
 
 
 class CallMismatch(CommunicationError):
-    """Raised if ranks made calls with different operations, shapes, dtypes or roots."""
+    """Raised if ranks made calls with different operations, reductions, sizes, dtypes or roots."""
 
     _section = "callmismatch"

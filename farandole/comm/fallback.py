@@ -66,7 +66,7 @@ def torch_device_group(
     """Return an NCCL group for CUDA tensors; NCCL connects ranks on the first call."""
     if not has_nccl():
         raise RuntimeError(
-            f"group {name!r}: expected CPU tensors, got CUDA tensors, and this torch has no NCCL; copy the tensors "
+            f"group {name!r}: expected CPU tensors, because this torch has no NCCL, got CUDA tensors; copy the tensors "
             "to the CPU"
         )
     kinds = dist.ProcessGroup.BackendType

@@ -31,7 +31,8 @@ def invalidate_after_fork(item: Forked) -> None:
 def _in_child() -> None:
     reason = (
         f"process {os.getpid()} was forked from process {os.getppid()} and cannot use the groups of that process; "
-        f"destroy this group and create a new group here, or start the process with spawn"
+        "destroy this group and create a new group in this process, or start the process with the "
+        "multiprocessing method 'spawn'"
     )
     inherited = list(_registered)
     _registered.clear()

@@ -225,7 +225,7 @@ class HostGroup:
         return f"{host} responds, so its network link is up"
 
     def whereabouts(self) -> str:
-        """Describe the current call, and the ranks that have not arrived with their last calls."""
+        """Describe the current call, the ranks that have not arrived, and the last call of each such rank."""
         calls = {member: Call() for member in self.members}
         with self._closing:
             if not self.handle:

@@ -297,8 +297,8 @@ def split_rows(tensor: Tensor, splits: Sequence[int] | None, ranks: int, what: s
         splits = [rows // ranks] * ranks
     if len(splits) != ranks or sum(splits) != rows or min(splits) < 0:
         raise ValueError(
-            f"all_to_all: expected {ranks} {what} splits that add up to the {rows} rows of the {what}, got "
-            f"{list(splits)}"
+            f"all_to_all: expected {ranks} non-negative {what} splits that add up to the {rows} rows of the "
+            f"{what}, got {list(splits)}"
         )
     return list(tensor.split(list(splits)))
 

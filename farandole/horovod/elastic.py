@@ -249,7 +249,7 @@ class World:
         if self.rank not in members:
             raise HorovodInternalError(
                 f"rank {self.rank} arrived too late: ranks {members} have formed a new world; "
-                f"increase HOROVOD_ELASTIC_TIMEOUT for slower ranks"
+                f"increase HOROVOD_ELASTIC_TIMEOUT to wait longer for slow ranks"
             )
         return members
 
@@ -272,7 +272,8 @@ class World:
             if open_ranks and time.monotonic() > deadline:
                 raise HorovodInternalError(
                     f"ranks {sorted(open_ranks)} are alive, but did not arrive within {timeout_s:g} s to form a new "
-                    f"world (arrived: {sorted(members)}); increase HOROVOD_ELASTIC_TIMEOUT for slower ranks"
+                    f"world (arrived: {sorted(members)}); increase HOROVOD_ELASTIC_TIMEOUT to wait longer for "
+                    "slow ranks"
                 )
             time.sleep(_POLL_INTERVAL_S)
         return sorted(members)

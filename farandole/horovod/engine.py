@@ -69,7 +69,7 @@ class Settings:
 def unsupported(environ: Mapping[str, str]) -> list[str]:
     """Return a warning for each set variable that has no effect."""
     return [
-        f"{name}={environ[name]} has no effect: {instead}"
+        f"{name}={environ[name]} has no effect; {instead}"
         for name, instead in UNSUPPORTED.items()
         if environ.get(name, "") not in ("", "0")
     ]

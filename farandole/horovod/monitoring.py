@@ -149,8 +149,8 @@ class StallInspector:
         if warn_s is not None and 0 < shutdown_s < warn_s:
             if logs_warnings:
                 _log.warning(
-                    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is less than HOROVOD_STALL_CHECK_TIME_SECONDS=%g; "
-                    "a stall shuts the run down after %g s",
+                    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is ignored, because it is less than "
+                    "HOROVOD_STALL_CHECK_TIME_SECONDS=%g; a stall ends the run after %g s",
                     shutdown_s,
                     warn_s,
                     limit_s,

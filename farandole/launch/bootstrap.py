@@ -163,8 +163,9 @@ def _request_port(name: str, placement: Placement, timeout_s: float) -> int:
             except OSError:  # rank 0 is not listening yet
                 time.sleep(0.02)
     raise LaunchError(
-        f"rank {placement.rank} of {placement.size} waited {timeout_s:g} s for rank 0 of its job on this host "
-        f"({placement.launcher}); check that rank 0 is running and calls farandole.init(){see('could-not-reach-the-store')}"
+        f"rank {placement.rank} of {placement.size} could not reach rank 0 of its job on this host within "
+        f"{timeout_s:g} s ({placement.launcher}); check that rank 0 is running and calls "
+        f"farandole.init(){see('could-not-reach-the-store')}"
     )
 
 

@@ -160,7 +160,7 @@ def parse_rendezvous(
         if nodes > 1:
             raise LaunchError(
                 f"--nodes {nodes} requires --rendezvous HOST:PORT, a free port on the first host; "
-                "alternatively, --hosts a:4,b:4 starts all hosts from here"
+                "alternatively, --hosts a:4,b:4 starts the ranks on all hosts from this host"
             )
         return config
     host, _, port = address.rpartition(":")

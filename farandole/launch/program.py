@@ -75,7 +75,9 @@ def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
         kind = "module"
         rest.pop(0)
     if not rest:
-        raise LaunchError(f"{words[0]} is not followed by a script; use farandole launch {name} script.py")
+        raise LaunchError(
+            f"{words[0]} is not followed by a script or a module; use farandole launch {name} script.py"
+        )
     if rest[0].startswith("-"):
         raise LaunchError(
             f"{words[0]} {rest[0]}: Python options are not supported; write --no-python {words[0]} {rest[0]} ..."
@@ -88,7 +90,9 @@ def _check_script(path: Path, target: str) -> None:
         return
     if path.is_dir():
         if (path / "__main__.py").is_file():
-            raise LaunchError(f"{target!r} is a package, not a script; launch it with -m: -m {path.name}")
+            raise LaunchError(
+                f"{target!r} is a package, not a script; launch the package with -m {path.name}"
+            )
         scripts = sorted(str(p) for p in path.glob("*.py"))
         hint = f"; scripts in it: {', '.join(scripts[:4])}" if scripts else ""
         raise LaunchError(f"{target!r} is a folder, not a script{hint}")

@@ -83,8 +83,8 @@ class LauncherRendezvous(StaticTCPRendezvous):
                 raise LaunchError(store.get(FAILED).decode())
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"expected {nodes} hosts at {address}, but after {timeout_s:g} s these are missing: "
-                    f"node {', '.join(map(str, missing))}; start their launchers"
+                    f"expected the launchers of {nodes} nodes at {address}, but after {timeout_s:g} s these are "
+                    f"missing: {', '.join(f'node {node}' for node in missing)}; start them on these nodes"
                 )
             time.sleep(0.05)
 

@@ -139,7 +139,7 @@ def _consequences(others: Sequence[RankFailure]) -> str:
         else:
             clauses.append(_summary(failure).replace(f" (pid {failure.pid})", ""))
     if len(failed) > 2:
-        clauses.append(f"so did {_format_ranks([f.rank for f in failed[2:]])}")
+        clauses.append(f"{_format_ranks([f.rank for f in failed[2:]])} also failed")
     if stopped:
         clauses.append(f"{_format_ranks(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped")
     text = "; ".join(clauses)

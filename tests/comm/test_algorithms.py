@@ -172,11 +172,11 @@ def test_reduce_scatter_and_all_gather_among_threads(size):
 @pytest.mark.parametrize("size", [3, 6])
 def test_halving_and_doubling_require_a_power_of_two(size):
     with pytest.raises(
-        ValueError, match=f"expected a power of 2 as the number of ranks, got {size}; try ring"
+        ValueError, match=f"expected a power of 2 as the number of ranks, got {size}; use the ring algorithm"
     ):
         in_threads(size, lambda t: halving.reduce_scatter(t, split(torch.zeros(9), size), COMBINE["sum"]))
     with pytest.raises(
-        ValueError, match=f"expected a power of 2 as the number of ranks, got {size}; try ring"
+        ValueError, match=f"expected a power of 2 as the number of ranks, got {size}; use the ring algorithm"
     ):
         in_threads(size, lambda t: doubling.all_gather(t, split(torch.zeros(9), size)))
 

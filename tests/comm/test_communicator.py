@@ -341,7 +341,7 @@ def check_invalid(rank: int, size: int) -> None:
             (lambda comm: comm.gather(three, [four] * size, 0, counts=[4] * size), "got 3 for this rank's tensor"),
             (lambda comm: comm.all_to_all(torch.zeros(2 * size + 1), torch.zeros(2 * size + 1)), "expected a multiple of"),
             (lambda comm: comm.all_to_all([three] * size, [four] * size), "got 4 for this rank's part of the input"),
-            (lambda comm: comm.scan(three, "avg"), "scan: expected the reduction sum"),
+            (lambda comm: comm.scan(three, "avg"), "scan: expected one of the reductions 'sum'"),
             (lambda comm: comm.all_reduce_init(three, "xor"), "xor does not support"),
             (lambda comm: comm.broadcast_init(three, size), "expected the root to be between 0 and"),
             (lambda comm: comm.send(three, size), "send: expected the destination to be between"),

@@ -397,7 +397,7 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
         (["progam.py"], "there is no script 'progam.py' here; nearest: program.py"),
         (["no/such/program.py"], "folder 'no/such' does not exist"),
         (["folder"], "'folder' is a folder, not a script; scripts in it: folder/inner.py"),
-        (["package"], "'package' is a package, not a script; launch it with -m: -m package"),
+        (["package"], "'package' is a package, not a script; launch the package with -m package"),
         (["folder/iner.py"], "there is no script 'folder/iner.py' in folder; nearest: folder/inner.py"),
         (["-m", "no.such.module"], "there is no module 'no.such.module'"),
         (["-m", "program.py"], "to launch the script program.py, omit -m"),

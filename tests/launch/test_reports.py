@@ -56,5 +56,5 @@ def test_many_failures_are_summarized():
     failures = [raised(0, 0.0)] + [raised(r, 1.0 + r, "RankDied", consequence=True) for r in range(1, 6)]
     # ranks 1 to 5 have equal reports, which differ from the cause's report
     assert explain_failures(failures).splitlines()[-1] == (
-        "Rank 1 then failed with RankDied; rank 2 then failed with RankDied; so did ranks 3 to 5."
+        "Rank 1 then failed with RankDied; rank 2 then failed with RankDied; ranks 3 to 5 also failed."
     )

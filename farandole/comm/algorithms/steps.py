@@ -83,7 +83,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 def power_of_two(ranks: int) -> int:
     """Return `ranks`; raise ValueError unless it is a power of two."""
     if ranks & (ranks - 1):
-        raise ValueError(f"expected a power of 2 as the number of ranks, got {ranks}; try ring")
+        raise ValueError(f"expected a power of 2 as the number of ranks, got {ranks}; use the ring algorithm")
     return ranks
 
 

@@ -23,7 +23,7 @@ from farandole.comm.algorithms import doubling, rabenseifner, ring
 VERSION = 1
 
 Cost = Callable[[int, int, float, float], float]
-"""`cost(ranks, size, latency_s, seconds_per_byte)`: seconds."""
+"""`cost(ranks, size, latency_s, seconds_per_byte)` returns the predicted time in seconds."""
 
 COSTS: dict[str, Cost] = {
     "ring": ring.all_reduce_cost,
@@ -217,7 +217,7 @@ def _link(content: Mapping[str, Any]) -> Link:
     }
     if any(hosts < 2 for hosts in seconds):
         raise ValueError(
-            f"expected measurements on 2 or more hosts, got measurements on {min(seconds)}; measure on more hosts"
+            f"expected each measurement to use 2 or more hosts, got {min(seconds)}; measure on more hosts"
         )
     leaders = {
         int(size): {int(count): _time(each) for count, each in times.items()}

@@ -32,7 +32,7 @@ def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     if len(found) != 1:
         hint = "; use all_reduce_coalesced" if call == "all_reduce" and found else ""
         raise ValueError(
-            f"{call}: expected one tensor per rank, got {f'{len(found)} tensors' if found else 'an empty list'}{hint}"
+            f"{call}: expected exactly one tensor, got {f'{len(found)} tensors' if found else 'an empty list'}{hint}"
         )
     return found
 
@@ -42,7 +42,7 @@ def one_list(call: str, tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) 
     lists = [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors
     if len(lists) != 1:
         raise ValueError(
-            f"{call}: expected one list of tensors per rank, got {f'{len(lists)} lists' if lists else 'an empty list'}"
+            f"{call}: expected exactly one list of tensors, got {f'{len(lists)} lists' if lists else 'an empty list'}"
         )
     return [tensor_list(lists[0])]  # type: ignore[arg-type]
 

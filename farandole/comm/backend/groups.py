@@ -139,7 +139,7 @@ def _inter_node_transport(
     if options.transport == "mpi":
         from farandole.comm.mpi.transport import MpiTransport  # loads MPI
 
-        who = f"the transport between leaders number {number} of {host.membership.group}"
+        who = f"transport {number} between the hosts of {host.membership.group}"
         return MpiTransport.connect(store, index, len(hosts), timeout, who)
     if options.transport == "nccl":
         upward, downward = (

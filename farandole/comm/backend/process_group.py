@@ -509,7 +509,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         written: Sequence[Tensor] | None = None,
         copies: Sequence[Tensor] = (),
     ) -> dist.Work | None:
-        """Run one call per pair as one work object; return None if the inner torch group must run the call.
+        """Run one call for each pair of outputs and inputs, as one work object.
+
+        Return None if the inner torch group must run the calls.
 
         Args:
             written: The tensors that the work object writes; by default the outputs.

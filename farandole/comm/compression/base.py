@@ -45,8 +45,8 @@ class Compression(ABC):
         starts = [first for first, _ in parameters]
         if any(a > b for a, b in zip([0, *ends], [*starts, count - exact], strict=True)):
             raise ValueError(
-                f"expected parameters in increasing order within the first {count - exact} elements, which are "
-                f"compressed, got {list(parameters)}"
+                f"expected parameters in increasing order, without overlaps, within the first {count - exact} "
+                f"elements, which are compressed, got {list(parameters)}"
             )
         return self._compressor(count, parameters, exact)
 

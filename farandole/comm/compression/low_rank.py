@@ -96,7 +96,12 @@ class PowerSGDCompressor(Compressor):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Sum `share` with two all-reduces, the first for M Q and all uncompressed values, the second for M^T P."""
+        """Approximate the sum of `share` over the hosts with two all-reduces.
+
+        Each matrix M has a right factor Q from the last step.  The first all-reduce sums M Q and all values outside of
+        matrices.  The columns of the sum are orthonormalized; they form the left factor P.  The second all-reduce sums
+        M^T P, which is the next right factor.
+        """
         residual = self.residual(start, share)
         values = compensated(share, factor, residual)
         matrices = self._matrices_in(start, share.numel())

@@ -19,7 +19,9 @@ from farandole.comm.transport import Transport
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """Sends a fraction `ratio` of the values, at least one, with their indices: 8 bytes per value.
+    """Sends only the values with the largest magnitudes, and their indices.
+
+    The fraction `ratio` of the values is sent, but at least one value.  Each sent value takes 8 bytes.
 
     Each of p hosts receives the values from all other hosts: (p - 1) * ratio * 2 S bytes in total for a tensor of S
     bytes.
@@ -39,7 +41,7 @@ class TopK(Compression):
 
 
 class TopKCompressor(Compressor):
-    """The compressor for a tensor whose largest values are sent."""
+    """The compressor for a tensor whose largest-magnitude values are sent."""
 
     def __init__(self, compression: TopK, count: int, parameters: Parameters, exact: int) -> None:
         super().__init__(compression, count, parameters, exact)

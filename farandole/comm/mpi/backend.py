@@ -80,7 +80,10 @@ def rendezvous(
     """Handle `init_method="mpi://"`: MPI defines rank and size, and rank 0 hosts the store."""
     world = engine().mpi.COMM_WORLD
     yield _world_store(timeout), world.Get_rank(), world.Get_size()
-    raise RuntimeError("an mpi:// rendezvous can be used only once; call init_process_group again")
+    raise RuntimeError(
+        "the mpi:// init_method does not support re-rendezvous; call destroy_process_group() and then "
+        "init_process_group() again"
+    )
 
 
 def _world_store(timeout: timedelta) -> dist.Store:

@@ -93,8 +93,8 @@ class MpiGroup:
                 )
             if (distinct := len(set(numbers))) < size:
                 raise MpiUnavailable(
-                    f"expected {size} MPI ranks for {name}, got {distinct} with {libraries[0]}; start the ranks with "
-                    "one mpiexec command"
+                    f"expected {size} distinct MPI ranks for {name}, got {distinct} ({libraries[0]}); start all "
+                    "ranks with one mpiexec command"
                 )
             tag = sum((i + 1) * number for i, number in enumerate(numbers)) % 32768
             with mpi_engine.lock:
@@ -304,7 +304,7 @@ class MpiGroup:
         waiting = f"in {self._in_words()}, call number {self._index} of {self.membership.group}"
         if not missing:
             return RankLate(
-                f"the transfer did not complete within the timeout of {seconds:g} s {waiting}, although all ranks have "
+                f"the transfer {waiting} did not complete within the timeout of {seconds:g} s, although all ranks have "
                 f"arrived; check whether a rank or the network has stopped"
             )
         names = ", ".join(self.membership.rank(rank) for rank in missing)

@@ -25,8 +25,8 @@ _SIZES = {
 """The environment variables in which launchers pass the number of ranks, with the innermost launcher first."""
 
 NO_FORK = (
-    "MPI cannot be used in this process, because it was forked from a process that uses MPI; start it with the "
-    "multiprocessing method 'spawn' (for a DataLoader, multiprocessing_context='spawn')"
+    "MPI cannot be used in this process, because it was forked from a process that uses MPI; start this process "
+    "with the multiprocessing method 'spawn' (for a DataLoader, multiprocessing_context='spawn')"
 )
 
 

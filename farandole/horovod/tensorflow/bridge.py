@@ -216,6 +216,6 @@ def _check_graph(graph: tf.Graph) -> None:
         )
     if control_flow_util.GraphOrParentsInXlaContext(graph):
         raise NotImplementedError(
-            "XLA cannot compile Horovod operations; use tf.function without jit_compile=True, and with Keras "
+            "XLA cannot compile Horovod operations; remove jit_compile=True from tf.function. In Keras, call "
             "model.compile(..., jit_compile=False), because Keras enables XLA by default on machines with a GPU"
         )

@@ -530,7 +530,7 @@ def _check_optimizer(optimizer: Any) -> None:
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if keras.config.dtype_policy().name == "mixed_float16" and not scales:
         raise ValueError(
-            "with the policy mixed_float16 Keras would wrap this optimizer in a LossScaleOptimizer, and ranks would "
+            "with the policy mixed_float16, Keras would wrap this optimizer in a LossScaleOptimizer, and ranks would "
             "skip different steps; use "
             "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
         )

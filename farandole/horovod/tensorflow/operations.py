@@ -30,7 +30,7 @@ Gradient = Callable[..., Any]
 def as_tensors(values: Any, kind: str, name: str | None) -> list[tf.Tensor]:
     """Convert a grouped operation's inputs to tensors; raise ValueError for empty lists or unsupported types."""
     if not isinstance(values, (list, tuple)) or not values:
-        raise ValueError(f"expected grouped_{kind} to get a list of at least one tensor, got {values!r}")
+        raise ValueError(f"grouped_{kind}: expected a list of at least one tensor, got {values!r}")
     tensors = [tf.convert_to_tensor(value) for value in values]
     for tensor in tensors:
         bridge.check_type(tensor.dtype, name)
@@ -75,7 +75,7 @@ def on_host(device: str) -> None:
     """Raise ValueError unless `device` is empty or names a CPU, because operations run on the host."""
     if device and "cpu" not in device.lower():
         raise ValueError(
-            f"device {device!r} is not supported, because operations run on the host; omit the device"
+            f"device {device!r} is not supported, because operations run on the host; omit the device argument"
         )
 
 
@@ -204,7 +204,7 @@ def alltoall(
     name = name_in_graph("alltoall", name, ignore_name_scope)
     counts = tf.constant([], tf.int32) if splits is None else tf.convert_to_tensor(splits)
     if not counts.dtype.is_integer:
-        raise ValueError(f"expected splits of alltoall to be integers, got {counts.dtype.name}")
+        raise ValueError(f"alltoall: expected splits to be integers, got {counts.dtype.name}")
 
     def exchange(name: str | None, value: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
         def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -266,7 +266,8 @@ def allreduce(
         given = (compression is not Compression.none, prescale_factor != 1, postscale_factor != 1)
         if any(given):
             raise ValueError(
-                "compression and factors are not supported for tf.IndexedSlices; use tf.convert_to_tensor first"
+                "compression, prescale_factor and postscale_factor are not supported for tf.IndexedSlices; "
+                "use tf.convert_to_tensor first"
             )
         return gather_slices([tensor], _resolved(op, average), name, process_set)[0]
     return grouped_allreduce(

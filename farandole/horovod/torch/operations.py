@@ -80,7 +80,7 @@ def _check(inputs: Sequence[Tensor], kind: str) -> None:
     for tensor in inputs:
         if tensor.dtype not in SUPPORTED:
             raise ValueError(
-                f"Tensor type {tensor.type()} is not supported. Convert the tensor to another dtype; supported are "
+                f"Tensor type {tensor.type()} is not supported. Convert the tensor to a supported dtype: "
                 f"{', '.join(str(dtype).removeprefix('torch.') for dtype in sorted(SUPPORTED, key=str))}"
             )
         if tensor.layout is not torch.strided:
@@ -89,7 +89,7 @@ def _check(inputs: Sequence[Tensor], kind: str) -> None:
             )
         if tensor.device != inputs[0].device:
             raise ValueError(
-                f"expected all tensors in a group on one device, got {inputs[0].device} and {tensor.device}"
+                f"expected all tensors in a group to be on one device, got {inputs[0].device} and {tensor.device}"
             )
 
 
@@ -97,14 +97,14 @@ def _check_in_place(tensors: Sequence[Tensor], kind: str) -> None:
     """Raise ValueError for repeated tensors and for tensors that PyTorch cannot write."""
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError(
-            f"{kind} in place got the same tensor twice, which would be reduced twice; pass it once"
+            f"in-place {kind} got the same tensor twice and would reduce it twice; pass each tensor once"
         )
     for tensor in tensors:
         sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
         if tensor.numel() and any(size > 1 and stride == 0 for size, stride in sizes_and_strides):
             raise ValueError(
-                f"{kind} in place cannot write a tensor whose elements share memory (shape {list(tensor.shape)}, "
-                f"strides {list(tensor.stride())}, as from expand()); pass tensor.contiguous()"
+                f"in-place {kind} cannot write a tensor whose elements share memory (shape {list(tensor.shape)}, "
+                f"strides {list(tensor.stride())}, as from expand()); use a contiguous tensor"
             )
 
 
@@ -175,14 +175,14 @@ def as_group(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
     """Return a grouped operation's tensors; raise ValueError for an empty list or for objects that are not tensors."""
     group = list(tensors)
     if not group or not all(isinstance(tensor, Tensor) for tensor in group):
-        raise ValueError(f"expected grouped_{kind} to get a list of at least one tensor, got {tensors!r}")
+        raise ValueError(f"grouped_{kind}: expected a list of at least one tensor, got {tensors!r}")
     return group
 
 
 def split_rows(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
     """Return the number of rows that an all-to-all sends to each rank.  Without `splits`, the numbers are equal."""
     if tensor.dim() == 0:
-        raise ValueError("expected alltoall to get a tensor with at least one dimension, got a scalar")
+        raise ValueError("alltoall: expected a tensor with at least one dimension, got a scalar")
     rows = tensor.shape[0]
     if splits is None or (isinstance(splits, Tensor) and splits.numel() == 0):
         if rows % size:
@@ -193,7 +193,7 @@ def split_rows(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
         return (rows // size,) * size
     given = splits if isinstance(splits, Tensor) else torch.tensor(splits)
     if given.is_floating_point() or given.dim() != 1:
-        raise ValueError(f"expected splits of alltoall to be one-dimensional integers, got {splits!r}")
+        raise ValueError(f"alltoall: expected splits to be one-dimensional integers, got {splits!r}")
     counts = tuple(given.tolist())
     if len(counts) != size:
         raise ValueError(
@@ -332,11 +332,11 @@ def sparse_allreduce_async(
     """
     if not tensor.is_sparse:
         raise ValueError(
-            "expected a sparse COO tensor, got a dense tensor; use hvd.allreduce_async for dense tensors"
+            f"expected a sparse COO tensor, got a {tensor.layout} tensor; use hvd.allreduce_async for dense tensors"
         )
     if op not in (Average, Sum):
         raise ValueError(
-            f"sparse tensors are reduced with op=Average or op=Sum only, got op={kinds.OP_NAMES[op]}"
+            f"sparse tensors can be reduced only with op=Average or op=Sum, got op={kinds.OP_NAMES[op]}"
         )
     indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
@@ -392,7 +392,7 @@ def grouped_allgather_async(
 
 def _with_rows(tensors: list[Tensor], kind: str) -> list[Tensor]:
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"expected {kind} to get tensors with at least one dimension, got a scalar")
+        raise ValueError(f"{kind}: expected tensors with at least one dimension, got a scalar")
     return tensors
 
 
@@ -524,7 +524,9 @@ def poll(handle: int) -> bool:
         ValueError: if `handle` is unknown or was already synchronized.
     """
     if handle not in horovod.handles:
-        raise ValueError(f"expected the handle of an operation that was not yet synchronized, got {handle!r}")
+        raise ValueError(
+            f"expected the handle of an operation that has not been synchronized yet, got {handle!r}"
+        )
     return horovod.handles[handle][1].finished()
 
 

@@ -96,7 +96,7 @@ def test_slices():
             close(result, expected)
     slices = tf.IndexedSlices(tf.constant(values), tf.constant(indices), tf.constant([2 * SIZE, 2]))
     must_fail("op=Average or op=Sum", lambda: hvd.allreduce(slices, op=hvd.Adasum))
-    must_fail("compression and factors", lambda: hvd.allreduce(slices, prescale_factor=2.0))
+    must_fail("prescale_factor and postscale_factor", lambda: hvd.allreduce(slices, prescale_factor=2.0))
 
 
 def test_allgather_and_broadcast():
