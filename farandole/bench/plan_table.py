@@ -157,7 +157,7 @@ def checked(predicted: Mapping[int, Estimate], seen: Sequence[Mapping[str, Any]]
         values = [column[part] for column in columns.values()]
         if part == "seconds":
             table.add_row(part, *(f"{value:.2f}" for value in values))
-        elif part != "not at once" or any(values):
+        elif part != "reused memory" or any(values):
             table.add_row(part, *(_number(value, divisor, least=0) for value in values))
     differences = [f"{100 * errors[name]:+.1f} %" if name in errors else "" for name in columns]
     table.add_row("peak, difference", *differences)
@@ -171,7 +171,7 @@ def _predicted(estimate: Estimate) -> dict[str, float]:
         **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
         "activations, backward": parts["activations"] + parts["backward"],
         "process": parts["process"],
-        "not at once": parts["reused"],
+        "reused memory": parts["reused"],
         "buffers, allocator": parts["buffers"] + parts["allocator"],
         "peak": estimate.peak,
         "seconds": estimate.seconds,
@@ -185,7 +185,7 @@ def _measured(one: Mapping[str, Any], estimate: Estimate, ranks: int) -> dict[st
         **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
         "activations, backward": one["tensors"],
         "process": one["process"] + libraries,
-        "not at once": -min(parts["gradients"], one["tensors"]) if estimate.parts["reused"] else 0,
+        "reused memory": -min(parts["gradients"], one["tensors"]) if estimate.parts["reused"] else 0,
     }
     peak = max(one["start"], one["peak"]) + libraries
     return {

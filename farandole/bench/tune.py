@@ -68,7 +68,7 @@ class TuneSetup:
     def check(self) -> None:
         """Raise BenchError for invalid options."""
         if self.min < 4:
-            raise BenchError(f"--min: expected at least 4 bytes, one element, got {self.min}")
+            raise BenchError(f"--min: expected at least 4 bytes (one element), got {self.min}")
         if self.max < self.min:
             raise BenchError(
                 f"--max {in_words(self.max)} is less than --min {in_words(self.min)}; change one of them"

@@ -135,7 +135,7 @@ def _cores() -> str:
     text = f"{cores} usable of {os.cpu_count()} logical processors"
     if len(processors) != cores:
         text += f", {len(processors)} hardware threads"
-    return text if quota is None else f"{text}, limited to {quota:g} CPUs' time"
+    return text if quota is None else f"{text}, limited to {quota:g} CPUs by a control group"
 
 
 def _accelerators() -> str:

@@ -285,8 +285,8 @@ def launch(
                 )
             if nodes > 1 or node_rank or rendezvous is not None or standalone or rdzv_backend is not None:
                 raise LaunchError(
-                    "--hosts and --hostfile are not supported with --nodes, --node-rank, --rendezvous, --rdzv-backend and "
-                    "--standalone, because they start the launchers on all hosts; omit these options"
+                    "--hosts and --hostfile start the launchers on all hosts; omit --nodes, --node-rank, --rendezvous, "
+                    "--rdzv-backend and --standalone"
                 )
             from farandole.launch.remote import RemoteShell, launch_on_hosts
 
@@ -352,8 +352,8 @@ def _check_torchrun(
         raise LaunchError(f"--rdzv-backend {backend} is not supported; use c10d or static, or omit it")
     if standalone and (nodes > 1 or node_rank or rendezvous is not None):
         raise LaunchError(
-            "--standalone is not supported with --nodes, --node-rank and --rendezvous, because it starts a job on this "
-            "host only; omit it, or omit the other options"
+            "--standalone starts a job on this host only and cannot be combined with --nodes, --node-rank or "
+            "--rendezvous; omit --standalone, or omit the other options"
         )
     if nodes > 1 and node_rank is None and backend == "c10d":
         raise LaunchError(

@@ -117,7 +117,8 @@ def schedule(
         if search:
             if names or options:
                 raise ScheduleError(
-                    "--search does not support names, --parts and --chunks, because it compares all schedules; omit them"
+                    "--search compares all schedules and does not support names of schedules, --parts or --chunks; "
+                    "omit them"
                 )
             timelines = _search(stages, micro_batches, costs, math.inf if memory is None else memory)
         else:

@@ -193,7 +193,8 @@ def serve(
         if is_encoder(folder.expanduser()):
             if placement.size > 1:
                 raise FolderError(
-                    f"{folder} contains an encoder, which only one rank can serve; got {placement.size} ranks; omit the launcher"
+                    f"{folder} contains an encoder; encoders run on a single rank, got {placement.size} ranks; "
+                    "omit the launcher"
                 )
             sources = {option: ctx.get_parameter_source(option) for option in ctx.params}
             given = {
@@ -213,14 +214,15 @@ def serve(
             if placement.size % replicas:
                 raise RequestError(
                     "replicas",
-                    f"expected a divisor of {placement.size}, the number of ranks of {placement.launcher}, got {replicas}",
+                    f"expected a divisor of {placement.size} (the number of ranks of {placement.launcher}), got "
+                    f"{replicas}",
                 )
             width = placement.size // replicas
             if tensor not in (None, width):
                 raise RequestError(
                     "tensor",
-                    f"expected {width}, the number of ranks of {placement.launcher} divided by --replicas, got {tensor}; "
-                    "omit --tensor",
+                    f"expected {width} (the number of ranks of {placement.launcher}, divided by --replicas), got "
+                    f"{tensor}; omit --tensor",
                 )
         elif (ranks := replicas * (tensor or 1)) > 1:
             from farandole.launch.local import launch

@@ -141,6 +141,9 @@ def _checksum(path: Path) -> int:
 def _cannot_write(cache: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(cache).free >> 20
-        return f"not enough disk space for tokens in {cache} ({free} MiB free); choose another folder with data.cache="
+        return (
+            f"not enough disk space for tokens in {cache} ({free} MiB free); choose another folder with "
+            "data.cache=FOLDER"
+        )
     reason = error.strerror or str(error)
-    return f"cannot write tokens to {cache}: {reason}; choose another folder with data.cache="
+    return f"cannot write tokens to {cache}: {reason}; choose another folder with data.cache=FOLDER"

@@ -226,7 +226,8 @@ def prepare_chat(
         if not chosen:
             raise DataError(
                 f"data.path={path}: no {('training', 'validation')[wanted]} conversation has an answer within "
-                f"model.context={context} tokens; expected at least two conversations with answers; add some, or increase model.context"
+                f"model.context={context} tokens; expected at least two conversations with answers; add conversations, "
+                "or increase model.context"
             )
         parts.append(Conversations(tokens, trained, chosen, context))
     number = tokenizer.token_to_id(end) if end is not None else None

@@ -129,8 +129,8 @@ def prepare_labelled(
     classes: list[str | int] = json.loads((folder / "classes.json").read_text())
     if len(classes) < 2:
         raise DataError(
-            f"data.path={path}: expected two or more classes, found {len(classes)}; select the field of the class with "
-            "data.label=NAME"
+            f"data.path={path}: expected two or more classes, found {len(classes)}; set data.label=NAME to the "
+            "field that contains the class"
         )
     tokens = np.memmap(folder / "tokens.bin", np.int32, "r")
     if (largest := int(tokens.max())) >= vocabulary:

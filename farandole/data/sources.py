@@ -143,7 +143,7 @@ def _standard_library() -> Source:
     ]
     if not files:
         raise DataError(
-            f"this Python has no source files of its standard library in {root}; "
+            f"found no source files of Python's standard library in {root}; "
             "use data.path=FILE or data.path=FOLDER"
         )
     return Source(root, tuple(files))
@@ -230,7 +230,8 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
                     "data.field=NAME"
                 )
             raise DataError(
-                f'{where}: expected text in field "{text_field}", found only {", ".join(record)}; choose a field with data.field='
+                f'{where}: expected text in field "{text_field}", found only {", ".join(record)}; choose a field with '
+                "data.field=NAME"
             )
 
 

@@ -132,8 +132,8 @@ def prepare_text(
         count = (folder / f"{name}.bin").stat().st_size // dtype.itemsize
         if count <= context:
             raise DataError(
-                f"data.path={path}: expected at least {context + 1} tokens for {name}, for one window of "
-                f"model.context={context}, found {counted(count, 'token')}; use more text, or reduce model.context"
+                f"data.path={path}: expected at least {context + 1} tokens in the {name} split (one window of "
+                f"model.context={context}), found {counted(count, 'token')}; use more text, or reduce model.context"
             )
         parts[name] = Windows(np.memmap(folder / f"{name}.bin", dtype, "r"), context)
     return Text(folder, load_tokenizer(folder / "tokenizer.json"), parts["train"], parts["validation"])

@@ -49,7 +49,7 @@ def attention(
             for all positions.
         bias: (1 or batch, heads, positions, key positions), added to the scores.
         dropout: the probability of dropping an attention weight.
-        heads: the position of these heads among all heads, which dropout needs if heads are split over processes.
+        heads: the dropout for this process's shard of the heads, if heads are split over processes.
 
     Returns:
         (batch, heads, positions, value width).

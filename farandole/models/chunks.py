@@ -26,7 +26,7 @@ def repetitions() -> int:
 
 
 def chunks(length: int, size: int, like: Tensor) -> Iterator[slice]:
-    """Yield the slices of `size` elements of a dimension with `length` elements.
+    """Yield slices of `size` elements that cover a dimension of `length` elements.  The last slice may be shorter.
 
     `like` is any tensor of the computation.  If it is fake, all complete chunks are represented by the first chunk.
     """

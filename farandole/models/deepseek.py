@@ -41,7 +41,7 @@ class DeepSeekConfig:
     Args:
         inner: the feed-forward width in dense layers.
         query_rank, kv_rank: the widths of the latent vectors; query_rank=0 projects queries directly.
-        plain_width, rotary: the width of the part of a head without positions, and the rotary positions for the other
+        plain_width, rotary: the width of each head's part without positions, and the rotary positions of the other
             part.
         value_width: the width of a value head.
         dense: the number of dense layers at the start.

@@ -29,7 +29,7 @@ _own: ContextVar[OwnPositions | None] = ContextVar("own positions", default=None
 
 @contextmanager
 def with_positions(own: OwnPositions) -> Iterator[None]:
-    """Return a context in which the tensors passed to `dropout` contain only these positions."""
+    """Return a context in which the tensors passed to `dropout` contain only the positions in `own`."""
     before = _own.set(own)
     try:
         yield

@@ -69,7 +69,8 @@ def generate(
 def _last_position(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Keep only the last position of an input (batch, positions, width).
 
-    Keep all of an input (tokens, width): tokens are then split over processes, and another process may have the last.
+    An input (tokens, width) is not changed, because its tokens are split over processes, and another process may have
+    the last token.
     """
     return (inputs[0][:, -1:], *inputs[1:]) if inputs[0].dim() == 3 else inputs
 

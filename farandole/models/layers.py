@@ -339,7 +339,7 @@ def check_context(count: int, table: nn.Embedding) -> None:
     """Raise ValueError if there are more positions than position embeddings."""
     most = table.num_embeddings
     if count > most:
-        raise ValueError(f"expected at most {most} positions, the model's context, got {count}")
+        raise ValueError(f"expected at most {most} positions (the model's context), got {count}")
 
 
 def check_padding(padding: int | None, vocabulary: int) -> None:

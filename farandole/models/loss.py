@@ -126,7 +126,8 @@ class VocabularyShard:
         least, most = (int(each) for each in tokens.aminmax())
         if least < 0 or most >= self.size:
             raise IndexError(
-                f"expected tokens from 0 to {self.size - 1}, the model's vocabulary, got {least if least < 0 else most}"
+                f"expected tokens from 0 to {self.size - 1} (the model's vocabulary), got "
+                f"{least if least < 0 else most}"
             )
 
     def local(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -300,7 +301,7 @@ def head_loss(
         size = len(weight) if shard is None else shard.size
         if len(targets) and (most := int(targets.max())) >= size:
             raise IndexError(
-                f"expected targets below {size}, the size of the vocabulary, or negative targets, which are ignored; got {most}"
+                f"expected targets below {size} (the size of the vocabulary), got {most}; negative targets are ignored"
             )
     if before is not None:
         hidden = before(hidden)

@@ -16,7 +16,7 @@ _RANDOM = frozenset(
 
 
 class _SkipRandomValues(TorchFunctionMode):
-    """Skips random initialization on the meta device, whose first call would import torch's compiler (2 to 8 s)."""
+    """Skips random initialization on the meta device, because its first call imports torch's compiler (2 to 8 s)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -145,7 +145,8 @@ class GroupedRouter(Router):
         scale: the factor applied to the weights.
 
     Raises:
-        ValueError: if groups would have different sizes, or the selected groups have fewer than `top` experts.
+        ValueError: if groups would have different sizes, `top_groups` exceeds `groups`, or the selected groups have
+            fewer than `top` experts.
     """
 
     bias: Tensor
@@ -163,8 +164,8 @@ class GroupedRouter(Router):
         super().__init__(width, experts, top)
         if experts % groups or top_groups > groups or top > experts // groups * top_groups:
             raise ValueError(
-                f"expected experts={experts} to be a multiple of groups={groups}, and at least top={top} experts in "
-                f"top_groups={top_groups} of the groups; change one of these numbers"
+                "expected groups to divide experts, top_groups <= groups, and top <= experts / groups * top_groups, "
+                f"got experts={experts}, groups={groups}, top_groups={top_groups}, top={top}"
             )
         self.register_buffer("bias", torch.zeros(experts))
         self.groups, self.top_groups = groups, top_groups

@@ -158,8 +158,8 @@ def _completed(path: Path, total: int) -> int:
             index = None
         if index != number or number >= total:
             raise DataError(
-                f"{path}, line {number + 1}: expected the result of line {number + 1} of the input, which has {total} "
-                "lines; delete this file, or choose another output"
+                f"{path}, line {number + 1}: expected the result of line {number + 1} of the input ({total} lines); "
+                "the file belongs to another input; delete this file, or choose another output"
             )
     if len(complete) < len(content):
         os.truncate(path, len(complete))

@@ -130,7 +130,8 @@ def _read_pooling(path: Path) -> str:
                 names = [mode]
             if len(names) != 1 or names[0] not in POOLINGS:
                 raise FolderError(
-                    f"{path / module['path']}: expected the pooling {' or '.join(POOLINGS)}, got {', '.join(names) or 'none'}"
+                    f"{path / module['path']}: expected pooling mode {' or '.join(POOLINGS)}, got "
+                    f"{', '.join(names) or 'none'}"
                 )
             found = names[0]
         elif kind not in ("Transformer", "Normalize"):

@@ -265,8 +265,8 @@ class GenerationEngine:
         if length > self.store.capacity:
             raise RequestError(
                 "max_tokens" if len(prompt) <= self.store.capacity else "prompt",
-                f"{length} positions do not fit in the KV cache of {self.store.capacity} positions; shorten the prompt, "
-                "reduce max_tokens, or start the engine with more memory for the cache",
+                f"{length} token positions do not fit in the KV cache of {self.store.capacity} positions; shorten the "
+                "prompt, reduce max_tokens, or start the engine with more memory for the cache",
             )
         return most
 

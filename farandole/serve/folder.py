@@ -131,7 +131,7 @@ def _hugging_face(path: Path, precision: str, lazy: bool) -> tuple[Transformer, 
     origin = read_config(path)
     if not origin.architecture.is_decoder:
         raise FolderError(
-            f"{path} has a {origin.architecture.name} model, which does not generate text; expected a decoder"
+            f"{path} contains a {origin.architecture.name} model, which does not generate text; expected a decoder"
         )
     tokenizer = read_tokenizer(path)
     limit = next(

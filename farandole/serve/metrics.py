@@ -87,13 +87,23 @@ class Metrics:
             add(name, kind, help_, [("", value)])
 
         one("requests_running", "gauge", "Sequences in the running batch.", running)
-        one("requests_running_limit", "gauge", "Sequences that may run under the target.", limit)
-        one("requests_waiting", "gauge", "Sequences that wait to join the batch.", waiting)
-        one("kv_positions_used", "gauge", "KV-cache positions in use.", used)
-        one("kv_positions_capacity", "gauge", "KV-cache positions that fit.", capacity)
-        one("compaction_moves_total", "counter", "Sequences moved to fill holes.", moves)
+        one(
+            "requests_running_limit",
+            "gauge",
+            "Largest number of running sequences that meets the latency target.",
+            limit,
+        )
+        one("requests_waiting", "gauge", "Sequences that wait to join the running batch.", waiting)
+        one("kv_positions_used", "gauge", "Used token positions in the KV cache.", used)
+        one("kv_positions_capacity", "gauge", "Capacity of the KV cache in token positions.", capacity)
+        one("compaction_moves_total", "counter", "Sequences moved to close gaps in the KV cache.", moves)
         one("prompt_tokens_total", "counter", "Prompt tokens computed.", self.prompt_tokens)
-        one("shared_tokens_total", "counter", "Prompt tokens found in shared pages.", self.shared_tokens)
+        one(
+            "shared_tokens_total",
+            "counter",
+            "Prompt tokens found in shared pages of the KV cache.",
+            self.shared_tokens,
+        )
         one("generated_tokens_total", "counter", "Tokens generated.", self.generated_tokens)
         one(
             "proposed_tokens_total",
@@ -103,12 +113,17 @@ class Metrics:
         )
         one("accepted_tokens_total", "counter", "Proposed tokens that were accepted.", self.accepted_tokens)
         one("steps_total", "counter", "Steps of the engine.", self.steps)
-        one("step_seconds_total", "counter", "Time in steps.", self.step_time)
-        one("model_seconds_total", "counter", "Time in the model, as a part of steps.", self.model_time)
+        one("step_seconds_total", "counter", "Time in steps of the engine.", self.step_time)
+        one(
+            "model_seconds_total",
+            "counter",
+            "Time in the model, included in step_seconds_total.",
+            self.model_time,
+        )
         one(
             "proposal_seconds_total",
             "counter",
-            "Time in proposals of speculative decoding, as a part of steps.",
+            "Time in proposals of speculative decoding, included in step_seconds_total.",
             self.proposal_time,
         )
         add(
@@ -124,7 +139,7 @@ class Metrics:
         one(
             "requests_refused_total",
             "counter",
-            "Requests refused because the queue was full or the target would be missed.",
+            "Requests refused because the queue was full or the latency target would be missed.",
             self.refused,
         )
         add(

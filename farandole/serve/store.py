@@ -240,7 +240,7 @@ class SlotStore:
         for slot, blocks in enumerate(self._sequences):
             if blocks is not None and blocks.numbers != [slot]:
                 raise RuntimeError(
-                    f"inconsistent slots: slot {slot} is assigned to a sequence whose slots are {blocks.numbers}"
+                    f"KV cache: slot {slot} is assigned to a sequence with the slots {blocks.numbers}"
                 )
 
     def _grow(self, slots: int, length: int) -> None:
@@ -372,19 +372,15 @@ class PageStore:
             for page in blocks.numbers:
                 users[page] += 1
         if users != self._users:
-            raise RuntimeError(
-                "inconsistent pages: the recorded number of sequences that use a page is wrong"
-            )
+            raise RuntimeError("KV cache: the reference count of a page is wrong")
         unused = [page for page, count in enumerate(users) if not count]
         if sorted([*self._free, *self._cached]) != unused:
             raise RuntimeError(
-                "inconsistent pages: an unused page is missing from the free pages, or a used page is free"
+                "KV cache: an unused page is missing from the free list, or a used page is in it"
             )
         reserved = sum(-(-each.most // TILE) - len(each.numbers) for each in self._sequences)
         if reserved != self._reserved:
-            raise RuntimeError(
-                f"inconsistent pages: {self._reserved} pages are reserved, expected {reserved}"
-            )
+            raise RuntimeError(f"KV cache: {self._reserved} pages are reserved, expected {reserved}")
 
     def _use(self, page: int) -> None:
         if self._users[page] == 0:

@@ -110,7 +110,7 @@ class ImageClassification(ImagesTask):
         sizes = describe_folder(config, ("vit",)).config
         if sizes.height != sizes.image_width or sizes.channels != 3:
             raise ConfigError(
-                f"model={config.model.folder} needs images with {sizes.height} x {sizes.image_width} pixels and "
+                f"model={config.model.folder} requires images with {sizes.height} x {sizes.image_width} pixels and "
                 f"{sizes.channels} channels, but task='classify' supports only square images with 3 channels; use "
                 "another model"
             )

@@ -150,8 +150,8 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
             advice = f"try plan.micro_batches={share // near}"
     raise ConfigError(
         f"a step with micro-batches of {counted(samples, 'sample')} needs {size(ranks * found.mean_peak)} on "
-        f"{counted(ranks, 'rank')} (up to {size(found.parts['activations'])} of activations each), but this host has "
-        f"{size(have)}; {advice}, or run farandole plan for other plans that fit{see('does-not-fit')}"
+        f"{counted(ranks, 'rank')} (up to {size(found.parts['activations'])} of activations per rank), but this host "
+        f"has {size(have)}; {advice}, or run farandole plan for other plans that fit{see('does-not-fit')}"
     )
 
 
@@ -201,9 +201,9 @@ def _check_state(
     fitting = [stage for stage in (1, 2, 3) if stage > zero and each[stage] * model.parameters <= usable]
     divided = _divided(config, ranks, fitting, usable)
     raise ConfigError(
-        f"model.width={model.width} with model.layers={model.layers} has {short(model.parameters)} parameters, "
-        f"which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each[zero]:,.0f} bytes per parameter), "
-        f"but {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}{see('does-not-fit')}"
+        f"a model with model.width={model.width} and model.layers={model.layers} has {short(model.parameters)} "
+        f"parameters, which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each[zero]:,.0f} bytes per "
+        f"parameter), but {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}{see('does-not-fit')}"
     )
 
 

@@ -258,7 +258,8 @@ class Observer:
         path = self._run / TRACE
         if not events:
             self._line.note(
-                f"no {TRACE}: profile=true records the steps after the first one, and the job ended before them"
+                f"no {TRACE} was written: profile=true starts recording at the second step, but the job ended before "
+                "that step"
             )
             return
         try:

@@ -163,7 +163,7 @@ def _last_written(run: Path) -> float:
 
 def _no_checkpoint(path: Path) -> str:
     found = ", ".join(_entries(path)[:8]) or "nothing"
-    return f"no checkpoint in {path} or in runs there; found: {found}"
+    return f"no checkpoint in {path} or in a run in this folder; found: {found}"
 
 
 def _entries(folder: Path) -> list[str]:

@@ -247,8 +247,8 @@ def _resumed(request: Request, ranks: int | None) -> Start:
         kept = f"residuals of plan.compression={before.plan.compression}"
         if ranks != saved.ranks:
             raise CheckpointError(
-                f"checkpoint {checkpoint} has {kept} for {counted(saved.ranks, 'rank')}, and this job has {ranks}: resume "
-                f"with --ranks {saved.ranks}"
+                f"checkpoint {checkpoint} has {kept} for {counted(saved.ranks, 'rank')}, but this job has {ranks}: "
+                f"resume with --ranks {saved.ranks}"
             )
         for axis in ("pipeline", "schedule", *MODEL_AXES):
             if (old := getattr(before.plan, axis)) != (new := getattr(config.plan, axis)):
@@ -261,13 +261,13 @@ def _resumed(request: Request, ranks: int | None) -> Start:
         fitting = [n for n in range(1, max(ranks, saved.ranks) + 1) if config.batch * together % n == 0]
         raise CheckpointError(
             f"--ranks {ranks}: the batch of checkpoint {checkpoint} is {config.batch}, which is not divisible by "
-            f"{ranks} and may not change; resume with --ranks {' or '.join(map(str, fitting))}"
+            f"{ranks} and cannot be changed; resume with --ranks {' or '.join(map(str, fitting))}"
         )
     _check_ranks(config, ranks)
     if changed := _changes(before, config):
         raise CheckpointError(
             f"checkpoint {checkpoint} belongs to another configuration: {'; '.join(changed)}. "
-            f"Restore these values, or start a new run; only {', '.join(CHANGEABLE)} may change"
+            f"Restore these values, or start a new run; only {', '.join(CHANGEABLE)} can be changed"
         )
     if saved.step >= config.steps:
         raise CheckpointError(

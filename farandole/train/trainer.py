@@ -181,7 +181,7 @@ class Trainer:
         if not math.isfinite(norm) and not self.scaler.enabled:
             raise FloatingPointError(
                 f"step {self.step_number + 1}: training diverged: gradient norm {norm} at loss {mean:g}, "
-                f"{self.engine.locate_nonfinite()}; use a value below "
+                f"{self.engine.locate_nonfinite()}; reduce "
                 f"optimizer.learning_rate={self.config.optimizer.learning_rate:g}"
             )
         factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6)) * correction

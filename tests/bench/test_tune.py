@@ -58,7 +58,7 @@ def test_the_report_predicts_from_other_numbers_of_hosts():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"min": 3}, "--min: expected at least 4 bytes, one element, got 3"),
+        ({"min": 3}, r"--min: expected at least 4 bytes \(one element\), got 3"),
         ({"max": 32}, "--max 32 bytes is less than --min 64 bytes"),
         ({"turns": 0}, "--turns: expected at least 1, got 0"),
         ({"output": "/no/such/t.json"}, "--output /no/such/t.json: folder /no/such does not exist"),

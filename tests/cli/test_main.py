@@ -72,7 +72,10 @@ def test_every_command_shows_an_example(command):
             "requires --node-rank on each of the",
         ),
         (["launch", "--rdzv-backend", "etcd", "x.py"], "use c10d or static"),
-        (["launch", "--standalone", "--nnodes", "2", "x.py"], "--standalone is not supported with --nodes"),
+        (
+            ["launch", "--standalone", "--nnodes", "2", "x.py"],
+            "--standalone starts a job on this host only and cannot be combined with --nodes",
+        ),
         (
             ["launch", "--nodes", "2", "--master-port", "29500", "x.py"],
             "--master-addr HOST with --master-port PORT",
@@ -94,7 +97,7 @@ def test_every_command_shows_an_example(command):
         (["launch", "-H", "a:2", "--hostfile", "f", "x.py"], "--hosts and --hostfile are mutually exclusive"),
         (
             ["launch", "-H", "a:2", "--nodes", "2", "x.py"],
-            "--hosts and --hostfile are not supported with --nodes",
+            "--hosts and --hostfile start the launchers on all hosts; omit --nodes",
         ),
         (["launch", "--ssh-port", "22", "x.py"], "--ssh-port requires --hosts or --hostfile"),
         (["launch", "--nics", "eth99", "-m", "json.tool"], "--network-interface eth99: this host"),

@@ -81,7 +81,7 @@ def test_the_search_finds_a_schedule_that_fits():
         (("1f1b", "--draw", "x.gif"), "x.gif: expected a name that ends in .png, .svg, .pdf or .json"),
         (("--draw", "x.json"), "x.json: a trace contains one schedule, got 14"),
         (("1f1b", "--memory", "2"), "--memory requires --search"),
-        (("1f1b", "--search"), "--search does not support names"),
+        (("1f1b", "--search"), "--search compares all schedules and does not support names of schedules"),
         (("1f1b", "--stage-input", "2"), "--stage-input requires --recompute"),
         (("--search", "--memory", "0.1"), "fits in 0.1; the least memory of the known schedules is 1"),
         (("1f1b", "--forward", "1,x"), "--forward 1,x: expected a number, or one number per stage"),

@@ -81,7 +81,7 @@ def test_a_preset_is_preferred_to_a_folder_of_the_same_name(launched: list[Any])
         ((".",), ". is a folder: to train on its text, use data.path=.; to resume the run"),
         (("tiny", "steps", "100"), "steps is a key without a value; use steps=VALUE"),
         (("text.txt",), "to train on this text use data.path=text.txt"),
-        ((".", "--resume"), "no checkpoint in . or in runs there; found: text.txt"),
+        ((".", "--resume"), "no checkpoint in . or in a run in this folder; found: text.txt"),
     ],
 )
 def test_refused_commands_start_no_ranks_and_write_no_files(
@@ -173,7 +173,7 @@ def test_the_default_number_of_ranks_divides_the_batch(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--ranks", "3"), "not divisible by 3 and may not change; resume with --ranks 1 or 2; see "),
+        (("--ranks", "3"), "not divisible by 3 and cannot be changed; resume with --ranks 1 or 2; see "),
         (("model.width=64",), "model.width was 32, is 64"),
         (("seed=1", "batch=4"), "seed was 0, is 1; batch was 8, is 4"),
         (("default",), "belongs to another configuration"),

@@ -85,7 +85,7 @@ def test_too_little_text_is_refused(tmp_path: Path, cache: Path) -> None:
     ):
         _prepare(tmp_path / "a.txt", cache)
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match="for train, .* found 1 token"):
+    with pytest.raises(DataError, match="in the train split .* found 1 token"):
         _prepare(tmp_path / "a.txt", cache)
     (tmp_path / "b.txt").write_text(" \n\n")
     with pytest.raises(DataError, match="expected text, found only whitespace"):

@@ -155,7 +155,9 @@ def test_segments_differ_and_default_to_0() -> None:
     torch.testing.assert_close(model((tokens, segments)), model(tokens))
     assert not torch.allclose(model((tokens, segments + 1)), model(tokens))
     for longer in (model, build_bert(PADDED, seed=0)):
-        with pytest.raises(ValueError, match="expected at most 16 positions, the model's context, got 17"):
+        with pytest.raises(
+            ValueError, match=r"expected at most 16 positions \(the model's context\), got 17"
+        ):
             longer(_tokens(1, 17))
 
 

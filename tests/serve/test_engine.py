@@ -97,7 +97,7 @@ def test_requests_that_do_not_fit_are_refused() -> None:
         ([vocabulary("gpt2")], {}, "prompt", "expected tokens from 0 to"),
         ([1] * CONTEXT, {}, "prompt", "does not fit in the context"),
         ([1] * 10, {"max_tokens": CONTEXT}, "max_tokens", "does not fit in the context of 64 tokens"),
-        ([1] * 20, {"max_tokens": 20}, "max_tokens", "39 positions do not fit in the KV cache"),
+        ([1] * 20, {"max_tokens": 20}, "max_tokens", "39 token positions do not fit in the KV cache"),
         ([1], {"logit_bias": {-1: 1.0}}, "logit_bias", "got -1"),
         ([1], {"stop": ["a"]}, "stop", "no tokenizer"),
     ):

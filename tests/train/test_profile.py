@@ -123,7 +123,7 @@ def _contains(phase: Event, event: Event) -> bool:
 
 def test_a_job_without_a_second_step_says_that_it_has_no_trace(ranks: Any, tmp_path: Path) -> None:
     (output,) = ranks(1).run(_output, [*overrides(tmp_path), "steps=1"], tmp_path / "run")
-    assert "no trace.json: profile=true records the steps after the first one" in output
+    assert "no trace.json was written: profile=true starts recording at the second step" in output
     assert not (tmp_path / "run" / "trace.json").exists()
 
 

@@ -128,7 +128,7 @@ def test_divergence_is_reported_on_all_ranks(ranks: Any, words: list[str]) -> No
     for message in ranks(2).run(_diverge, words):
         assert "step 1: training diverged: gradient norm nan" in message
         assert "at loss nan, rank 1, 0.tokens.weight grad nan (and " in message
-        assert "use a value below optimizer.learning_rate=0.002" in message
+        assert "reduce optimizer.learning_rate=0.002" in message
 
 
 def _stop(rank: int, size: int, words: list[str]) -> list[bool]:

@@ -38,9 +38,9 @@ class Mpi:
         found = self._world.Get_rank(), self._world.Get_size()
         if found != (rank, ranks):
             raise BenchError(
-                f"--backend mpi: rank {rank} of {ranks} is rank {found[0]} of {found[1]} in the MPI "
-                "library that mpi4py has loaded; start the ranks with the mpiexec of that library, or "
-                "omit --backend mpi"
+                f"--backend mpi: rank {rank} of {ranks} has MPI rank {found[0]} of {found[1]}, because the ranks "
+                "were not started by the MPI library that mpi4py has loaded; start the ranks with the mpiexec of "
+                "that library, or omit --backend mpi"
             )
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:

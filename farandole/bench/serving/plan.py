@@ -128,8 +128,8 @@ def _machine(setup: ServingPlanSetup) -> ServingMachine:
     if setup.accelerators is None:
         if torch.cuda.is_available():
             raise BenchError(
-                "--serve only measures hosts without accelerators, but this host has CUDA devices; describe them with "
-                "--accelerators"
+                "--serve can measure only hosts without accelerators, but this host has CUDA devices; specify the "
+                "devices with --accelerators"
             )
         if given := [
             name for name in ("flops", "memory_bandwidth", "bandwidth") if getattr(setup, name) is not None
@@ -229,7 +229,7 @@ def check(plan: ServingPlan) -> list[tuple[ServingEstimate, Measured]]:
     alike = [one for one in plan.estimates if one.part == first and one.running <= one.fits]
     if plan.setup.accelerators or not alike:
         raise BenchError(
-            "--check measures on this machine, but the plans are for --accelerators; omit --check"
+            "--check measures this machine, but the plans are for --accelerators; omit --check"
             if plan.setup.accelerators
             else "--check requires a plan that fits in memory, but no plan fits; use more ranks or a smaller model"
         )

@@ -135,7 +135,8 @@ def report(summary: Summary) -> str:
             lines.append(_line(title, cells))
     if limits and summary["output_tokens_per_s"] > limits["output_tokens_per_s"]:
         lines.append(
-            "# above the limit: other programs slowed the measurement of this machine's speeds; repeat when it is idle"
+            "# the throughput is above the limit, because other programs slowed the measurement of this machine's "
+            "speeds; repeat when the machine is idle"
         )
     return "\n".join([*lines, f"MLPerf {summary['mlperf']}"])
 

@@ -64,8 +64,8 @@ def _inspect(setup: ServingSetup, folder: Path) -> tuple[Limit, int]:
     longest = setup.prompt_tokens[1] + setup.output_tokens[1]
     if longest > found.context:
         raise BenchError(
-            f"--prompt-tokens and --output-tokens: expected at most {found.context} tokens in total, the model's "
-            f"context, got {longest}"
+            f"--prompt-tokens and --output-tokens: expected at most {found.context} tokens in total (the model's "
+            f"context), got {longest}"
         )
     return measure_limit(found.model), found.tokenizer.get_vocab_size()
 
@@ -81,7 +81,9 @@ def _serving(setup: ServingSetup, folder: Path) -> Iterator[str]:
         try:
             address = _find_address(process.stderr)
             if address is None:
-                raise BenchError(f"the server ended with status {process.wait()}; its output is above")
+                raise BenchError(
+                    f"the server did not start: exit status {process.wait()}; see its output above"
+                )
             forward.start()
             yield address
         finally:
@@ -150,7 +152,9 @@ def _measure(setup: ServingSetup, client: Client, limit: Limit | None) -> int:
 def _all_complete(samples: list[Sample]) -> list[Sample]:
     for sample in samples:
         if not sample.is_complete:
-            reason = sample.error or "the server refused a request with status 429; use fewer --requests"
+            reason = (
+                sample.error or "the server rejected a request with HTTP status 429; use fewer --requests"
+            )
             raise BenchError(f"--sequential: {reason}")
     return samples
 

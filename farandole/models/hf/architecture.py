@@ -84,7 +84,8 @@ def read_rotary(
     share = own.positive("partial_rotary_factor", share)
     if share != 1 and not partial:
         raise FolderError(
-            f"{own.where} has partial_rotary_factor={share}, which transformers ignores in this family: expected 1"
+            f"{own.where} has partial_rotary_factor={share}, which transformers ignores for this model "
+            "family: expected 1"
         )
     options: dict[str, Any] = {"base": theta, "interleaved": interleaved}
     if kind == "linear":

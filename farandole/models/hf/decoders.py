@@ -241,13 +241,13 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     if unknown or len(kinds) != layers:
         raise FolderError(
             f"{fields.where} has layer_types={kinds}: expected sliding_attention or full_attention for "
-            f"each of {layers} layers"
+            f"each of the {layers} layers"
         )
     if "sliding_attention" in kinds and not (used and window):
         raise FolderError(
-            f"{fields.where} has sliding_attention in layer_types with use_sliding_window={used} and "
-            f"sliding_window={window}: expected use_sliding_window=true and a size; transformers refuses this "
-            "configuration too"
+            f"{fields.where} has sliding_attention in layer_types, but use_sliding_window={used} and "
+            f"sliding_window={window}: expected use_sliding_window=true and a window size; transformers also rejects "
+            "this configuration"
         )
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else ()

@@ -52,7 +52,7 @@ _TYPES = {code: dtype for dtype, code in CODES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file.  `offset` is the position of the tensor's first byte."""
+    """The location and type of a tensor in a file.  `offset` is the position of the tensor's first byte in the file."""
 
     file: Path
     offset: int
@@ -75,10 +75,10 @@ class Read:
 
 
 def open_folder(folder: Path) -> dict[str, Entry]:
-    """Return the tensors in a folder's safetensors files by name.
+    """Return the entry of each tensor in a folder's safetensors files, by tensor name.
 
     Raises:
-        FolderError: if a file is missing, cannot be read, is truncated or is damaged.
+        FolderError: if a file is missing, cannot be read, is truncated or damaged, or has an unsupported dtype.
     """
     if not folder.is_dir():
         found = "is not a folder" if folder.exists() else "does not exist"
@@ -118,7 +118,7 @@ def open_folder(folder: Path) -> dict[str, Entry]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor in a folder's index."""
+    """Return the file name of each tensor, by tensor name, from a folder's index file."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:
@@ -135,10 +135,10 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return the tensors in a safetensors file by name.
+    """Return the entry (offset, dtype and shape) of each tensor in a safetensors file, by tensor name.
 
     Raises:
-        FolderError: if the file cannot be read, is truncated or is damaged.
+        FolderError: if the file cannot be read, is truncated or damaged, or has an unsupported dtype.
     """
     try:
         size = path.stat().st_size
@@ -168,7 +168,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             dtype, shape = _TYPES.get(found["dtype"]), tuple(map(_count, found["shape"]))
         except (KeyError, TypeError, ValueError):
             raise FolderError(
-                f"{path} is damaged: {name} lacks its dtype, shape or offsets; download the file again"
+                f"{path} is damaged: {name} lacks a valid dtype, shape or offset; download the file again"
             ) from None
         if dtype is None:
             raise FolderError(

@@ -47,7 +47,7 @@ def prepare_chat(body: ChatRequest, found: ModelFolder) -> Chat:
         RequestError: if a field is invalid, or the model's template does not support it.
     """
     if found.template is None:
-        raise RequestError("messages", f"chat requests need a chat template: {found.no_template}")
+        raise RequestError("messages", f"chat requests require a chat template: {found.no_template}")
     source = found.template.source
     messages, tools, sampling = body.conversation(), body.usable_tools(), body.sampling()
     if "tool_calls" not in source and any("tool_calls" in each for each in messages):

@@ -163,7 +163,7 @@ class EmbeddingService:
             try:
                 found: Sequence[Tensor] | None = list(self.encoder.embed([job.tokens for job in batch]))
             except Exception:
-                log.exception("a batch of embeddings failed; its requests get an error")
+                log.exception("a batch of embeddings failed; its requests are answered with an error")
                 found = None
             self.seconds += time.perf_counter() - start
             self.batches += 1

@@ -107,7 +107,7 @@ class _Generation(Fields):
             bias = {int(token): value for token, value in self.logit_bias.items()}
         except ValueError:
             raise RequestError(
-                "logit_bias", f"expected token numbers, got {list(self.logit_bias)[:4]}"
+                "logit_bias", f"expected token IDs as keys, got {list(self.logit_bias)[:4]}"
             ) from None
         return Sampling(
             max_tokens=max_tokens,

@@ -143,7 +143,7 @@ class Service:
         expected = engine.queue_delay(self._queued + count - 1, self._queued_tokens + tokens)
         if delay > 0 and expected > ttft:
             raise QueueFullError(
-                f"the first token is expected after {expected:.1f} s, and the target is {ttft:g} s",
+                f"the first token is expected after {expected:.1f} s, which misses the target of {ttft:g} s",
                 expected - ttft,
             )
 
@@ -222,7 +222,7 @@ class Service:
     def _fail(self, error: RanksFailed) -> None:
         """Answer all requests with an error, and end the service."""
         if self._ended is None:
-            log.error("the service ends, because a rank failed: %s", error)
+            log.error("a rank failed, so the service ends: %s", error)
         with self._condition:
             self.failure = error
             commands, self._inbox = self._inbox, []

@@ -122,7 +122,7 @@ def start(
     if positions < CHUNK:
         raise RequestError(
             "kv_memory",
-            f"expected memory for at least {CHUNK} positions of {per_position} bytes, got memory for {positions} "
+            f"expected memory for at least {CHUNK} token positions of {per_position} bytes, got memory for {positions} "
             "positions; increase --kv-memory, or free memory on this host",
         )
     engines = [

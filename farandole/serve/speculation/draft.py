@@ -164,7 +164,8 @@ def read_draft(folder: str | Path, served: ModelFolder, precision: str) -> Draft
         text = min(own.items() ^ expected.items())[0]
         raise RequestError(
             "draft",
-            f"expected the tokens of the served model, but token {text!r} has the number {own.get(text)} instead of "
-            f"{expected.get(text)}; choose a draft model with the same tokenizer",
+            f"expected the tokens of the served model, but token {text!r} has the ID {own.get(text)} in the draft "
+            f"model and the ID {expected.get(text)} in the served model (None: no token); choose a draft model with "
+            "the same tokenizer",
         )
     return DraftModel(Runner(found.model), found.context)
