@@ -260,11 +260,11 @@ def serving(
     json: Measurements = None,
     picture: Picture = None,
 ) -> None:
-    """Measure the latency and throughput of a server with OpenAI's completions interface.
+    """Measure the latency and throughput of a server with an OpenAI-compatible completions API.
 
     Responses are streamed, and prompts and outputs have random lengths.  With FOLDER, the report also shows a lower
-    bound for each time, which is the time to read the weights once per step and to compute the matrix products.  The
-    exit status is 1 if a request failed; requests refused with status 429 are counted separately.
+    bound for each time, from the time to read the weights once per step and the time to compute the matrix products.
+    The exit status is 1 if a request failed; requests refused with status 429 are counted separately.
 
     \b
       farandole bench serving runs                            all requests at once

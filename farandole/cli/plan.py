@@ -19,12 +19,12 @@ SERVING = (
     *("words", "serve", "ranks", "memory", "tensor", "precision", "flops", "memory_bandwidth", "bandwidth"),
     *("prompt_tokens", "output_tokens", "max_running", "accelerators", "measure", "check", "json"),
 )
-"""The parameters that apply with --serve."""
+"""The parameters of `plan` that are allowed with --serve."""
 ONLY_SERVING = ("memory_bandwidth", "prompt_tokens", "output_tokens", "max_running")
 
 
 class PlanCommand(KeysCommand):
-    """`farandole plan`, whose option --accelerators may have a value."""
+    """`farandole plan`, whose option --accelerators takes an optional value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""

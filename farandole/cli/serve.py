@@ -19,9 +19,9 @@ ENCODER_OPTIONS = (
     "folder", "port", "host", "name", "precision", "context", "max_waiting", "token_budget", "api_keys", "max_body",
     "request_timeout", "drain_timeout",
 )  # fmt: skip
-"""The options for a model that computes embeddings."""
+"""The options that apply to an encoder, which computes embeddings."""
 ENCODER_DEFAULTS = {"max_waiting": 2048, "token_budget": 4096}
-"""The defaults that differ for such a model."""
+"""The defaults of options that differ for an encoder."""
 
 
 def serve(
@@ -156,7 +156,7 @@ def serve(
         typer.Option("--drain-timeout", min=0, help="Seconds that running requests may take after SIGTERM."),
     ] = 60,
 ) -> None:
-    """Serve a language model or an encoder through OpenAI's interface.
+    """Serve a language model or an encoder with an OpenAI-compatible HTTP API.
 
     The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics, and has a page
     with the current load and a chat at /.  It listens on this machine only, unless --host is given.  After SIGTERM, the

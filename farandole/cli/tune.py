@@ -34,7 +34,7 @@ def tune(
     ] = "16M",
     turns: Annotated[int, typer.Option(help="Measurements per algorithm, of which the fastest counts.")] = 9,
 ) -> None:
-    """Find the fastest all-reduce algorithms and numbers of leaders between hosts.
+    """Find the fastest all-reduce algorithm between hosts, and its number of leaders, for each message size.
 
     The algorithms are ring, doubling and rabenseifner.  Run the command in a job on the hosts to measure.  Outside a
     job, the command starts ranks on this host, each of which represents a host.  Use the table with

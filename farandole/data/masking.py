@@ -117,7 +117,7 @@ class Masking:
         inputs[indices] = np.select([tenth < 8, tenth == 8], [np.int64(self.mask_token), others], chosen)
 
     def _choose(self, tokens: NDArray[np.int64], numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Select the positions with the smallest numbers in every window, among ordinary tokens."""
+        """Select the ordinary tokens with the smallest random numbers in every window."""
         special = self._is_special[tokens]
         many = tokens.shape[1] - special.sum(1)
         count = np.where(many > 0, np.maximum(1, np.rint(self.share * many).astype(np.int64)), 0)

@@ -47,7 +47,7 @@ RECORD_SUFFIXES = JSON_LINES_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES
 READABLE_SUFFIXES = TEXT_SUFFIXES + RECORD_SUFFIXES
 
 _ARROW_FILE = b"ARROW1"
-"""The beginning of a file in Arrow's file format, in contrast to its stream format."""
+"""The first bytes of a file in Arrow's file format; its stream format begins differently."""
 
 _ACCEPTED = "expected UTF-8 text, JSON lines (.jsonl) or Parquet; exclude or convert the file"
 

@@ -93,7 +93,7 @@ class Template:
         return self._render(messages, prompt, variables).replace(_START, "").replace(_END, "")
 
     def _render(self, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any]) -> str:
-        """Return a conversation as text with marks around the assistant's text, if the template has them."""
+        """Return a conversation as text; the tag `generation` in a template adds marks around the assistant's text."""
         try:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=prompt, **self._tokens, **variables
@@ -143,7 +143,7 @@ class Template:
 
     @staticmethod
     def _marked(text: str) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Remove the marks from a rendered conversation, and return it with the ranges between them."""
+        """Return a rendered conversation without marks, and the character ranges that the marks enclosed."""
         spans: list[tuple[int, int]] = []
         parts = text.split(_START)
         plain = parts[0]

@@ -1,8 +1,8 @@
 """This process's position on the device mesh, and the layouts that axes declare while they transform a model.
 
 An axis is one function `apply(model, position, plan, layouts)`.  It replaces parameters with this rank's shards, adds
-the collectives between the ranks of the axis to the model's calls, and declares in `layouts` which boxes of each tensor
-a rank stores and which copies have equal gradients.
+collectives between the ranks of the axis to calls in the model, and declares in `layouts` which boxes of each tensor a
+rank stores and which copies have equal gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from farandole.models.chunks import repetitions
 from farandole.plan import PlanError
 
 Sent = list[tuple[tuple[int, ...], float]]
-"""The ranks of a group, and the number of bytes that this rank sends to the others, for each operation of a dry run."""
+"""For each operation of a dry run, the ranks of the group and the number of bytes that this rank sends."""
 
 
 class AxisCommunicator:
@@ -70,7 +70,10 @@ class AxisCommunicator:
 
     @property
     def overlaps(self) -> bool:
-        """Whether transfers can overlap with computation; not in shared memory, because the ranks' cores copy."""
+        """Whether transfers overlap with computation.
+
+        Transfers in shared memory do not overlap, because the ranks' cores copy the data.
+        """
         return self._comm is not None and not self._comm.shares_memory()
 
     def all_reduce(self, tensor: Tensor, op: ReduceName = "sum", *, output: Tensor | None = None) -> None:
@@ -138,7 +141,7 @@ class AxisCommunicator:
         return self._comm
 
     def _is_dry(self, times: float, tensor: Tensor, among: Sequence[int] = ()) -> bool:
-        """Return whether a tensor has no values; if so, record that this rank sends `times` times its size.
+        """Return whether a tensor has no values; if so, record that this rank sends `times` times the tensor's size.
 
         `among` are the indices of the ranks that communicate, by default all.
         """

@@ -121,7 +121,7 @@ class Bucket:
         return self._pool.in_the_way(self._place)
 
     def first_to_launch(self) -> Bucket | None:
-        """Return a bucket whose reduction must start before `accumulate` allocates memory, or None."""
+        """Return the bucket whose reduction must start before `accumulate` allocates memory, or None."""
         if self._pool is None or self._buffer is not None:
             return None
         return self._pool.first_to_launch()
@@ -383,7 +383,7 @@ class Bucket:
     # ---- memory ----
 
     def _gradient_view(self, index: int) -> Tensor:
-        """Return a gradient in the buffer as a new tensor, because `Module.to` would change the data of the view."""
+        """Return a separate view of a gradient for `.grad`, because `Module.to` replaces the memory of `.grad`."""
         view, shown = self._views[index], self._shown[index]
         if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
             shown = self._shown[index] = view.detach()

@@ -19,7 +19,7 @@ from farandole.parallel.zero.sharding import ranks_of
 def with_buffers(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     """Return `layouts`, with a replicated layout added for each buffer of `model` that `layouts` does not contain.
 
-    If the model is divided into stages, `layouts` has the layouts of all buffers, so that ranks have equal results.
+    If the model is divided into stages, `layouts` already contains all buffers, so the result is equal on all ranks.
     """
     buffers = {name: Layout(name, tuple(buffer.shape)) for name, buffer in model.named_buffers()}
     return {**layouts, **{name: layout for name, layout in buffers.items() if name not in layouts}}
@@ -52,7 +52,7 @@ class ReplicatedBuffers:
         self._known = [(key, accepted.get(key, version)) for key, version in self._known]
 
     def average(self) -> None:
-        """Average the buffers of modules in which any replica has changed a buffer.  This is a collective call.
+        """Average all buffers of each module in which a buffer was changed on any replica.  This is a collective call.
 
         Other buffers are not averaged, because the mean of equal values can differ in the last bit.
         """

@@ -103,7 +103,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
-    """Return the number of key-value heads (latent attention: of heads) on each rank of the tensor axis."""
+    """Return, for each rank of the tensor axis, the number of key-value heads or, with latent attention, of heads."""
     width = module.value_width if isinstance(module, LatentAttention) else module.head_width * module.group
     layout = layouts.of(module.out.get_parameter("weight"))
     return [
@@ -364,7 +364,10 @@ class Visibility:
     window: int | None
 
     def blocks(self, queries: int, keys: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Yield (slice of a rank's queries, slice of a rank's keys, mask) where any query attends to any key."""
+        """Yield (slice of the queries, slice of the keys, mask) for slices in which a query attends to a key.
+
+        `queries` and `keys` are the ring ranks that hold the queries and the keys.
+        """
         found = self._blocks(queries, keys)
         while True:
             with unset_fake_temporarily():
@@ -477,7 +480,7 @@ def _wide(x: Tensor) -> torch.dtype:
 def _circulate(
     own: Sequence[Tensor], visibility: Visibility, comm: AxisCommunicator | None, row: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield (rank, its keys and values) in descending rank order from this rank, while the next ones arrive."""
+    """Yield (rank, its keys and values) in descending rank order from this rank, and receive the next meanwhile."""
     held = [each.detach().contiguous() for each in own]
     if comm is None:
         yield row, held

@@ -335,7 +335,7 @@ class GradientReducer:
         return accumulated
 
     def _skip_hook(self, number: int, index: int) -> None:
-        """Remove a hook until a pass completes gradients, if autograd adds further gradients to the buffer itself."""
+        """Remove a hook until `_register_hooks`, if autograd adds further gradients directly to the buffer."""
         if self._by_stage and self.buckets[number].is_in_place:
             self._hooks.pop((number, index)).remove()
             self._removed.append((number, index))
@@ -457,7 +457,10 @@ class GradientReducer:
             self._launch(queue, end)
 
     def _early_end(self, queue: _Queue) -> int | None:
-        """Return the first queue position up to which reductions release as much memory as late gradients can need."""
+        """Return the first queue position up to which reductions release as much memory as late gradients can need.
+
+        The result is None if no position satisfies this condition.
+        """
         released = late = 0
         for place in range(queue.next, len(queue.current)):
             bucket = self.buckets[queue.current[place]]

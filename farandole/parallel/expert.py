@@ -104,9 +104,9 @@ def transpose_blocks(rows: Tensor, counts: list[list[int]]) -> Tensor:
 
 
 class _TransposeBlocks(torch.autograd.Function):
-    """Copies each row once in each pass.
+    """Reorders blocks of rows, and copies each row once in each pass.
 
-    The backward pass of `index_select` would first clear its result and then add to it.
+    The backward pass of `index_select` would be slower: it clears its result, and then adds to it.
     """
 
     @staticmethod

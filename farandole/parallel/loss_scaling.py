@@ -32,7 +32,7 @@ MINIMUM = 2.0**-14
 """The minimum scale: with a smaller scale, typical losses underflow in fp16."""
 
 _REPORT_EVERY = 100
-"""At the minimum scale, one of this many consecutive overflows is reported."""
+"""The number of consecutive overflows at the minimum scale of which one is reported."""
 
 
 class LossScaler:

@@ -7,7 +7,7 @@ oneDNN.
 
 `use_fast_products` replaces the CPU kernels of `aten::mm`, `aten::addmm` and `aten::addmm_` for the whole process.
 Autograd and dispatch modes still see these operators.  Code from torch.compile calls `aten::mm.out`, which is not
-replaced.  `torch.backends.mkldnn.flags(enabled=False)` is a context that uses torch's kernels.
+replaced.  Within the context `torch.backends.mkldnn.flags(enabled=False)`, torch's kernels are used.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ def parallelize(
         plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA
             adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
-        example: the input of one micro-batch for measurements: of activations, for `recompute="attention"`,
-            `recompute="auto"` and `stage_bytes`; and, if the model is in memory, of the time of each block, by which
-            `pipeline` divides the blocks into stages.
+        example: the input of one micro-batch.  `recompute="attention"`, `recompute="auto"` and `stage_bytes` use it to
+            measure activations.  If the model is in memory, `pipeline` uses it to measure the time of each block, and
+            divides the blocks into stages accordingly.
         loss: a function of the output for the measurement of activations.
         initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
@@ -250,7 +250,7 @@ def _recompute(
     loss: Callable[[Any], Tensor] | None,
     activations: RankActivations | None = None,
 ) -> None:
-    """Apply the plan's recomputation, measured in its precision, to all blocks or to a pipeline rank's blocks."""
+    """Apply the plan's recomputation to all blocks, or to this pipeline rank's blocks."""
     try:
         done = apply_recompute(
             model,

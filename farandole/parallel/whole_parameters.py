@@ -34,7 +34,7 @@ from farandole.parallel.zero.gatherer import Gatherer
 from farandole.parallel.zero.weights import EDIT, FlatWeights
 
 _GUARD = "_farandole_is_editable"
-"""The attribute of a module with a function that returns whether its parameters can be changed in place."""
+"""The name of a module's attribute: a function that returns whether the parameters can be changed in place."""
 
 
 def check_editable(module: nn.Module, name: str, advice: str = "") -> None:

@@ -43,7 +43,10 @@ from farandole.train.run_folder import (
 from farandole.train.trainer import Trainer
 
 _ABANDON_S = 3.0
-"""The time that a failed rank waits for a pending checkpoint.  The launcher kills all ranks 5.5 s after a failure."""
+"""The maximum time in seconds that a failed rank waits for a pending checkpoint.
+
+The launcher kills all ranks 5.5 s after a failure.
+"""
 
 
 class CheckpointWriter:

@@ -75,7 +75,7 @@ SYNONYMS = {
     **dict.fromkeys(("eval_steps", "eval_interval"), "evaluate.every"),
     **dict.fromkeys(("logging_steps", "log_interval"), "log.every"),
 }
-"""Equivalent names in Hugging Face, Megatron-LM, DeepSpeed, torchtitan, Lightning, nanoGPT and earlier versions."""
+"""Keys by their names in Hugging Face, Megatron-LM, DeepSpeed, torchtitan, Lightning, nanoGPT and earlier versions."""
 
 
 class ConfigError(Documented, ValueError):

@@ -44,7 +44,7 @@ class Flops:
     def of(self, lengths: NDArray[np.int64], samples: float, targets: float) -> float:
         """Return the number of operations for `samples` samples with `targets` targets.
 
-        Each sample has the mean cost of the sequences with the numbers of positions in `lengths`.
+        The cost of a sample is the mean over sequences with the numbers of positions in `lengths`.
         """
         positions = lengths.astype(np.float64)
         each = float((self.position * positions + self.pair * positions**2).mean())

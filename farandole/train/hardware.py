@@ -23,8 +23,8 @@ from farandole.plan import Precision
 _CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """CPU flags that indicate fast bf16 multiplication: on Intel, on AMD since Zen 4, and on Arm.
 
-An Intel processor, or a virtual machine on one, may have avx512_bf16 without amx_bf16.  It multiplies bf16 at about half
-the speed of fp32 (88 and 163 GFLOP/s per core, measured in November 2026).
+An Intel processor, or a virtual machine on one, may have avx512_bf16 without amx_bf16.  Such a processor multiplies
+bf16 at about half the speed of fp32 (88 and 163 GFLOP/s per core, measured in November 2026).
 """
 _CUDA_CAPABILITY = (8, 0)
 

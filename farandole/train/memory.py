@@ -82,7 +82,7 @@ def _check_division(config: TrainConfig, ranks: int) -> None:
 
 
 def summary(start: Start) -> dict[str, str]:
-    """Return the named lines that `farandole train --dry-run` prints for a checked run."""
+    """Return the lines that `farandole train --dry-run` prints for a checked run, keyed by their names."""
     config, ranks = task_config(start.config, start.checkpoint), start.ranks
     count, samples = config.micro_batches(ranks)
     micro_batches = "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
@@ -192,7 +192,10 @@ def _upper_bound(config: TrainConfig, ranks: int) -> float:
 def _check_state(
     config: TrainConfig, each: dict[int, float], ranks: int, have: int, whose: str, parts: str
 ) -> None:
-    """Raise `ConfigError` if the state needs more than `have` bytes, with `each[stage]` bytes per parameter."""
+    """Raise `ConfigError` if the state needs more than `have` bytes.
+
+    `each` is the number of bytes per parameter for each ZeRO stage.
+    """
     model, zero = config.model.gpt(), config.plan.zero
     need = each[zero] * model.parameters
     if need <= have:

@@ -23,7 +23,7 @@ STEPS = 4
 """The number of recorded steps.  The first step of a job is not recorded, because it also allocates memory."""
 
 THREADS = ("phases", "actions (measured)", "actions (simulated)")
-"""The threads of a rank; the last two exist in a pipeline."""
+"""The threads of a rank; only ranks of a pipeline have the last two."""
 
 PHASES, MEASURED, SIMULATED = range(len(THREADS))
 

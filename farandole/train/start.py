@@ -212,7 +212,11 @@ def check_wandb() -> None:
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """Return the largest number of ranks that suits this host and the plan, and by which the batch is divisible."""
+    """Return the number of ranks that `plan.data` implies, or else the largest suitable number on this host.
+
+    A number is suitable if the plan's axes divide the number, and the batch can be divided equally among the groups of
+    ranks that process the same samples together.
+    """
     together, experts = config.plan.ranks_per_sample, config.plan.expert
     if config.plan.data:
         return config.plan.data * experts * together

@@ -30,7 +30,7 @@ _CLASSES = {"bert": 2, "vit": 1000, "images": 1000}
 """Assumed numbers of classes, which only the data specifies; they hardly affect memory and time."""
 
 _FULL: dict[str, Any] = {"padding": None}
-"""The change of a configuration for sequences without padding."""
+"""The change to a model's configuration for sequences without padding."""
 
 
 def workload_of(config: TrainConfig, ranks: int, model: nn.Module | None = None) -> Workload:

@@ -168,7 +168,7 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 def _copy(value: Tensor | Range) -> Tensor | Range:
-    """Return a copy in host memory; offloaded states are copied when they are written."""
+    """Return a copy in host memory; offloaded states are returned unchanged, and read when they are written."""
     if isinstance(value, Range):
         return value if value.held is None else replace(value, held=value.held.to("cpu", copy=True))
     return value.detach().to("cpu", copy=True)

@@ -110,7 +110,10 @@ class Range:
             yield box, elements.view([end - start for start, end in local])[slices]
 
     def _boxes(self) -> Iterator[tuple[Box, int, Box, tuple[slice, ...]]]:
-        """Yield (global box, start in this range of the local box that contains it, local box, slices)."""
+        """Yield (global box, start, local box, slices).
+
+        The local box begins at element `start` of this range, and its `slices` are the elements of the global box.
+        """
         first = 0
         for local in boxes_of_range(_box_of(self.place.local), self.start, self.start + self.length):
             for region, stored in self.place.regions:

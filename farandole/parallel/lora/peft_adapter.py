@@ -137,7 +137,7 @@ def read_adapter(model: nn.Module, folder: str | Path) -> Saved:
 
     Raises:
         AdapterError: if files are missing or damaged, or require an unsupported feature.
-        ValueError: if the adapter has other shapes than layers that the model fuses or stacks.
+        ValueError: if the adapter's shapes do not match the layers that the model fuses or stacks.
     """
     folder = Path(folder).expanduser()
     config, found = _read(folder)
@@ -316,7 +316,7 @@ _HARMLESS = {
         "runtime_config",
     ),  # have an effect only together with other fields
 }
-"""Ignored fields: they describe the adapter's origin, or layers that its tensors determine."""
+"""Ignored fields, which describe the adapter's origin, or its layers, which its tensors also show."""
 
 _STARTS = (True, False, "gaussian", "orthogonal")
 """Supported initializations of A and B; other initializations change the base model's weights."""

@@ -113,7 +113,7 @@ def _matches(pattern: Pattern, path: str) -> bool:
 
 
 def _why_not(module: nn.Module, lora: LoRA) -> str | None:
-    """Return a description of a module that cannot be adapted, or None."""
+    """Return a description of the module if it cannot be adapted, or else None."""
     if type(module) is StackedLinear:
         return _why_not_stacked(lora)
     if type(module) is not nn.Linear:
@@ -144,7 +144,7 @@ def _why_not_stacked(lora: LoRA) -> str | None:
 
 
 def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
-    """Raise ValueError for layers that torch's encoder does not call in inference, where adapters have no effect."""
+    """Raise ValueError for layers that torch's encoder bypasses in inference, so that adapters would have no effect."""
     targets = set(found.values())
     for path, module in model.named_modules():
         if (

@@ -1,8 +1,8 @@
 """Determine whether an optimizer updates elements independently, parameters independently, or all parameters together.
 
-The result does not depend on the optimizer's name: a few steps are run twice.  One copy of the optimizer updates two
-small matrices, and further copies each update a part of these matrices.  The optimizer is independent of a split if the
-results are equal.
+The optimizer is tested, because its name is not reliable.  One copy of the optimizer updates two small matrices for a
+few steps, and two further copies each update a part of these matrices.  If the results are equal, the optimizer can
+update the parts on different ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ def why_not_by_parameter(optimizer: Optimizer) -> str:
 
 
 def _try_parts(optimizer: Optimizer, part: Callable[[list[Tensor], int], list[Tensor]], what: str) -> str:
-    """Return why `optimizer` does not support `what`, by comparing steps of two matrices and of their parts."""
+    """Compare updates of two matrices with updates of their parts; return "" if they are equal, or else the difference.
+
+    Args:
+        what: the tested property, such as "update each element by itself", for the returned text.
+    """
     for group in optimizer.param_groups:
         if group["params"] and (reason := _try_group(optimizer, group, part, what)):
             return reason

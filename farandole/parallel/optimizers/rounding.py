@@ -56,9 +56,9 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
 class StochasticRounding:
     """Makes an optimizer update the bf16 weights in buckets.
 
-    The rounding direction depends only on `seed`, the number of `steps` and the position of a weight.  Therefore it is the
-    same on ranks that update the same weights, and in a run that resumes from a checkpoint with the weights, the
-    optimizer's state and `steps`.
+    The random number for a weight depends only on `seed`, the number of `steps` and the weight's position.  Therefore
+    rounding is the same on ranks that update the same weights, and in a run that resumes from a checkpoint with the
+    weights, the optimizer's state and `steps`.
     """
 
     def __init__(self, seed: int = 0) -> None:

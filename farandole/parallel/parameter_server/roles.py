@@ -26,7 +26,7 @@ class ParameterServer:
         timeout_s: the maximum time in seconds between two calls from a worker, or without a message from a server.
 
     Raises:
-        ValueError: if there are too few ranks.
+        ValueError: if there is no server or no worker, or `timeout_s` is not positive.
     """
 
     def __init__(self, comm: Communicator, servers: int = 1, *, timeout_s: float = 600.0) -> None:

@@ -203,7 +203,7 @@ class Server:
         )
 
     def _answer(self) -> None:
-        """Send parameters to all workers that are waiting for them and can continue."""
+        """Send parameters to the waiting workers that the mode allows to continue."""
         if not self._filled:
             self._want_parameters()
             return

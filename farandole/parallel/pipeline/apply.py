@@ -51,7 +51,7 @@ def measured_division(
         dtype: the dtype in which the model computes.
 
     Raises:
-        PlanError: as `divided`, or if blocks cannot be measured.
+        PlanError: as for `divided`, or if blocks cannot be measured.
     """
     sequential, costs = _sequential(model), None
     if (

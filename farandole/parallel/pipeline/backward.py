@@ -217,7 +217,7 @@ class _Graph:
                 self._parameters[node] = variable  # type: ignore[assignment]
 
     def branches(self) -> tuple[list[_Branch], list[nn.Parameter]]:
-        """Return the branches, and the parameters whose gradients cannot wait."""
+        """Return the branches, and the parameters whose gradients the first half must compute."""
         behind: dict[Node, frozenset[Node]] = {}  # the parameters behind functions that are not on the path
         found: dict[Node, frozenset[Node]] = {}
         for node in self._order:

@@ -4,8 +4,9 @@
     found = balance([cost.seconds for cost in costs], 4)
     found.ranges, found.imbalance                            # blocks of each stage; excess of the slowest over the mean
 
-The division is exact: dynamic programming over the number of stages and the end of the last stage, in O(stages x blocks^2)
-(Huang et al., 2019, "GPipe", and Narayanan et al., 2019, "PipeDream", divide models in the same way).
+The division is optimal, by dynamic programming over the number of stages and the end of the last stage, in
+O(stages x blocks^2).  Huang et al. (2019, "GPipe") and Narayanan et al. (2019, "PipeDream") divide models in the same
+way.
 """
 
 from __future__ import annotations

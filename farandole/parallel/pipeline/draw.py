@@ -27,7 +27,7 @@ COLOURS = {
     BackwardInput: ("#2a9d8f", "#93d3ca"),
     BackwardWeight: ("#c98a1b", "#e6bf77"),
 }
-"""The colours of an action in the first chunk or replica, and in the second one."""
+"""The colors of each kind of action: in the first chunk or replica, and in a later chunk or the second replica."""
 
 
 def text(timeline: Timeline, columns: int = 200) -> str:

@@ -24,7 +24,7 @@ from farandole.parallel.pipeline.schedule import Backward, BackwardInput, Backwa
 from farandole.parallel.pipeline.simulate import Costs, Span, Timeline
 
 _EXCHANGES = 9
-"""The number of messages with which a difference of clocks is measured."""
+"""The number of round trips with which the difference between two clocks is measured."""
 
 
 def measured_timeline(pipeline: Pipeline, comm: Communicator, ranks: Sequence[int] | None = None) -> Timeline:
@@ -80,8 +80,8 @@ def median_costs(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Costs:
 def clock_shift(comm: Communicator) -> float:
     """Return the seconds to add to this rank's `time.perf_counter` to get rank 0's clock.  This is a collective call.
 
-    Ranks on the same host have the same clock.  For another host, the shift is measured with messages: its error is at most half
-    of the shortest round trip.
+    Ranks on rank 0's host have the same clock.  For other hosts, the shift is measured with messages, and its error is
+    at most half of the shortest round trip.
     """
     hosts = hosts_of(comm)
     shift, answer = 0.0, torch.zeros(1, dtype=torch.float64)

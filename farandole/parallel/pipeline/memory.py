@@ -98,7 +98,7 @@ def steady(schedule: Schedule, asked: str) -> Schedule:
         asked: the option that requires such a schedule, for the error message.
 
     Raises:
-        PlanError: if the peak is proportional to the number of micro-batches.
+        PlanError: if the peak grows with the number of micro-batches.
     """
     few, many = (build(schedule.name, schedule.ranks, factor * schedule.ranks) for factor in (4, 8))
     for before, after in zip(few.actions, many.actions, strict=True):

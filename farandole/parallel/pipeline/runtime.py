@@ -83,7 +83,7 @@ class Pipeline:
         statistics: the BatchNorm statistics of this rank's stages.
         peers: the ranks that compute these stages together.
         replica: the communicator of all ranks that compute the same samples: the pipeline's ranks and their peers.
-        number: the number of this rank in messages.
+        number: the number of this rank in error messages.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class Pipeline:
             loss: called on the rank with the last stage, with the output of a micro-batch and its number; returns
                 the loss to differentiate.
             train: whether to run backward passes.
-            completing: used for the last action of each stage, and for each action that completes the gradients of a
-                micro-batch for the parameters in `every_pass`.
+            completing: the context for the last action of each stage, and for each action that completes a
+                micro-batch's gradients of the parameters in `every_pass`.
         """
         planned, schedule = self.schedule(micro_batches), self._present(micro_batches, present, train)
         transfers = Transfers(self._comm, self._places, schedule, self._rank, self._device)

@@ -64,7 +64,7 @@ def search(
         tries: the number of steps of the local search.
 
     Raises:
-        ScheduleError: if no schedule fits; the message contains the least memory of the registered schedules.
+        ScheduleError: if no schedule fits; the message contains the smallest `memory` for a registered schedule.
     """
     costs = costs or Costs()
     named = dict(_named(ranks, micro_batches, costs))

@@ -29,12 +29,12 @@ from farandole.parallel.pipeline.schedule import (
 )
 
 PerStage = float | Sequence[float]
-"""A number for one rank's part of the model, which its chunks share equally, or one number for each stage."""
+"""Either a cost of one rank's part of the model, divided equally among the rank's chunks, or a cost for each stage."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The times and bytes of the actions on one micro-batch, in any unit.
+    """The times and the memory of the actions on one micro-batch, in any units.
 
     Args:
         forward: the time of a forward pass, F.

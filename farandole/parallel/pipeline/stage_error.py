@@ -48,7 +48,7 @@ class StageFailure:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """The place of this failure among those of all ranks: causes first, then in the order of time."""
+        """The sort key of failures: `RankLeft`, which another failure causes, comes last; others in order of time."""
         return isinstance(self.error, RankLeft), self.at
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def raise_on_all(comm: _Ranks, rank: int, failure: StageFailure | None) -> None:
     If actions failed on several ranks, the message describes the first failure.
 
     Args:
-        rank: the number of this rank in messages.
+        rank: the number of this rank in error messages.
         failure: the failure of this rank, if an action failed.
     """
     failed = torch.tensor([failure is not None], dtype=torch.int32)

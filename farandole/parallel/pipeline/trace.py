@@ -31,7 +31,10 @@ COLORS = {
     BackwardInput: "thread_state_iowait",
     BackwardWeight: "rail_response",
 }
-"""The color of each kind of action in chrome://tracing, which has fixed names; Perfetto chooses colors by letter."""
+"""The color of each kind of action in chrome://tracing, which has a fixed set of color names.
+
+Perfetto ignores these names, and derives colors from the letters in the names of events.
+"""
 
 FIRST_PROCESS = 1000
 """The number of the process of rank 0.  Perfetto shows the number after the name, as in `rank 3 1003`."""

@@ -22,9 +22,10 @@ AXIS = "tensor"
 
 
 class ColumnLinear(nn.Linear):
-    """The only layer that uses the input of a region.
+    """A column layer that is the only user of its region's input.
 
-    The input enters here, and the backward pass overlaps with the all-reduce (`linear_of_copies`).
+    The input enters the region in this layer, so that the all-reduce of the backward pass overlaps with the computation
+    of the weight gradient (`linear_of_copies`).
     """
 
     comm: AxisCommunicator

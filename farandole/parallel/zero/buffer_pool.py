@@ -90,7 +90,7 @@ class BufferPool:
         self._holders.append(bucket)
 
     def acquire(self, bucket: Bucket, number: int) -> Tensor:
-        """Return a buffer for bucket `number`, as long as the bucket."""
+        """Return a buffer for bucket `number`, with the length of the bucket."""
         self.hold(bucket)
         if not self.zero_copy and self._users[number % DEPTH] is None:
             self._users[number % DEPTH] = bucket

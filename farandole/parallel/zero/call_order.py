@@ -147,7 +147,7 @@ class CallOrder:
                 return
 
     def _gathering_ahead(self, items: list[int]) -> list[int]:
-        """Move each gather before the reductions since the previous gather, so that it overlaps with computation."""
+        """Move each gather ahead of the reductions directly before it, so that it overlaps with computation."""
         ordered: list[int] = []
         reductions = 0  # since the last gather
         for item in items:

@@ -162,7 +162,7 @@ class Gatherer:
             self._order.advance(self._is_ready)
 
     def reduce_early(self, number: int) -> bool:
-        """Reduce bucket `number` without its missing gradients, unless the order of the pass is agreed already.
+        """Reduce bucket `number` without its missing gradients, unless the ranks have agreed on the order of the pass.
 
         Returns:
             Whether the reduction has started.

@@ -370,7 +370,10 @@ def _is_frozen(parameter: nn.Parameter) -> bool:
 # ---- flat buffers ----
 
 ALIGNMENT = 16
-"""The alignment in elements (a cache line in fp32): kernels then treat a tensor in the buffer like a separate one."""
+"""The alignment of tensors in a flat buffer, in elements (in fp32, a cache line).
+
+Kernels then treat a tensor in the buffer like a separately allocated tensor.
+"""
 
 
 @dataclass(frozen=True)
