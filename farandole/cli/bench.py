@@ -330,7 +330,7 @@ def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
         return None
     if ranks not in (None, placement.size):
         raise BenchError(
-            f"--ranks {ranks}: this process is one of {placement.size} ranks started by {placement.launcher}; omit --ranks"
+            f"--ranks {ranks}: this process is already one of {placement.size} ranks ({placement.launcher}); omit --ranks"
         )
     return placement.size
 

@@ -137,7 +137,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     if placement is not ALONE:
         if ranks not in (None, placement.size):
             raise ConfigError(
-                f"--ranks {ranks}: this process is one of {placement.size} ranks started by {placement.launcher}; omit --ranks"
+                f"--ranks {ranks}: this process is already one of {placement.size} ranks ({placement.launcher}); omit --ranks"
             )
         if dry_run:
             raise ConfigError(

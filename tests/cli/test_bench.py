@@ -46,4 +46,4 @@ def test_under_another_launcher_one_rank_refuses_for_all(monkeypatch, rank):
         monkeypatch.setenv(name, str(value))
     result = invoke("training", "--ranks", "3")
     assert result.exit_code == 2
-    assert ("a rank of a job of size 2 (" in result.output) == (rank == 0)
+    assert ("one of 2 ranks (" in result.output) == (rank == 0)

@@ -259,7 +259,7 @@ def test_ranks_must_match_another_launcher(launched: list[Any], monkeypatch: pyt
         monkeypatch.setenv(name, value)
     result = _train("tiny", "--ranks", "2")
     assert result.exit_code == 2
-    assert "a rank of a job of size 4 (environment variables); omit --ranks" in result.output
+    assert "one of 4 ranks (environment variables); omit --ranks" in result.output
 
 
 def test_contradictory_variables_are_reported_in_one_line(
