@@ -263,4 +263,4 @@ def test_the_command(folder: Path) -> None:
 def test_options_for_language_models_are_refused(folder: Path) -> None:
     found = CliRunner().invoke(app, ["serve", str(folder), "--ttft", "1s"])
     assert found.exit_code == 2
-    assert "--ttft: not supported for an encoder" in found.stderr
+    assert "--ttft: not supported for a model that computes embeddings" in found.stderr
