@@ -201,7 +201,7 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """The number of groups of ranks with different samples."""
+        """The number of groups of ranks that process the same samples; different groups process different samples."""
         return math.prod(self.width(axis, self.stages - 1) for axis in SAMPLE_AXES)
 
     def replica_of(self, rank: int) -> int:

@@ -309,8 +309,8 @@ class Plan:
             )
         if self.recompute == "auto":
             raise PlanError(
-                f"stage_bytes={stage_bytes} with recompute='auto', which uses activation_bytes; nearest plan: "
-                "recompute='block', or stage_bytes=None"
+                f"stage_bytes={stage_bytes} is not supported with recompute='auto', which takes its limit from "
+                "activation_bytes; nearest plan: recompute='block', or stage_bytes=None"
             )
 
     def _check_places(self) -> None:

@@ -136,7 +136,7 @@ class PlanSetup:
 class Planned:
     """Estimated plans, with the best first, and the machine for which they were estimated.
 
-    `published` names the values of the machine that are published instead of given or measured.
+    `published` names the values of the machine that are published, not given or measured.
     """
 
     config: TrainConfig
@@ -524,5 +524,5 @@ def _check(option: str, given: Sequence[str], known: Sequence[str]) -> None:
     for one in given:
         if one not in known:
             near = difflib.get_close_matches(one, known, 1)
-            hint = f"nearest: {near[0]}" if near else f"one of {', '.join(known)}"
+            hint = f"nearest: {near[0]}" if near else f"expected one of {', '.join(known)}"
             raise BenchError(f"{option} {one} is unknown; {hint}")

@@ -59,7 +59,10 @@ class Core(Protocol):
         """Return the name of the algorithm for an operation on `nbytes` bytes per rank, as shown to users."""
 
     def check(self, status: Any) -> None:
-        """Raise the exception for a result returned by a callable from `prepare`."""
+        """Raise the exception for `status`, the result of a callable that `prepare` returned.
+
+        Do nothing if the call succeeded; wait first if the result is pending work.
+        """
 
     # ---- collectives ----
 

@@ -199,7 +199,7 @@ def find_template(folder: Path, choice: str = "") -> Template:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`, or {} without this file.
+    """Return the content of `tokenizer_config.json`, or {} if the file is missing or contains no object.
 
     Raises `DataError` if the file is damaged.
     """

@@ -208,7 +208,10 @@ class Engine:
             self._wake.notify()
 
     def close(self) -> None:
-        """Shut the engine down and wait until its thread has ended."""
+        """Shut the engine down and wait for its thread.
+
+        If the thread does not end in time, abort the running collectives and wait once more.
+        """
         self.request_close()
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():  # another rank hangs or died undetected

@@ -175,7 +175,7 @@ def _describe(shares: Sequence[Share]) -> str:
 
 
 def _format_processors(processors: Sequence[int]) -> str:
-    """Return `core 3`, `cores 0-3` or `cores 0-3,8-11`."""
+    """Return text such as `core 3`, `cores 0-3` or `cores 0-3,8-11`."""
     runs: list[list[int]] = []
     for processor in sorted(processors):
         if runs and processor == runs[-1][-1] + 1:

@@ -215,7 +215,7 @@ class _RemoteJob:
         self._signals.append(number)
 
     def _forward_signals(self, running: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Forward the first signal; after the second, close the input of every launcher, which ends the launchers."""
+        """Forward the first signal; after the second, close the standard input of all launchers, which ends them."""
         if len(self._signals) == self._forwarded:
             return
         for launcher in running:

@@ -100,7 +100,7 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory on `device` for reading a record of `nbytes` (1-D, uint8, at least `nbytes` long)."""
+        """Return 1-D uint8 memory of at least `nbytes` on `device`, for reading a record of `nbytes`."""
 
     @abstractmethod
     def write(self, record: Any, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
@@ -458,8 +458,8 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
     allowed = min(limit_bytes, free_bytes(require_folder(folder)))
     if allowed < PART_BYTES:
         raise NoSpace(
-            f"cannot measure the disk in {folder}: expected {size(PART_BYTES)} of free space and a limit of at "
-            f"least this size, got {size(allowed)}; free space on the disk, choose another folder, or raise limit_bytes"
+            f"cannot measure the bandwidth of the disk in {folder}: {size(PART_BYTES)} required, but the free space or "
+            f"limit_bytes allows only {size(allowed)}; delete files, choose another folder, or raise limit_bytes"
         )
     store = DiskStore(folder, "random bytes")
     try:

@@ -228,7 +228,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Keep(_Mode):
-    """The dispatch mode for the forward pass, which keeps outputs of products."""
+    """The dispatch mode for the forward pass, which keeps the outputs of matrix products."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

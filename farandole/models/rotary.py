@@ -73,7 +73,7 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if self.width % 2:
-            raise ValueError(f"expected an even number of rotated values, got {self.width}")
+            raise ValueError(f"expected an even rotary dimension, got width={self.width}")
         if self.scaling is not None and self.scaling not in SCALINGS:
             raise ValueError(
                 f"unknown scaling={self.scaling!r} for rotary positions; expected one of {', '.join(SCALINGS)}"
@@ -81,7 +81,7 @@ class Rotary:
         counts = (len(self.short_factors), len(self.long_factors))
         if self.scaling == "longrope" and set(counts) != {self.width // 2}:
             raise ValueError(
-                f"expected {self.width // 2} short factors and long factors for {self.width} rotated values, "
+                f"expected {self.width // 2} short factors and long factors for width={self.width}, "
                 f"got {counts[0]} and {counts[1]}"
             )
 

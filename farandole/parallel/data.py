@@ -444,7 +444,10 @@ class GradientReducer:
                     self.buckets[other].advance()
 
     def _start_early(self, bucket: Bucket) -> None:
-        """Start reductions of incomplete buckets, until `bucket` can get memory or until this would not save memory."""
+        """Reduce incomplete buckets early, until `bucket` can allocate its memory.
+
+        Stop before if further reductions cannot start early or would not free memory.
+        """
         while (first := bucket.first_to_launch()) is not None:
             if self._gatherer is not None:
                 if not self._gatherer.reduce_early(self.buckets.index(first)):

@@ -238,6 +238,8 @@ def _is_norm(module: Any) -> bool:
 
 
 def _is_plain(module: Any, kind: type[nn.Module]) -> bool:
-    """Return whether the type of `module` is exactly `kind`, and its `forward` was not replaced, e.g. by tensor
-    parallelism."""
+    """Return whether `module` has exactly the type `kind`, its `forward` is not replaced, and it has no forward hooks.
+
+    Tensor parallelism, for example, replaces `forward`.
+    """
     return type(module) is kind and "forward" not in vars(module) and not module._forward_hooks

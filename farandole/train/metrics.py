@@ -133,7 +133,7 @@ class MetricsWriter:
 
 
 def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
-    """Start or continue the Weights & Biases run.  Raises `ConfigError` if this fails (`start.check_wandb`)."""
+    """Start or resume the Weights & Biases run; raise `ConfigError` on failure."""
     import wandb
 
     try:

@@ -54,15 +54,17 @@ def test_only_the_requested_plans_must_divide_the_batch(tmp_path: Path) -> None:
     assert limited["plan"]["stage_bytes"] == 1 << 30
     result = _plan(*words, "plan.stage_bytes=9")
     assert result.exit_code == 2
-    assert "fits in 9 per stage; allow at least" in " ".join(result.output.replace("│", " ").split())
+    assert "stages of size at most 9 each; raise the limit to at least" in " ".join(
+        result.output.replace("│", " ").split()
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--recompute", "blok"), "--recompute blok is unknown; nearest: block"),
-        (("--precision", "fp8"), "--precision fp8 is unknown; one of fp32, bf16, fp16"),
-        (("--zero", "4"), "--zero 4 is unknown; one of 0, 1, 2, 3"),
+        (("--precision", "fp8"), "--precision fp8 is unknown; expected one of fp32, bf16, fp16"),
+        (("--zero", "4"), "--zero 4 is unknown; expected one of 0, 1, 2, 3"),
         (("--offload", "disc:/x"), "offload='disc:/x': expected 'none', 'host' or 'disk:FOLDER'"),
         (("--memory", "lots"), "--memory: expected a number above 0 such as 512M, 16GiB or 1.5G, got 'lots'"),
         (("tinny",), "tinny is not a preset or file; did you mean tiny?"),

@@ -54,7 +54,7 @@ def test_positions_without_values_count_from_0(options: dict[str, Any]) -> None:
 
 
 def test_invalid_rotary_positions_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected an even number of rotated values, got 7"):
+    with pytest.raises(ValueError, match="expected an even rotary dimension, got width=7"):
         Rotary(7)
     with pytest.raises(ValueError, match="unknown scaling='longrop' .* expected one of linear, .*, longrope"):
         Rotary(8, scaling="longrop")

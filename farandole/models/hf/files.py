@@ -92,7 +92,8 @@ def open_folder(folder: Path) -> dict[str, Entry]:
         outside = [name for name in wanted if Path(name).name != name]
         if outside:
             raise FolderError(
-                f"{index} is damaged: it names the file {outside[0]}, which is not in the folder; download the file again"
+                f"{index} is damaged: expected file names without directories, got {outside[0]!r}; "
+                f"download {INDEX} again"
             )
         missing = [name for name in wanted if not (folder / name).is_file()]
         if missing:

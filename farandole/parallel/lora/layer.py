@@ -17,9 +17,9 @@ from farandole.plan import LoRA
 
 
 class AdaptedLayer(nn.Module):
-    """The adapter of a linear layer, or of each expert's layer in a stack.
+    """A linear layer with a LoRA adapter; base class of the variants for `nn.Linear` and for stacked expert layers.
 
-    Parameters: `weight` (..., out, in) of the original layer, which is frozen, `lora_A` (..., rank, in) and `lora_B`
+    Its parameters are the frozen `weight` (..., out, in), and the trained `lora_A` (..., rank, in) and `lora_B`
     (..., out, rank).  `adapt` and `restore` change the class of a layer in place, so references to the layer, its hooks,
     and the names and objects of its parameters remain valid.
     """

@@ -105,7 +105,8 @@ def balance(
     if best[blocks] == infinite:
         least = _least_memory(held_before, blocks)
         raise ScheduleError(
-            f"no division into {stages} stages fits in {memory:g} per stage; allow at least {least:g}, or use more stages"
+            f"the blocks cannot be divided into {stages} stages of size at most {memory:g} each; raise the limit to at "
+            f"least {least:g}, or use more stages"
         )
     ends = [blocks]
     for row in reversed(starts):

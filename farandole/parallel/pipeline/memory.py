@@ -28,7 +28,8 @@ class RankActivations:
 
     Args:
         model: the complete model.
-        schedule: the schedule for any number of micro-batches.
+        schedule: the pipeline schedule; its number of micro-batches is ignored, because the peak is computed for enough
+            micro-batches (`steady`).
     """
 
     def __init__(self, model: nn.Sequential, division: Balance, schedule: Schedule, rank: int) -> None:

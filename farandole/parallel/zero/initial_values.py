@@ -209,7 +209,10 @@ def broadcast_parameters(
 
 
 def broadcast_from_first(model: nn.Module, comm: Communicator) -> None:
-    """Broadcast the parameters and buffers in memory from rank 0, before they are split.  This is a collective call."""
+    """Broadcast the parameters and buffers that are not on the meta device from rank 0, before they are split.
+
+    This is a collective call.
+    """
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:

@@ -74,7 +74,7 @@ class ShardedRunner(Runner):
 
 
 class Driver(Runner):
-    """The runner of a process that sends each step to the workers, for `GenerationEngine`."""
+    """The `GenerationEngine` runner of the driver process, which sends each step to the workers."""
 
     heartbeat_s = HEARTBEAT_S
     _steps: _Steps

@@ -167,7 +167,11 @@ BUDGET: dict[str, Any] = {"recompute": "auto", "activation_bytes": 9}
             {},
             "stage_bytes cannot be used with schedule='gpipe': .*nearest plan: schedule='1f1b'",
         ),
-        (Plan(pipeline=2, stage_bytes=9), {}, r"fits in 9 per stage; allow at least \d+"),
+        (
+            Plan(pipeline=2, stage_bytes=9),
+            {},
+            r"stages of size at most 9 each; raise the limit to at least \d+",
+        ),
         (Plan(pipeline=2, stage_bytes=9), {"example": None}, "stage_bytes=9 requires example="),
     ],
 )

@@ -163,7 +163,7 @@ def test_invalid_plans_are_refused() -> None:
         Plan(pipeline=2, zero=3)
     with pytest.raises(PlanError, match="stage_bytes=9 with pipeline=1: .* nearest plan: pipeline=2"):
         Plan(stage_bytes=9)
-    with pytest.raises(PlanError, match="stage_bytes=9 with recompute='auto', which uses activation_bytes"):
+    with pytest.raises(PlanError, match="stage_bytes=9 is not supported with recompute='auto', which takes"):
         Plan(pipeline=2, recompute="auto", activation_bytes=9, stage_bytes=9)
     with pytest.raises(PlanError, match="schedule='gpipe' with pipeline=1"):
         Plan(schedule="gpipe")
