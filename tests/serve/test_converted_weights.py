@@ -31,8 +31,14 @@ from farandole.serve.runner import Runner
 from tests.serve.models import CONTEXT, LAYERS, models, run, vocabulary
 from tests.serve.server import NAME, command, write_folder
 from tests.serve.test_lora import adapters_of, results
-from tests.serve.test_ranks import BOUND, CASES, Case
+from tests.serve.test_ranks import CASES, Case
 
+INPUT_ROUNDING = 5e-3
+"""The largest difference of log-probabilities that results from rounding the inputs of products with int8 weights.
+
+A row of inputs is rounded to multiples of its largest value / 32767. Each rank has a part of a row with its own largest
+value. Rounding the inputs of exact products of the small Llama in the same way changes log-probabilities by 7e-4.
+"""
 DENSE = ("gpt2", "gptj", "llama", "mistral", "qwen3")
 
 
@@ -128,11 +134,11 @@ def test_weights_that_a_step_computes_are_not_kept() -> None:
 def test_each_family_in_bf16(family: str) -> None:
     prompt = [(7 * i + 3) % vocabulary(family) for i in range(40)]
     model = copy.deepcopy(models(family)[1]).to(torch.bfloat16)
-    engine = GenerationEngine(Runner(model, owned=True), context=CONTEXT)
-    found = prompt_logprobs(engine, prompt)
     with torch.inference_mode():
         logprobs = model(torch.tensor([prompt]))[0].float().log_softmax(-1)
     expected = logprobs[torch.arange(39), torch.tensor(prompt[1:])]
+    engine = GenerationEngine(Runner(model, owned=True), context=CONTEXT)  # may free the weights of the model
+    found = prompt_logprobs(engine, prompt)
     assert float((found - expected).abs().median()) < 0.1
 
 
@@ -160,7 +166,7 @@ def test_the_log_probabilities_are_those_of_the_rounded_weights(family: str) -> 
     found = []
     for lora in (None, *adapters):
         found.append(prompt_logprobs(engine, prompt, lora))
-        assert torch.allclose(found[-1], prompt_logprobs(exact, prompt, lora), atol=1e-4, rtol=0)
+        assert torch.allclose(found[-1], prompt_logprobs(exact, prompt, lora), atol=INPUT_ROUNDING, rtol=0)
         assert len(found) == 1 or not torch.allclose(found[-1], found[0], atol=1e-2)
 
 
@@ -218,7 +224,9 @@ def test_two_ranks_round_weights_as_one(ranks: Any, case: Case) -> None:
     found, _ = ranks(2).run(on_ranks, str(model.pretrained.folder), adapters, prompts)  # type: ignore[union-attr]
     for own, other in zip(found, expected, strict=True):
         assert [each.token for each in own] == [each.token for each in other]
-        assert [each.logprob for each in own] == pytest.approx([each.logprob for each in other], abs=BOUND)
+        assert [each.logprob for each in own] == pytest.approx(
+            [each.logprob for each in other], abs=INPUT_ROUNDING
+        )
 
 
 def test_other_combinations_are_refused(tmp_path: Path) -> None:
@@ -253,7 +261,7 @@ def test_generation_without_a_server(tmp_path: Path) -> None:
         (two,) = llm.generate(["say red"], **sampling)
     assert two.text == one.text
     assert [each.logprob for each in two.completions[0].logprobs] == pytest.approx(
-        [each.logprob for each in one.completions[0].logprobs], abs=BOUND
+        [each.logprob for each in one.completions[0].logprobs], abs=INPUT_ROUNDING
     )
     for more in ([], ["--tensor", "2"]):
         result = CliRunner().invoke(app, [*base, "--weights", "int8", *more])

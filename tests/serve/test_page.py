@@ -218,11 +218,11 @@ def test_pages(folder: Path, page: Page) -> None:
 
 @in_browser
 def test_replicas(page: Page, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path, context=1 << 15)  # so that the request does not end before it is stopped
+    folder = write_folder(tmp_path, context=1 << 13)  # so that the request does not end before it is stopped
     with command(folder, "--replicas", "2") as (address, _):
         open_page(page, address)
         expect(page.get_by_label("Replica")).to_have_value("0")
-        ask(page, "say", 32_000)
+        ask(page, "say", 8000)
         expect(page.locator("#sequences tr")).to_have_count(1)
         expect(page.locator("#running b")).to_have_text("1")
         page.get_by_label("Replica").select_option("1")
