@@ -23,9 +23,7 @@ from farandole.parallel.pipeline.schedule import (
 )
 
 
-@register(
-    "zb-v", "ZB-V (zero bubble): two chunks per rank in a V; only the first micro-batch causes idle time"
-)
+@register("zb-v", "ZB-V (zero bubble): two chunks per rank in a V; idle time only for the first micro-batch")
 def zb_v(ranks: int, micro_batches: int) -> Schedule:
     """Return ZB-V (Qi et al., 2023, "Zero Bubble Pipeline Parallelism", section 6).
 
