@@ -137,7 +137,7 @@ def _refused(rank: int, size: int, kind: str, plan: Plan) -> str:
     ("kind", "options", "message"),
     [
         ("tanh", {}, "the blocks of pipeline rank 1 have no parameters; nearest plan: pipeline=1"),
-        ("gpt", {"schedule": "gems", "zero": 2}, "nearest plan: zero=1, or schedule='1f1b'"),
+        ("gpt", {"schedule": "gems", "zero": 2}, "over these ranks, or schedule='1f1b'"),
         ("gpt", {"schedule": "1f1"}, "unknown schedule '1f1'; did you mean 1f1b"),
         ("gpt", {"recompute": "attention"}, "recompute='attention' requires an example"),
         ("gpt", {"schedule": "zb-h1", "recompute": "block"}, "nearest plan: schedule='1f1b'"),
