@@ -61,7 +61,7 @@ struct frd_attend_task {
     int is_bf16; /* the type of keys and values, else fp32 */
 };
 
-/* Computes some outputs, one block of rows, or one query and key-value head.  `scores` has room for the group's scores
+/* Computes some outputs, one block of rows, or one query and key-value head.  `scores` has space for the group's scores
  * of all positions, rounded up to 4 tiles. */
 struct frd_inference {
     void (*linear)(const struct frd_linear_task *task, size_t number);

@@ -142,10 +142,8 @@ def _nonnegative(information: np.ndarray, solution: np.ndarray) -> np.ndarray:
     """Return the best solution without negative coefficients."""
     if solution.min() >= 0:
         return solution
-    matrix, right = (
-        information.tolist(),
-        (information @ solution).tolist(),
-    )  # the calls of numpy would take 20 times as long
+    # in lists, because numpy's calls take longer than the arithmetic on three coefficients
+    matrix, right = information.tolist(), (information @ solution).tolist()
     best, least = np.zeros(3), math.inf
     for candidate in _partial_solutions(matrix, right):
         # the error minus a constant: x^T A x - 2 x^T A s

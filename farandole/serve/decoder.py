@@ -222,7 +222,7 @@ def _traits(block: Any, epsilon: float) -> tuple[object, ...] | None:
     if ACTIVATIONS[feed_forward.activation] is not F.silu:
         return None
     norms = [block.norm_attention, block.norm_feed_forward]
-    if attention.norm_query is not None and attention.norm_key is not None:
+    if attention.norm_query is not None or attention.norm_key is not None:
         norms += [attention.norm_query, attention.norm_key]
     if not all(_is_norm(norm) and norm.epsilon == epsilon for norm in norms):
         return None
@@ -242,4 +242,6 @@ def _is_plain(module: Any, kind: type[nn.Module]) -> bool:
 
     Tensor parallelism, for example, replaces `forward`.
     """
-    return type(module) is kind and "forward" not in vars(module) and not module._forward_hooks
+    return type(module) is kind and not (
+        "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    )

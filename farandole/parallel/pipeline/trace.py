@@ -1,8 +1,9 @@
-"""Events of a trace in Chrome's Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
+"""Events of a trace in Chrome's Trace Event Format, for https://ui.perfetto.dev.
 
 A trace is a list of events.  Each rank is a process of the trace, and each row of a rank is a thread.  Perfetto treats
 process 0 as the idle process of Linux, and a thread whose number equals that of its process as the main thread, so
-neither number is used.  Viewers would sort ranks and rows by name, so events give their order.
+neither number is used.  Perfetto sorts ranks and rows by name, so that rank 10 precedes rank 2; other viewers use the
+order that the events give.
 """
 
 from __future__ import annotations
@@ -24,17 +25,6 @@ KINDS = {
     BackwardWeight: "weight gradient",
 }
 """The name of each kind of action."""
-
-COLORS = {
-    Forward: "thread_state_running",
-    Backward: "thread_state_iowait",
-    BackwardInput: "thread_state_iowait",
-    BackwardWeight: "rail_response",
-}
-"""The color of each kind of action in chrome://tracing, which has a fixed set of color names.
-
-Perfetto ignores these names, and derives colors from the letters in the names of events.
-"""
 
 FIRST_PROCESS = 1000
 """The number of the process of rank 0.  Perfetto shows the number after the name, as in `rank 3 1003`."""
@@ -73,7 +63,7 @@ def action_events(
     """
     for span in spans:
         action = span.action
-        event = duration(
+        yield duration(
             schedule.label(action),
             rank,
             thread,
@@ -82,7 +72,6 @@ def action_events(
             category=KINDS[type(action)],
             arguments={"stage": action.stage, "micro_batch": action.micro_batch},
         )
-        yield event | {"cname": COLORS[type(action)]}
 
 
 def duration(
