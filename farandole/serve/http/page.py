@@ -16,13 +16,13 @@ from pathlib import Path
 
 
 def read_page(name: str) -> tuple[str, dict[str, str]]:
-    """Return a document of `pages/`, with its style sheet and script inlined, and its HTTP headers."""
+    """Return a document of `pages/`, with its header, style sheet and script inlined, and its HTTP headers."""
     folder = Path(__file__).parent / "pages"
 
     def read(file: str) -> str:
         return (folder / file).read_text(encoding="utf-8")
 
-    text = read(f"{name}.html")
+    text = re.sub(r"<!-- (\S+\.html) -->\n", lambda found: read(found[1]), read(f"{name}.html"))
     text = re.sub(
         r'<link rel="stylesheet" href="(.*?)">', lambda found: f"<style>\n{read(found[1])}</style>", text
     )
