@@ -1,8 +1,8 @@
 """Configure the interpreter and the C library so that processes start, run and exit faster.
 
 Torch consists of a thousand modules.  Importing them creates no garbage, but the collector traverses them repeatedly,
-which takes a fifth of the import time.  At exit, the interpreter destroys every module, which takes about as long as
-these traversals.
+which takes about a tenth of the import time (measured: 13 %).  At exit, the interpreter destroys every module, which
+takes longer than these traversals.
 """
 
 from __future__ import annotations

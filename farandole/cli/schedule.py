@@ -147,7 +147,7 @@ def _costs(forward: str, input_: str, weight: str, activation: str, send: float,
             numbers = [-1.0]
         if min(numbers) < 0:
             raise ScheduleError(
-                f"{option} {text}: expected a number, or one number per stage such as 1,1,2,1"
+                f"{option} {text}: expected a number of at least 0, or one such number per stage, as in 1,1,2,1"
             )
         return numbers if len(numbers) > 1 else numbers[0]
 

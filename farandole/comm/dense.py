@@ -36,7 +36,7 @@ def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
         ):
             raise ValueError(
                 f"{call}: expected an output whose elements do not overlap, got shape {list(output.shape)} with "
-                f"strides {list(output.stride())}; use a contiguous output"
+                f"strides {list(output.stride())}; use the result of contiguous()"
             )
 
 

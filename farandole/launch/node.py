@@ -1,7 +1,8 @@
 """The launcher of one host, for a job that was started on another host: `python -m farandole.launch.node`.
 
-The command that started the job writes to this launcher's standard input: a line with a `NodeSpec`, then a line with
-the number of each signal.  The end of the input means that the command has ended, so this launcher also ends.
+The command that started the job writes to this launcher's standard input: first a line with a `NodeSpec`, then one line
+per signal to raise, with the signal's number.  The end of the input means that the command has ended, so this launcher
+also ends.
 """
 
 from __future__ import annotations

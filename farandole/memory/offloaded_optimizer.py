@@ -372,7 +372,7 @@ def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
                 optimizer.step()
             except Exception as error:
                 raise OffloadError(
-                    f"{name} cannot step one 1-D shard at a time ({type(error).__name__}: {error}); use an elementwise "
+                    f"{name} cannot update one flattened shard at a time ({type(error).__name__}: {error}); use an elementwise "
                     f"optimizer, such as AdamW, Adam or SGD"
                 ) from error
             found = optimizer.state[shard]

@@ -264,7 +264,7 @@ def library() -> ctypes.CDLL:
 
 
 def vector_level() -> VectorLevel:
-    """Return the most powerful of these instruction sets that this processor supports."""
+    """Return the highest `VectorLevel` that this processor supports."""
     return VectorLevel(library().frd_vector_level())
 
 

@@ -335,7 +335,7 @@ class GradientReducer:
         return accumulated
 
     def _skip_hook(self, number: int, index: int) -> None:
-        """Remove a hook until `_register_hooks`, if autograd adds further gradients directly to the buffer."""
+        """Remove a hook if autograd adds further gradients directly to the buffer; `_register_hooks` restores it."""
         if self._by_stage and self.buckets[number].is_in_place:
             self._hooks.pop((number, index)).remove()
             self._removed.append((number, index))

@@ -255,11 +255,11 @@ class GenerationEngine:
         limit = self.context - len(prompt)
         most = limit if sampling.max_tokens is None else sampling.max_tokens
         if most > limit or (sampling.max_tokens is None and limit < 1):
-            asked = "" if sampling.max_tokens is None else f" and max_tokens={most}"
+            output = "at least 1 output token" if sampling.max_tokens is None else f"max_tokens={most}"
             raise RequestError(
                 "max_tokens" if limit > 0 else "prompt",
-                f"a prompt of {len(prompt)} tokens{asked} does not fit in the context of {self.context} tokens; shorten "
-                "the prompt" + (", or reduce max_tokens" if asked else ""),
+                f"a prompt of {len(prompt)} tokens with {output} does not fit in the context of {self.context} tokens; "
+                "shorten the prompt" + ("" if sampling.max_tokens is None else ", or reduce max_tokens"),
             )
         length = self._positions(len(prompt), most)
         if length > self.store.capacity:

@@ -127,7 +127,7 @@ class ModelSection(_Section):
             fitting = (n for n in range(min(self.heads, self.width // 2), 0, -1) if self.width % (2 * n) == 0)
             near = next(fitting)  # one head is valid for every even width
             raise ValueError(
-                f"width={self.width} is not a multiple of twice heads={self.heads}; try heads={near}"
+                f"width={self.width} is not a multiple of 2 * heads = {2 * self.heads}; try heads={near}"
             )
         return self
 

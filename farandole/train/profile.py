@@ -109,7 +109,7 @@ def trace_of(recordings: Sequence[Recording], mesh: Mesh, pipeline: Pipeline | N
     begun = min(phase.start for each in recordings for phase in each.phases)
     events: list[Event] = []
     for rank, each in enumerate(recordings):
-        events += rank_name(rank)
+        events += rank_name(rank, len(recordings))
         for thread, name in enumerate(THREADS if pipeline is not None else THREADS[:1]):
             events += thread_name(rank, thread, name)
         # if phases start at the same time, the first event must enclose the others

@@ -303,7 +303,7 @@ def test_a_failure_before_the_first_change_has_no_effect(records: Any) -> None:
 def test_optimizers_that_cannot_step_shards_are_refused() -> None:
     shard, matrix = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(
-        OffloadError, match=r"LBFGS cannot step one 1-D shard .*; use an elementwise optimizer"
+        OffloadError, match=r"LBFGS cannot update one flattened shard .*; use an elementwise optimizer"
     ):
         OffloadedOptimizer(torch.optim.LBFGS([shard]), [[shard]], host_records)
     with pytest.raises(

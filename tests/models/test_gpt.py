@@ -58,7 +58,7 @@ def test_output_projections_have_smaller_initial_weights() -> None:
 
 
 def test_width_must_be_divisible_by_heads() -> None:
-    with pytest.raises(ValueError, match="width=10 is not a multiple of twice heads=3"):
+    with pytest.raises(ValueError, match=r"width=10 is not a multiple of 2 \* heads = 6"):
         GPTConfig(97, 16, 1, 3, 10)
 
 

@@ -114,7 +114,7 @@ def test_the_command_plans_accelerators(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tiny", "--zero", "1"], "--zero is for training"),
+        (["tiny", "--zero", "1"], "--zero is not supported with --serve"),
         (["tiny", "--flops", "3T"], "with --serve, --flops requires --accelerators"),
         (["tiny", "--accelerators=a10"], "--accelerators a10 is unknown; nearest: a100"),
         (["tiny", "--precision", "fp16"], "expected one of fp32, bf16"),

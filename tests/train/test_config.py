@@ -87,7 +87,7 @@ def test_files_override_presets_and_arguments_override_both(tmp_path: Path) -> N
         ),
         ("optimizer.clip=-1", "optimizer.clip=-1: it should be greater than 0"),
         ("optimizer.clip=nan", "optimizer.clip=nan: it should be"),
-        ("model.heads=3", "model: width=32 is not a multiple of twice heads=3; try heads=2"),
+        ("model.heads=3", "model: width=32 is not a multiple of 2 * heads = 6; try heads=2"),
         ("model.vocabulary=100", "model.vocabulary=100: it should be greater than or equal to 257"),
         ("name=../up", "name='../up': "),
         ("steps", "'steps' is not an override: expected key=value, such as steps=100"),

@@ -56,7 +56,7 @@ def _read_key(path: Path) -> str:
 
 
 def _inspect(setup: ServingSetup, folder: Path) -> tuple[Limit, int]:
-    """Return the lower bounds of the times of the model in `folder`, and the size of its vocabulary."""
+    """Return lower bounds on the serving times of the model in `folder`, and the size of the model's vocabulary."""
     try:
         found = read_model(folder, precision=setup.precision)
     except (CheckpointError, ConfigError, DataError, FolderError) as error:

@@ -57,8 +57,8 @@ def compressed_all_reduce(
     if isinstance(compression, Compression):
         if compression.error_feedback:
             raise ValueError(
-                f"compression: expected a compressor, because {compression} uses error feedback, got only the "
-                f"settings; create a compressor once with for_tensor({tensor.numel()}), or set error_feedback=False"
+                f"compression: {compression} uses error feedback, which requires a compressor; create one with "
+                f"for_tensor({tensor.numel()}) and pass it to each call, or set error_feedback=False"
             )
         compression = compression.for_tensor(tensor.numel())
     if not isinstance(compression, Compressor):

@@ -22,7 +22,10 @@ from farandole.comm.communicator import Communicator
 _SHARDS = "farandole_shards"
 """The entry of a state that describes its shards."""
 
-_INSTEAD = "call engine.save(folder) and engine.load(folder) on all ranks, which restore optimizer states under any plan"
+_INSTEAD = (
+    "use engine.save(folder) and engine.load(folder) on all ranks instead; such a checkpoint restores optimizer states "
+    "under any plan"
+)
 
 Tensors = Callable[[], Iterable[tuple[nn.Parameter, nn.Parameter, int]]]
 """Returns tuples (parameter, tensor that the optimizer updates, first element of the flattened parameter)."""
@@ -148,7 +151,7 @@ def refuse_state_dicts(optimizer: Optimizer) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError(
             f"state dictionaries of {type(optimizer).__name__} are not supported, because its states are "
-            f"offloaded: {_INSTEAD}"
+            f"offloaded; {_INSTEAD}"
         )
 
     optimizer.register_state_dict_pre_hook(refuse)

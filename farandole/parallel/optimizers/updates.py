@@ -228,6 +228,7 @@ class Updates:
             where = "offload, which updates shards of parameters"
         elif self._rounding is not None:
             where = "stochastic rounding, which updates shards of parameters"
+            nearest = "rounding='nearest'"
         else:
             reason = why_not_by_parameter(optimizer)
             where = f"zero={self._zero}, where each parameter is updated by one rank"

@@ -2,8 +2,8 @@
 
 A trace is a list of events.  Each rank is a process of the trace, and each row of a rank is a thread.  Perfetto treats
 process 0 as the idle process of Linux, and a thread whose number equals that of its process as the main thread, so
-neither number is used.  Perfetto sorts ranks and rows by name, so that rank 10 precedes rank 2; other viewers use the
-order that the events give.
+neither number is used.  Perfetto sorts ranks and rows by name, so rank numbers are padded with zeros; other viewers use
+the order that the events give.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def trace(timeline: Timeline, unit_s: float = 1e-3) -> list[Event]:
     events: list[Event] = []
     for rank, spans in enumerate(timeline.spans):
         events += [
-            *rank_name(rank),
+            *rank_name(rank, len(timeline.spans)),
             *thread_name(rank, 0, ACTIONS),
             *action_events(timeline.schedule, spans, rank, unit_s=unit_s),
         ]
@@ -99,10 +99,10 @@ def duration(
     }
 
 
-def rank_name(rank: int) -> list[Event]:
-    """Return the events that name and sort the process of a rank."""
+def rank_name(rank: int, ranks: int) -> list[Event]:
+    """Return the events that name and sort the process of one of `ranks` ranks."""
     return [
-        _metadata("process_name", rank, 0, name=f"rank {rank}"),
+        _metadata("process_name", rank, 0, name=f"rank {rank:0{len(str(ranks - 1))}}"),
         _metadata("process_sort_index", rank, 0, sort_index=rank),
     ]
 

@@ -38,7 +38,7 @@ class Tokens:
 
     @contextmanager
     def of_pass(self, args: Iterable[Any]) -> Iterator[None]:
-        """Return a context for the call of a block; its arguments `args` contain the `SequenceInfo` of the pass."""
+        """Return a context manager for a call to a block with `args`, which include the `SequenceInfo` of the pass."""
         before = self._shape
         shapes = [each.shape for each in args if isinstance(each, SequenceInfo)]
         self._shape = next((shape for shape in shapes if shape is not None), before)

@@ -53,7 +53,7 @@ class _Job:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Return the number of tokens so far."""
+        """Return the numbers of prompt, completion and total tokens so far, as in the field `usage` of a response."""
         return usage(self.prompt_tokens, sum(choice.tokens for choice in self.choices))
 
 

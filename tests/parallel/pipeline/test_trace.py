@@ -65,3 +65,10 @@ def test_a_trace_of_a_schedule_keeps_the_format(name: str, tmp_path: Path) -> No
     write_trace(trace(simulate(schedule)), tmp_path / "trace.json")
     rows = check_trace(tmp_path / "trace.json")
     assert [len(events) for events in rows.values()] == [len(actions) for actions in schedule.actions]
+
+
+def test_the_names_of_ranks_sort_by_rank():
+    """Perfetto sorts the ranks by name."""
+    events = trace(simulate(build("1f1b", 12, MICRO_BATCHES)))
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == sorted(names) and len(set(names)) == 12
