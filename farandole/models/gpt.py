@@ -67,9 +67,9 @@ class GPTConfig:
     def __post_init__(self) -> None:
         multiple = self.heads * (2 if self.positions == "rotary" else 1)
         if self.width % multiple:
-            twice = "twice " if self.positions == "rotary" else ""
+            divisor = "2 * heads" if self.positions == "rotary" else "heads"
             raise ValueError(
-                f"width={self.width} is not a multiple of {twice}heads={self.heads}; change one of them"
+                f"width={self.width} is not a multiple of {divisor} = {multiple}; change width or heads"
             )
 
     @property
