@@ -30,7 +30,7 @@ def explain_missing(error: ModuleNotFoundError) -> str | None:
 
 @contextmanager
 def optional_import() -> Iterator[None]:
-    """Return a context in which a failed import of a module from an extra raises an error with the install command."""
+    """Return a context in which a failed import of a module in `EXTRAS` raises an error with the install command."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -12,8 +12,8 @@ the planner use `Layout`, and contain no code for a particular axis.
 Terms:
 
 - A *box* is one range per dimension of the global tensor.
-- A *piece* is a box that every cell holds either completely or not at all.  If boxes of different cells overlap in part, as for
-  stages of different widths, they are cut into pieces.
+- A *piece* is a box that every cell holds either completely or not at all.  If boxes of different cells overlap only in
+  part, for example in a pipeline with stages of different widths, they are cut into pieces.
 - The *replica set* of a piece contains the cells that hold the piece.
 - A replica set is divided into *classes*. The gradients within a class are identical.  The gradients of different
   classes are summed.
@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """Sharding of dimension `dim`: each part separately or, without parts, all rows in multiples of `unit`."""
+    """Sharding of dimension `dim`: of each part separately or, without parts, of all rows in multiples of `unit`."""
 
     dim: int
     parts: tuple[Part, ...] = ()
@@ -163,7 +163,7 @@ class Layout:
         )
 
     def classes(self, mesh: Mesh, piece: Box) -> dict[tuple[int, ...], list[Cell]]:
-        """Return the cells of the replica set by class; the key is the coordinates that a class shares."""
+        """Return the cells that hold a piece, by class; each key contains the coordinates that the class shares."""
         axes = mesh.others(sorted(self.same))
         found: dict[tuple[int, ...], list[Cell]] = defaultdict(list)
         for cell in self.replicas(mesh, piece):
@@ -173,13 +173,13 @@ class Layout:
     def reduction(self, mesh: Mesh, piece: Box) -> Reduction:
         """Return the ranks that sum a piece's gradient, and the coefficient of each rank's gradient in the sum.
 
-        Ranks communicate, not cells.  A *column* is a group of ranks that sums gradients.  A rank with several cells of
-        the replica set has one tensor, whose gradient is the sum over these cells.  The *signature* of a rank is the
+        Ranks, not cells, communicate.  A *column* is a group of ranks that sums gradients.  A rank with several cells
+        of the replica set has one tensor, whose gradient is the sum over these cells.  The *signature* of a rank is the
         number of its cells in each class.  Ranks with the same signature have equal gradients.
 
-        - If each class occurs once in all signatures together, and all signatures have the same number of ranks, a
-          column has one rank of each signature.
-        - If each class occurs once, but the numbers of ranks differ, one column has all ranks.  The coefficient of a
+        - If each class occurs in exactly one signature, once, and every signature belongs to the same number of ranks,
+          a column has one rank of each signature.
+        - If each class occurs once, but these numbers of ranks differ, one column has all ranks.  The coefficient of a
           rank is 1 / (number of ranks with its signature).
         - If a class occurs several times, all ranks form one column, and the coefficients count each class once.
 

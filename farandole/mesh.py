@@ -38,7 +38,7 @@ SAMPLE_AXES = ("data", "expert")
 
 
 class MeshError(ValueError):
-    """Raised if a mesh is invalid, or has no such axis or group."""
+    """Raised if a mesh is invalid, or lacks a requested axis or group."""
 
 
 @dataclass(frozen=True, order=True)
@@ -274,7 +274,7 @@ class Mesh:
         axes: Iterable[Sequence[str]] = (),
         rank_sets: Iterable[Sequence[int]] = (),
     ) -> Groups:
-        """Create the groups of all cells along each set of axes in `axes`, and the groups `rank_sets`.
+        """Create the groups along each set of axes in `axes`, and a group for each set of ranks in `rank_sets`.
 
         This is a collective call: all ranks of `comm` must pass the same arguments.  Equal sets of ranks share one
         group.
@@ -338,7 +338,7 @@ class Groups:
                 self._made[ranks] = self.comm.create_group(ranks)
 
     def of(self, cell: Cell, *axes: str) -> Group:
-        """Return the group with `cell`, which this rank holds, and all cells that differ from it on these axes only."""
+        """Return the group of `cell`, a cell of this rank, and all cells that differ from it on these axes only."""
         cells = self.mesh.peers(cell, *axes)
         ranks = ranks_of(cells)
         return Group(cells, ranks, self.of_ranks(ranks))
@@ -365,7 +365,7 @@ def ranks_of(cells: Iterable[Cell]) -> tuple[int, ...]:
 
 
 def by_host(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks in an order in which ranks on the same host are adjacent; `hosts` contains each rank's host."""
+    """Return the ranks, ordered so that ranks on the same host are adjacent; `hosts` contains each rank's host."""
     first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
     return sorted(range(len(hosts)), key=lambda rank: (first[hosts[rank]], rank))
 

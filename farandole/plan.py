@@ -133,7 +133,7 @@ class LoRA:
 
 
 def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
-    """Return one or several patterns as a tuple; `option` is their name in messages."""
+    """Return one or several patterns as a tuple; error messages contain `option`, the name of the LoRA option."""
     several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     for pattern in several:
         if not isinstance(pattern, str | re.Pattern):

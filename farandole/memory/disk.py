@@ -57,7 +57,7 @@ def file_system(folder: str | os.PathLike[str]) -> FileSystem:
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return the number of bytes that an unprivileged user can write to `folder`, or `sys.maxsize` without a limit."""
+    """Return the bytes that an unprivileged user can write to `folder`, or `sys.maxsize` if there is no limit."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 

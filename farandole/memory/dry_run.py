@@ -272,7 +272,7 @@ def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def _attention_flops(query: Any, key: Any, value: Any, score_products: int, value_products: int) -> int:
-    """Count the operations of products of queries with keys (`score_products`) and of scores with values."""
+    """Count the operations of `score_products` query-key products and `value_products` score-value products."""
     scores = 2 * query[..., 0].numel() * key.shape[-2]
     return int(scores * (score_products * query.shape[-1] + value_products * value.shape[-1]))
 

@@ -47,7 +47,7 @@ class ShardState:
 class OffloadedOptimizer:
     """Steps `optimizer`, an elementwise `torch.optim.Optimizer`, one unit at a time.
 
-    The results are bitwise identical to calling `optimizer.step()`.  Existing values and state are preserved.
+    The results are bitwise identical to those of `optimizer.step()`.  Existing values and state are preserved.
     Schedulers change `optimizer.param_groups` as usual.  Groups that set none of `fused`, `foreach` and
     `differentiable` use `fused=True`.
 
@@ -128,7 +128,10 @@ class OffloadedOptimizer:
         self._broken = set()
 
     def kept(self, unit: int) -> list[dict[str, Any]]:
-        """Return each shard's state in `unit` by name: the dtype of elementwise state, and the value of other state."""
+        """Return the state of each shard of `unit` by name.
+
+        The entry for elementwise state is its dtype; the entry for other state is its value.
+        """
         return [
             {
                 key: places.state[key].dtype if value is _IN_RECORD else value
@@ -144,7 +147,7 @@ class OffloadedOptimizer:
             yield index, [self._shard_state(index, at, record) for at in range(len(self.units[index]))]
 
     def check(self, unit: int, shards: Sequence[ShardState]) -> None:
-        """Raise ValueError if `shards` do not have the shapes and dtypes of `unit`; IndexError without such a unit."""
+        """Raise ValueError if `shards` differ from `unit` in shape or dtype, or IndexError for an invalid `unit`."""
         if not 0 <= unit < len(self.units):
             raise IndexError(
                 f"unit {unit} does not exist: there are {counted(len(self.units), 'unit')}, numbered from 0"
@@ -325,7 +328,7 @@ class _ShardLayout:
 def _lay_out(
     shards: Sequence[nn.Parameter], kept: Sequence[Mapping[str, torch.dtype]], weights: bool
 ) -> tuple[list[_ShardLayout], int]:
-    """Return the layouts of `shards` with state of these names and dtypes, and the record size in bytes."""
+    """Return the layouts of `shards` and the record size in bytes; `kept` are the dtypes of each shard's states."""
     end = 0
 
     def place(numel: int, dtype: torch.dtype) -> _Place:

@@ -8,15 +8,15 @@
 
 Names in `state_dict` do not change.  Gradients are bitwise identical to gradients without recomputation, because a
 recomputation starts from the random states and buffers of the forward pass; for example, batch normalization counts
-each batch once. Forward passes without gradients, keyword arguments, nested and repeated calls, autocast, inputs
-without gradients and `retain_graph` are supported.  A block may depend only on its inputs, parameters, buffers and
-random numbers; PyTorch raises an error only if the shapes or dtypes of recomputed tensors differ.
+each batch once. Keyword arguments, nested and repeated calls, autocast, `retain_graph`, inputs that require no
+gradients, and forward passes in `torch.no_grad` mode are supported.  A block may depend only on its inputs, parameters,
+buffers and random numbers; PyTorch raises an error only if the shapes or dtypes of recomputed tensors differ.
 
 Engines that change `parameter.data` between the forward and the backward pass (ZeRO-3) can use hooks.  A recomputation
-calls the block like the forward pass, so forward pre-hooks of the block and its submodules run again before the
-parameters are used.  A recomputation stops when all saved tensors are recomputed, so forward hooks of the block do not
-run, and forward hooks of its submodules may or may not run.  `recomputing()` is true in all these hooks: they must not
-free gathered parameters, because the backward pass of the block follows.
+calls the block again, so forward pre-hooks of the block and its submodules run again before the parameters are used.  A
+recomputation stops when all saved tensors are recomputed, so forward hooks of the block do not run, and forward hooks
+of its submodules may or may not run.  `recomputing()` is true in all these hooks: they must not free gathered
+parameters, because the backward pass of the block follows.
 
 Reference: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
@@ -146,7 +146,7 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
 
 
 def recompute_modules(model: nn.Module, modes: Mapping[str, str]) -> None:
-    """Recompute the modules with the given names in the given modes, as in `Recomputed.modules`, and no others."""
+    """Recompute only the modules in `modes`, which maps module names to modes like `Recomputed.modules`."""
     for module in model.modules():
         unwrap_calls(module, RecomputeWrapper)
     for name, mode in modes.items():

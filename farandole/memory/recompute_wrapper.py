@@ -5,10 +5,11 @@ Outputs of matrix products can be kept, so that only cheaper operations are reco
 products are called again.  Korthikanti et al. (2022, "Reducing Activation Recomputation in Large Transformer Models")
 recompute only attention; Chen et al. (2016, section 4.2) recompute everything except convolutions.
 
-PyTorch has similar modes (`create_selective_checkpoint_contexts`), with three differences.  Here, outputs that no
-earlier recomputation has reached are not kept (in a block x + f(x), the last product of f).  An output that is
-overwritten in place is recomputed, whereas PyTorch raises an error in the backward pass.  Products with dropout are
-never kept, because skipping them would shift the random numbers of later operations.
+PyTorch has similar modes (`create_selective_checkpoint_contexts`), with three differences.  Here, after a module's
+first recomputation, outputs that no recomputation has reached are no longer kept (in a block x + f(x), the output of
+the last product of f).  An output that is overwritten in place is recomputed, whereas PyTorch raises an error in the
+backward pass.  Products with dropout are never kept, because skipping them would shift the random numbers of later
+operations.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def measuring() -> bool:
 
 
 class RecomputeWrapper:
-    """Recomputes calls to a module in the backward pass, except for the products that `KEPT_PRODUCTS[mode]` keeps.
+    """Recomputes calls to a module in the backward pass, except for the products in `KEPT_PRODUCTS[mode]`.
 
     This class extends PyTorch's checkpointing.  Tensors in nested arguments are treated as saved tensors.  A
     recomputation starts from the buffers of the forward pass and does not change them again.  Products can be kept.  If

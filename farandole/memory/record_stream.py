@@ -66,7 +66,7 @@ class RecordStream:
     write of the same record.  A record that is still in a buffer is not read again.
 
     Only one thread at a time may use a stream.  A failed read raises `OffloadError` in the call that waits for the
-    record. A failed write raises `OffloadError` in that call and in every later call, because the store is incomplete.
+    record. A failed write raises `OffloadError` in every later `read` and `flush`, because the store is incomplete.
 
     `waited_s` is the total time in seconds that the caller has waited for the disk.  The stream closes its store.
 

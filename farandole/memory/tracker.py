@@ -112,7 +112,7 @@ class DeviceMemory:
     The memory of each tensor on the device counts once, including all views, from the first operation that creates or
     uses the tensor until the memory is freed.  Memory shared by several ranks is divided equally among them.  Memory
     that belongs to no tensor, such as library workspaces and temporary memory within an operation, is not detected.  A
-    CUDA device enforces the limit itself, and includes this memory.
+    CUDA device enforces the limit itself, and counts this memory too.
 
     Args:
         limit_bytes: the limit, or None to count without a limit.

@@ -38,7 +38,7 @@ class AxisCommunicator:
     determines the time.
 
     Args:
-        ranks: the ranks in the mesh.
+        ranks: the ranks of the group, as numbered in the mesh.
         rank: this rank's index in `ranks`.
         comm: the communicator of the ranks; None if they do not communicate, or until `Position.connect` creates the group.
     """

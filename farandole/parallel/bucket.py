@@ -84,7 +84,7 @@ class Bucket:
             if offload is None or pool is None
             else offload.make(plan.layout.shard_length, self._dtype, self._device)
         )
-        self._in_record = False  # the result without pending changes
+        self._in_record = False  # whether the record contains the result, without pending changes
         self._changes: list[Change] = []
         self._norms: dict[int, Tensor] = {}
         self._factor: float | None = 1.0  # factor of the norms; None if it is unknown
@@ -278,7 +278,7 @@ class Bucket:
     def change(self, change: Change, factor: float | None = None) -> None:
         """Apply `change` to the result now, or when it is next read.
 
-        `factor` is the factor by which its norms change, if known.
+        `factor` is the factor by which the norms of the result change, if known.
         """
         if not self._in_record:
             change(self.reduced)
@@ -361,7 +361,7 @@ class Bucket:
                 "engine.forward_backward"
             )
         if self.shards is not None:
-            # averaging it with the zeros of the other ranks restores its value
+            # averaging `own` with the zeros of the other ranks restores this rank's result
             own = self.reduced * self.shards.size
             self._acquire().zero_()
             self.reduced.copy_(own)

@@ -12,8 +12,8 @@ The number of heads limits the first method, so a ring divides the work further.
 need more work.  Therefore the sequence is cut into 2 R parts for a ring of R ranks, and rank r has the parts r and
 2 R - 1 - r, so that all ranks have the same work.  Parts of keys that no query attends to are skipped.
 
-A partial result is the attention output over some keys with the logarithm of its denominator.  Two partial results are
-combined as follows:
+A partial result is the attention output over some keys, together with the logarithm of the softmax denominator.  Two
+partial results are combined as follows:
 
     l = log(e^l1 + e^l2)        o = o1 e^(l1 - l) + o2 e^(l2 - l)
 
@@ -227,7 +227,7 @@ def _arguments(
 def _sum_of_all(
     total: Tensor, count: Tensor | float, comm: AxisCommunicator
 ) -> tuple[Tensor, Tensor | float]:
-    """Return the sums over all ranks of a sum of losses and a count.
+    """Return a sum of losses and a count, each summed over all ranks.
 
     All ranks get the values of the complete sequences.
 
@@ -480,7 +480,7 @@ def _wide(x: Tensor) -> torch.dtype:
 def _circulate(
     own: Sequence[Tensor], visibility: Visibility, comm: AxisCommunicator | None, row: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield (rank, its keys and values) in descending rank order from this rank, and receive the next meanwhile."""
+    """Yield (rank, its keys and values) in descending rank order from this rank, while receiving the next ones."""
     held = [each.detach().contiguous() for each in own]
     if comm is None:
         yield row, held

@@ -7,10 +7,10 @@ completed in the first step.  If weights are gathered, reductions and gathers sh
 (`zero.call_order`).
 
 With `zero` 2 and 3, a rank holds few unsharded gradients at a time (`zero.buffer_pool`).  If the next bucket in the
-order is incomplete and too many later buckets wait for it, the rank reduces the bucket without the missing gradients.
-The order stays the same on all ranks.  At the end of the pass, ranks agree on the buckets with gradients that arrived
-after their reduction, and reduce these buckets again; results are sums, so a late gradient is added.  After the first
-step, a bucket does not wait for parameters that have never had a gradient on any rank.
+order is incomplete and too many later buckets wait for it, the rank reduces the incomplete bucket without the missing
+gradients.  The order stays the same on all ranks.  At the end of the pass, ranks agree on the buckets with gradients
+that arrived after their reduction, and reduce these buckets again; results are sums, so a late gradient is added.
+After the first step, a bucket does not wait for parameters that have never had a gradient on any rank.
 
 The path of a gradient:
 
@@ -144,7 +144,7 @@ class GradientReducer:
                 self._before_reduction,
                 self._without_gradients,
             )
-        # by the numbers of a bucket and of a parameter in the bucket
+        # by bucket number and parameter index in the bucket
         self._hooks: dict[tuple[int, int], RemovableHandle] = {}
         self._removed = [(n, i) for n, each in enumerate(self.buckets) for i in range(len(each.parameters))]
         self._register_hooks()
@@ -256,7 +256,7 @@ class GradientReducer:
                 self._used.copy_(flags[0, self._numbers])
                 self.buffers_changed = bool(flags[0, -1])
         if last and some_unused and self._completed is not None and self._gatherer is not None:
-            self._gatherer.forget_order()  # the next order is agreed without the unused parameters
+            self._gatherer.forget_order()  # the ranks agree on the next order without unused parameters
         if bool(late.any()):
             again = {
                 number
@@ -446,7 +446,7 @@ class GradientReducer:
     def _start_early(self, bucket: Bucket) -> None:
         """Reduce incomplete buckets early, until `bucket` can allocate its memory.
 
-        Stop before if further reductions cannot start early or would not free memory.
+        Stop sooner if further reductions cannot start early or would not free memory.
         """
         while (first := bucket.first_to_launch()) is not None:
             if self._gatherer is not None:

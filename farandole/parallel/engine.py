@@ -164,7 +164,7 @@ class Engine:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         shared = {id(weights.comm): weights.comm for weights in built.weights if weights.shared}
         self._sharing = [each for each in shared.values() if each is not None]
-        # in a pipeline also on ranks without trained parameters, which join the collectives
+        # true in every pipeline, because ranks without trained parameters also join the collectives
         self._divides = pipeline is not None or any(
             bucket.plan.ranks.holders != comm.size for bucket in built.buckets
         )
@@ -230,7 +230,7 @@ class Engine:
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:
-        """Return a context for backward passes of losses that the caller has multiplied by the returned scale."""
+        """Return a context that yields the loss scale; the caller multiplies losses by it before backward passes."""
         if self._reducer.all_cleared:
             self._reducer.begin_step()
         with self._steps.scaled() as scale:
@@ -397,8 +397,8 @@ class Engine:
         parameter independently (Muon, Adafactor; see `optimizers.owned_parameters`).  If states are offloaded, the optimizer
         must update every element independently.  Existing optimizer states must be equal on all ranks.
 
-        `optimizer.step()` waits for the averaged gradients and returns when all ranks have the updated weights.  If `step`
-        receives a closure, `step` returns the mean loss over all ranks.
+        `optimizer.step()` waits for the averaged gradients and returns when all ranks have the updated weights.  If
+        `step` receives a closure, `step` returns the mean loss over all ranks or, with offload, this rank's loss.
 
         With offload, this method moves master weights and states to the offload store and is a collective call.
 

@@ -9,8 +9,8 @@ once per loss.  Data parallelism and ZeRO satisfy both conditions.  With other a
 
 - If an axis shards a parameter, each rank has only a part of the parameter.  The term would be a partial sum, and its
   gradient would be missing on some ranks.
-- The copies of some parameters have partial gradients, such as a router under tensor parallelism.  Every rank would
-  compute the complete gradient of the term, so that the sum would contain it several times.
+- The copies of some parameters, such as a router's weight under tensor parallelism, have partial gradients.  Every rank
+  would compute the complete gradient of the term, so that the sum would contain it several times.
 - A rank of a pipeline does not have the parameters of other stages.
 
 These parameters are hidden while a loss is computed: from the end of the model's forward pass to the beginning of the backward
@@ -93,7 +93,7 @@ class LossParameters:
             self._follow(module, ends_forward=module is model and not staged)
 
     def _follow(self, module: nn.Module, *, ends_forward: bool) -> None:
-        before = []  # of each running call: whether parameters were hidden
+        before = []  # for each running call, whether parameters were hidden
 
         def before_forward(*_: Any) -> None:
             before.append(self._hidden)
@@ -113,7 +113,7 @@ class LossParameters:
         ]
 
     def hide(self) -> None:
-        """Make operations on the values of refused parameters raise an error that names the call to use."""
+        """Make operations on the values of refused parameters raise an error that suggests an alternative."""
         self._hidden = bool(self._reasons)
         for parameter, (name, reason) in self._reasons.items():
             hide(parameter, name, reason)

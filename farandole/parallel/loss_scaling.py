@@ -1,7 +1,7 @@
 """Loss scaling for fp16: scale the loss so that small gradients do not vanish, and skip and report steps that overflow.
 
 fp16 overflows above 65504 and underflows below about 6e-8.  The loss is multiplied by a scale that moves gradients
-into this range, and gradients are divided by the scale before use (Micikevicius et al., 2018, "Mixed Precision
+between these limits, and gradients are divided by the scale before use (Micikevicius et al., 2018, "Mixed Precision
 Training").
 
 Rank 0 logs a warning for an overflow:
@@ -32,7 +32,7 @@ MINIMUM = 2.0**-14
 """The minimum scale: with a smaller scale, typical losses underflow in fp16."""
 
 _REPORT_EVERY = 100
-"""The number of consecutive overflows at the minimum scale of which one is reported."""
+"""At the minimum scale, one in this number of consecutive overflows is reported."""
 
 
 class LossScaler:
@@ -200,7 +200,7 @@ class ScaledSteps:
 
     @contextmanager
     def scaled(self) -> Iterator[float]:
-        """Return a context for backward passes of losses that the caller has multiplied by the returned scale."""
+        """Return a context that yields the loss scale; the caller multiplies losses by it before backward passes."""
         if self._unscaled:  # this pass adds to gradients that were set
             self._engine.scale_all(self.scaler.scale)
             self.norm, self._unscaled = None, False

@@ -37,8 +37,9 @@ class OverflowReport:
 
     Args:
         kind: "inf" or "nan".
-        rank: the first rank whose gradient of `parameter` was not finite; None if only the averaged gradient was not.
-        parameter: the first such parameter in model order; None if only the norm was not finite.
+        rank: the first rank whose gradient of `parameter` was not finite; None if only the averaged gradient was not
+            finite.
+        parameter: the first parameter with a non-finite gradient, in model order; None if only the norm was not finite.
         more_parameters: the number of other parameters with non-finite gradients, on any rank.
         other_ranks: the other ranks with non-finite gradients.
         output: a description of the first non-finite output of a block, if outputs were checked.

@@ -103,7 +103,7 @@ def parallelize(
     stages = None
     with agreed_errors(comm):
         check_float8_sizes(model, converted)
-        # while the model is complete, because no rank can run a model in stages alone
+        # while the model is complete, because a single rank cannot run a model that is divided into stages
         if plan.pipeline == 1 or plan.recompute != "auto":
             _recompute(model, plan, example, loss)
         if plan.pipeline > 1:

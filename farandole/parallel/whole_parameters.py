@@ -111,7 +111,7 @@ class WholeParameters:
     # ---- unannounced changes ----
 
     def remember(self) -> None:
-        """Record the current versions of the parameters, with which `check` compares."""
+        """Record the current versions of the parameters, for comparison in `check`."""
         self._versions = [[p._version for p in weight.parameters] for weight in self._weights]
 
     def check(self) -> None:
@@ -175,7 +175,7 @@ class WholeParameters:
 
     @contextmanager
     def edit(self) -> Iterator[None]:
-        """Return a context for equal in-place changes on all ranks, of parameters together with their master weights."""
+        """Return a context in which equal in-place changes on all ranks also change the master weights."""
         if self._masters_elsewhere and self._weights:
             raise RuntimeError(
                 "the master weights are offloaded and cannot be changed through the parameters: load "

@@ -241,7 +241,7 @@ def stage_states(staged: StagedModel, plan: Plan, ranks: int, machine: Machine) 
 def least_of_stages(
     staged: StagedModel, plan: Plan, ranks: int, machine: Machine, states: Sequence[StateBytes]
 ) -> Estimate:
-    """Return the estimate without activations of the pipeline rank that needs the most memory."""
+    """Return the estimate, without activations, of the pipeline rank that needs the most memory."""
     _check(plan, machine)
     found = [
         _estimate_rank(workload, plan, ranks, machine, NOTHING, state)

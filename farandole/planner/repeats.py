@@ -81,7 +81,7 @@ def signature(module: nn.Module) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return options without tensors and modules, which are compared separately."""
+    """Return options with tensors and modules replaced by their types; their contents are compared separately."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, tuple):

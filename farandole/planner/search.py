@@ -115,7 +115,7 @@ class _StageEstimates:
         axes = (plan.data, plan.data_shard, schedule.mirrored, *divided)
         if axes not in self._parts:
             self._parts[axes] = workload.split(plan, ranks, machine.hosts)
-        # with a limit, the activations in flight and their type determine the division
+        # with a limit, the activations in flight and their dtype determine the division
         limit = None if plan.stage_bytes is None else (plan.stage_bytes, plan.schedule, plan.precision)
         placed = (axes, schedule.placement, limit)
         if placed not in self._staged:

@@ -128,8 +128,8 @@ class ServedPart:
         precision: the precision of weights, keys and values.
         tensor: the number of tensor-parallel ranks.
         layers: the number of attention layers.
-        weights: the number of all parameters, including embedding tables, which are not multiplied.
-        body: the number of weights that multiply each token, without experts and the output projection.
+        weights: the total number of parameters, including embedding tables, which are not multiplied.
+        body: the number of weights that multiply each token, excluding experts and the output projection.
         experts: the number of weights of all experts.
         expert_count, expert_top: the number of experts per layer, and the number of experts that process a token.
         head: the number of weights of the output projection, which computes the logits of each token.
@@ -281,7 +281,7 @@ def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int)
 
 
 def _prompt_s(part: ServedPart, machine: ServingMachine, tokens: int, pieces: int, running: int) -> float:
-    """Return the seconds that a prompt adds to the steps that compute it, which would otherwise decode one token."""
+    """Return the seconds by which steps that compute a prompt exceed steps that decode one token instead."""
     others = running - 1
     rows = others + tokens / pieces
     products = pieces * (_products_s(part, machine, rows) - _products_s(part, machine, running))

@@ -156,7 +156,7 @@ class StageTracer:
 
 
 def _conditions(workload: Workload, plan: Plan) -> tuple[object, ...]:
-    """Return the values that, together with its blocks and input, determine a stage's trace."""
+    """Return the values that, together with a stage's blocks and input, determine the stage's trace."""
     axes = (*(getattr(plan, axis) for axis in MODEL_AXES), plan.sequence, plan.ring)
     example = [tuple(each.shape) for each in tree_leaves(workload.example) if isinstance(each, Tensor)]
     return axes, plan.recompute, plan.precision, example, _is_scaled(workload, plan)

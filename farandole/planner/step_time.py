@@ -41,7 +41,8 @@ def step_time(
     communication = max(last, reduction - hidden)
     communication += workload.micro_batches * between_layers
     communication += _gathering_s(workload, plan, ranks, state, machine)
-    # the norm reads gradients, clipping reads and writes them; each state and weight is read and written
+    # the norm reads gradients, clipping reads and writes them, and the update reads them; each state and weight is read
+    # and written
     update = state.updated * (1 + 2 + 1 + 2 * (workload.states + 1)) / machine.stream
     found = {"compute": compute, "communication": communication, "update": update}
     if plan.offload != "none":

@@ -237,7 +237,7 @@ def _check_optimizers(engine: Engine, found: Mapping[str, Any]) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Prepare to write `folder`.  Raises `CheckpointError` or `OSError`."""
+    """Prepare to write `folder`.  Raise `CheckpointError` or `OSError` on failure."""
     if folder.exists():
         raise CheckpointError("the folder exists; choose another name, or remove the folder first")
     if folder.parent.exists() and not folder.parent.is_dir():

@@ -122,7 +122,7 @@ def _write(
     Args:
         tensors: a function that returns the tensors to write for the model's parameters and buffers.
         dtype: the dtype of floating-point tensors; None keeps the saved dtypes.
-        describe_model: a function that writes further files, given the folder and the weights' type.
+        describe_model: a function that writes further files, given the folder and the weights' dtype.
     """
     from farandole.parallel.checkpoint.storage import write_state
 
@@ -187,14 +187,14 @@ def _saved(state: Path, names: Iterable[str]) -> _Entries:
 
 
 def lora_scalings(model: nn.Module) -> dict[str, float]:
-    """Return the scalings of unmerged adapters by the names of their weights."""
+    """Return the scalings of unmerged adapters by the names of the adapted weights."""
     return {
         f"{path}.weight": layer.lora.scaling for path, layer in lora_layers(model).items() if not layer.merged
     }
 
 
 class _StateReader:
-    """Reads tensors to write from a checkpoint.
+    """Reads the tensors that are written to files, from a checkpoint.
 
     Args:
         scalings: the scalings of adapters that are added to weights in Hugging Face folders.

@@ -7,8 +7,8 @@
     compression.rankN.KEY   the compression residuals of a rank
 
 Each rank saves its boxes under the tensor names of the unsharded model, and loads the boxes that it needs from the
-saved boxes. Therefore a checkpoint can be loaded with any number of ranks, ZeRO stage and precision.  A tensor that
-several ranks store is written once.
+saved boxes. Therefore a checkpoint can be loaded on any number of ranks, at any ZeRO stage and in any precision.  A
+tensor that several ranks store is written once.
 
 Offloaded optimizer states pass through memory one bucket at a time when they are saved and loaded.
 """
@@ -279,7 +279,7 @@ def _described(description: STORAGE_TYPES) -> TensorStorageMetadata:
 
 
 def _empty_as(description: STORAGE_TYPES) -> Tensor:
-    """Return an empty tensor for a complete tensor."""
+    """Return an uninitialized tensor with the size and dtype of a saved tensor."""
     found = _described(description)
     return torch.empty(found.size, dtype=found.properties.dtype)
 
@@ -375,7 +375,7 @@ def offloaded_states(
                 for key in keys[stem]:
                     found = state[f"{stem}/{key}"]
                     value = found.values if isinstance(found, Range) else found
-                    # elementwise state has the shape of the shard, also if its parameter is a scalar
+                    # elementwise state has the shape of the shard, even if its parameter is a scalar
                     states[key] = value.view(shard.shape) if isinstance(kept.get(key), torch.dtype) else value
                 values = loaded[f"model.{places[id(shard)][0]}"]
                 assert isinstance(values, Range)

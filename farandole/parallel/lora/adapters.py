@@ -134,7 +134,7 @@ def unmerge(model: nn.Module) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    """Turn all adapted layers into plain layers, with the updates if they are merged.
+    """Turn all adapted layers into plain layers; merged updates remain in the weights.
 
     Other parameters do not change, and frozen parameters remain frozen.
 

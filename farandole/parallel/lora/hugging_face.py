@@ -8,8 +8,8 @@ The experts of a model are stacked, here and in `transformers`, where PEFT adapt
 `down_proj` of the module `experts` (`target_parameters`).  PEFT wraps this module once for each parameter, so the tensors of
 the first parameter have the path `experts.base_layer`.
 
-In the other direction, layers may have different matrices A.  The fused adapter's A is then the concatenation of all
-A, and B is zero in the blocks that combine the rows of one layer with the A of another layer.
+In the other direction, layers may have different matrices A.  The fused adapter's A is then the concatenation of the
+layers' matrices A, and B is zero in the blocks that combine the rows of one layer with the A of another layer.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def adapt(layer: Adaptable, lora: LoRA, frozen_weight: Tensor | None = None) -> 
     """
     weight = layer.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    # the weight of a model that is read later is on the meta device, but its adapter needs values
+    # weights that are read later are on the meta device, but the adapter needs values now
     device = torch.get_default_device() if weight.is_meta else weight.device
     stack = weight.shape[:-2]
     a = torch.empty(*stack, lora.rank, layer.in_features, dtype=dtype, device=device)

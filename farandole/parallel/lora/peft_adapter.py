@@ -180,7 +180,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _config(adapter: Adapter, stacks: Sequence[str], base_model: str | None) -> dict[str, Any]:
-    """Return the configuration of an adapter, with the paths of the adapted layers that are stacked."""
+    """Return the configuration of an adapter; `stacks` are the paths of its stacked layers."""
     lora = adapter.lora
     linears = [path for path in adapter.layers if path not in stacks]
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
@@ -316,7 +316,7 @@ _HARMLESS = {
         "runtime_config",
     ),  # have an effect only together with other fields
 }
-"""Ignored fields, which describe the adapter's origin, or its layers, which its tensors also show."""
+"""Ignored fields: they describe the adapter's origin, or its layers, which are known from its tensors."""
 
 _STARTS = (True, False, "gaussian", "orthogonal")
 """Supported initializations of A and B; other initializations change the base model's weights."""
@@ -325,7 +325,7 @@ _SHOWN = 6
 
 
 class AdapterError(RuntimeError):
-    """Raised if an adapter cannot be written or read or does not match the model.
+    """Raised if an adapter cannot be written or read, or does not match the model.
 
     The message contains the adapter and the reason.
     """

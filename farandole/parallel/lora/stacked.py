@@ -21,7 +21,7 @@ def matrix_for_peft(name: str, matrix: Tensor) -> Tensor:
 
 
 def matrix_from_peft(name: str, matrix: Tensor, experts: int) -> Tensor:
-    """Return the A or the B of a stack of `experts` layers with three dimensions.
+    """Return the A or the B of a stack of `experts` layers, reshaped to three dimensions.
 
     Raises:
         ValueError: if the matrix does not consist of `experts` equal parts.

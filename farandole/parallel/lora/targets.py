@@ -68,7 +68,7 @@ def find_trained(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
 
 
 def held_elsewhere(model: nn.Module, tensor: Tensor, owners: Iterable[nn.Module]) -> list[str]:
-    """Return the names of parameters outside of `owners` that share memory with `tensor`."""
+    """Return the names of parameters and buffers outside `owners` that share memory with `tensor`."""
     own = set(owners)
     return [
         f"{path}.{name}" if path else name
@@ -119,7 +119,7 @@ def _why_not(module: nn.Module, lora: LoRA) -> str | None:
     if type(module) is not nn.Linear:
         derived = isinstance(
             module, nn.Linear
-        )  # such as that of nn.MultiheadAttention, which does not call it
+        )  # such as the `out_proj` of nn.MultiheadAttention, which is never called
         return f"a {type(module).__name__}{', whose weight may be used without calling the layer' * derived}"
     weight = module._parameters.get("weight")
     if weight is None:  # computed before each call, as `nn.utils.weight_norm` does
@@ -134,9 +134,8 @@ def _why_not(module: nn.Module, lora: LoRA) -> str | None:
 
 
 def _why_not_stacked(lora: LoRA) -> str | None:
-    if (
-        lora.dropout
-    ):  # the order of its rows depends on the ranks that share the experts; PEFT has none either
+    # the order of the rows depends on the ranks that share the experts; PEFT supports no dropout here either
+    if lora.dropout:
         return f"a StackedLinear, whose adapters have no dropout, but dropout={lora.dropout}"
     if lora.base is not None:
         return f"a StackedLinear, whose weight cannot be quantized, but base={lora.base!r}"

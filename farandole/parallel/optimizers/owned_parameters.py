@@ -30,7 +30,7 @@ _COPIES = 2
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a parameter in the shard of rank `holder`, which rank `owner` updates."""
+    """A part of a parameter; rank `holder` stores the part in its shard, and rank `owner` updates the parameter."""
 
     holder: int
     owner: int

@@ -41,7 +41,7 @@ def _try_parts(optimizer: Optimizer, part: Callable[[list[Tensor], int], list[Te
     """Compare updates of two matrices with updates of their parts; return "" if they are equal, or else the difference.
 
     Args:
-        what: the tested property, such as "update each element by itself", for the returned text.
+        what: the tested property, such as "update each element independently", for the returned text.
     """
     for group in optimizer.param_groups:
         if group["params"] and (reason := _try_group(optimizer, group, part, what)):

@@ -46,7 +46,7 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
         noise = torch.empty(-(-count // 4), dtype=torch.int64, device=exact.device)
         noise.random_(-(1 << 63), None, generator=generator)  # 16 random bits for each element
         bits = exact.view(torch.int32)
-        # together 0 to 65535 is added; torch is slow for mixed types
+        # the two terms add 0 to 65535; torch is slow for mixed types
         bits.add_(noise.view(torch.int16)[:count].int()).add_(1 << 15)
         rounded.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
     if wrong is not None:

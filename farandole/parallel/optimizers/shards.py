@@ -311,7 +311,7 @@ class OptimizerShards:
             self.weights.prefetch()
 
 
-# ---- gradients as functions of PyTorch see them ----
+# ---- gradients as PyTorch's functions see them ----
 
 _ATEN = torch.ops.aten
 _ELEMENTWISE = {

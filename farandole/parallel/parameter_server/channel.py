@@ -28,7 +28,7 @@ class Kind(IntEnum):
     HELLO = 1  # `number`: a fingerprint of the session
     PULL = 2  # requests the parameters, as soon as the mode allows
     PUSH = 3  # which pieces have a gradient, and the gradients; the `version` of their parameters; `weight`
-    PARAMETERS = 4  # the parameters: the answer to WANTED, and the answer of a server to PULL and FINISH
+    PARAMETERS = 4  # the parameters: a worker's answer to WANTED, or a server's answer to PULL or FINISH
     FINISH = 5  # no more gradients; requests the parameters after all workers have finished
     ALIVE = 6  # the answer to WAIT
     LEAVE = 7  # all parameters have arrived

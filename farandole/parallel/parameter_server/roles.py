@@ -97,7 +97,7 @@ class ParameterServer:
             channel.abandon(f"it failed with {type(error).__name__}: {error}")
 
     def forget(self, worker: int) -> None:
-        """Exclude a lost worker on a server, also in later sessions."""
+        """On a server, exclude a lost worker from this session and later sessions."""
         self.channels.pop(worker).abandon("the server excluded this worker")
 
     def close(self) -> None:

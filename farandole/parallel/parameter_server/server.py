@@ -88,7 +88,7 @@ class Server:
         """Run until every worker has left.
 
         Raises:
-            AllWorkersLost: if no worker is left.
+            AllWorkersLost: if all workers are lost.
             ServerLost: if a worker reports the loss of another server.
         """
         listeners = {

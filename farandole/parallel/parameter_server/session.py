@@ -29,7 +29,7 @@ class Session:
     come from the first worker's model.  At the end of the context, all workers' models have the same final
     parameters.  Frozen parameters and buffers (running statistics) remain local to each worker.
 
-    On a server, the body of the context should do nothing.  The server serves when its body ends, until all workers
+    On a server, the body of the context should do nothing.  At the end of the body, the server serves until all workers
     have left; `report` then contains the statistics.  If workers are lost, the server continues without them.
     """
 
@@ -94,7 +94,7 @@ class Session:
         Raises:
             ServerLost: if a server died or does not respond.
             RuntimeError: if `pull` was not called since the last `push`.
-            ValueError: if a gradient is sparse.
+            ValueError: if a gradient is sparse, or `weight` is invalid.
         """
         worker = self._worker()
         if not self._pulled:

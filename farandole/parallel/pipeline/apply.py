@@ -26,7 +26,7 @@ from farandole.plan import MODEL_AXES, Plan, PlanError
 _log = logging.getLogger(__name__)
 
 MEASURED = ("attention", "auto")
-"""The modes of recomputation that are chosen with a dry run of an example."""
+"""The recomputation modes that require a dry run with an example."""
 
 REPLICA_AXES = ("data", "mirror")
 """The axes along which ranks run the same stages on different samples."""

@@ -89,7 +89,7 @@ def balance(
         fits = memory is None or held_before[stage][end] - held_before[stage][start] <= memory
         return total[end] - total[start] if fits else infinite
 
-    # best[end] is the smallest maximum of the stages so far, if they contain the blocks before `end`
+    # best[end] is the smallest maximum cost of the stages so far, if they contain the blocks before `end`
     best = [cost(0, 0, end) if end else infinite for end in range(blocks + 1)]
     starts: list[list[int]] = []
     for stage in range(1, stages):

@@ -47,7 +47,7 @@ class BatchNormStatistics:
 
     Args:
         layers: the layers with running statistics in each stage of this rank.
-        mirror: in a mirrored schedule, the communicator of the ranks with the same stages of the other replica.
+        mirror: in a mirrored schedule, the communicator of the ranks that hold the same stages, in either replica.
         replicas: for deferred statistics, the communicator of all ranks with different samples for the same stages.
         deferred: whether to update running statistics once per step.
     """
@@ -77,7 +77,7 @@ class BatchNormStatistics:
 
     @contextmanager
     def of(self, micro_batch: int) -> Iterator[None]:
-        """Return a context in which the statistics of forward passes in training mode are recorded."""
+        """Return a context that records the statistics of the forward passes of `micro_batch` in training mode."""
         self._micro_batch = micro_batch
         try:
             yield

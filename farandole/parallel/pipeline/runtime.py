@@ -105,9 +105,9 @@ class Pipeline:
         model.forward = self.forward  # type: ignore[method-assign]
         self.statistics = statistics
         self.stages_of: dict[str, frozenset[int]] = {}
-        """The stages that have each parameter of the model."""
+        """For each parameter of the model, by name, the stages that contain the parameter."""
         self.complete: nn.Module | None = None
-        """The model on the meta device before it was divided, until its parameters are initialized."""
+        """The undivided model, if it is on the meta device; None once its parameters are initialized."""
         self.experts: dict[str, int] = {}
         """The number of experts of each router of the complete model."""
         self.adapter: Adapter | None = None
@@ -271,7 +271,7 @@ class Pipeline:
     def _idle(self, micro_batches: int) -> set[int]:
         """Return the parameters, by `id`, for which no action of this rank computes gradients.
 
-        A replica of a mirrored schedule without micro-batches runs no action, but its gradients are reduced with those
+        In a mirrored schedule, a replica without micro-batches runs no action, but its gradients are reduced with those
         of the other replica.
         """
         parameters = {id(p) for stage in self._stages.values() for b in stage.blocks for p in b.parameters()}

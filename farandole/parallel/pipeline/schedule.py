@@ -26,7 +26,7 @@ from typing import Any, ClassVar, TypeVar
 
 
 class ScheduleError(ValueError):
-    """Raised if a schedule is unknown, incomplete or deadlocks.
+    """Raised if a schedule is unknown or incomplete, or deadlocks.
 
     The message contains the nearest alternative if there is one.
     """

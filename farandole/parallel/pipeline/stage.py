@@ -228,7 +228,7 @@ def split(
 
 
 def stages_of(model: nn.Sequential, found: Balance) -> dict[str, frozenset[int]]:
-    """Return the stages that have each parameter and buffer of a complete model, by the tensor's first name."""
+    """Return, by first name, the stages that contain each parameter and buffer of a complete model."""
     children = blocks_of(model)
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     stages: dict[str, set[int]] = {name: set() for name in names.values()}

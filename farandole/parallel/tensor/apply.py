@@ -63,7 +63,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 def _region(module: nn.Module, rule: Rule, comm: AxisCommunicator | None, plan: Plan) -> Region:
-    # the schedules of pipelines compute gradients of inputs before gradients of weights, which a fused layer cannot
+    # pipeline schedules compute input gradients before weight gradients, but a fused layer computes both together
     if rule.overlaps and plan.pipeline == 1 and enter_at(module.get_submodule(next(iter(rule.column))), comm):
         return Region(comm, 0)
     return Region(comm, rule.inputs)

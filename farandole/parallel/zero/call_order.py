@@ -13,8 +13,8 @@ make them in an agreed order:
 - The first pass of a kind is *negotiated*: before each launch, an all-reduce computes the minimum of the items that
   ranks request.  A rank that requested a different item joins the launch and requests its item again.  A rank that
   has ended its pass requests nothing.  When no rank requests an item, the pass ends.
-- Later passes follow the order of the negotiated pass.  A rank that requests an item first launches all items before
-  it, including reductions for which it has only some gradients or none.  Reductions are sums, so late gradients are
+- Later passes follow the order of the negotiated pass.  When a rank requests an item, it first launches all earlier
+  items, including reductions for which it has only some gradients or none.  Reductions are sums, so late gradients are
   reduced at the end of the pass, and added.
 - A rank that requests an item outside the remaining order launches the rest of the order, and then negotiates.  All
   ranks negotiate after the last item, usually only to confirm that no rank requests an item, which costs one small

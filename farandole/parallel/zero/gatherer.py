@@ -119,10 +119,10 @@ class Gatherer:
         self.before_reduction: Callable[[int], None] = lambda _: None
         """Called with the number of a bucket before it is reduced."""
         self.without_gradients: Callable[[], None] = lambda: None
-        """Called when a backward pass ends in which no parameter of this rank got a gradient."""
+        """Called at the end of a backward pass in which no parameter of this rank got a gradient."""
         self._handles = []
         if all(module is not model for module, _ in needs):
-            needs = [*needs, (model, [])]  # it ends like a forward pass
+            needs = [*needs, (model, [])]  # the end of its call ends the forward pass
         for module, numbers in needs:
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward(list(numbers))),
@@ -226,7 +226,7 @@ class Gatherer:
         self.release()
 
     def keep_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Pack tensors other than weights with `pack` and `unpack`, because autograd calls only the innermost hooks."""
+        """Use `pack` and `unpack` for tensors other than weights; autograd itself calls only the innermost hooks."""
         self._keep, self._fetch = pack, unpack
 
     # ---- one group ----

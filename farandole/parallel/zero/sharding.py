@@ -83,8 +83,8 @@ class BucketPlan:
     every_pass: bool = False
     """Whether gradients are reduced after each backward pass (`zero` 2 and 3), so that no unsharded gradient is kept.
 
-    Ranks with different pipeline stages run backward passes at different times.  The gradients that such ranks share, for
-    example of a tied embedding, are reduced once per step.
+    Ranks with different pipeline stages run backward passes at different times.  Gradients that such ranks share, for
+    example the gradient of a tied embedding, are reduced once per step.
     """
 
     @property
@@ -192,7 +192,8 @@ def plan_sharding(
         flat: whether parameters are moved into flat buffers; by default if states are sharded or `dtype` is given.
         gathered: whether weights are gathered block by block.
         bucket_bytes: the approximate size of a bucket in bytes of parameters.
-        stages: the pipeline stages that have each parameter; the parameters of a bucket belong to the same stages.
+        stages: the pipeline stages that contain each parameter, by name; the parameters of a bucket belong to the same
+            stages.
 
     Raises:
         LayoutError: if parts of a tensor are summed by different ranks.
@@ -252,7 +253,7 @@ def plan_sharding(
 def moves_parameters(
     zero: int, dtype: torch.dtype | None, offload: str, layouts: Mapping[str, Layout]
 ) -> bool:
-    """Return whether parameters move into flat buffers, so that optimizers update other tensors than the parameters.
+    """Return whether parameters move into flat buffers, so that optimizers update tensors other than the parameters.
 
     This is necessary if ranks update different elements, because an axis or ZeRO shards parameters, or if the optimizer
     updates master weights.

@@ -41,7 +41,7 @@ class StateOptions:
     offloaded: Offloaded
     compression: Compression | None = None
     stages: Mapping[str, frozenset[int]] | None = None
-    """The pipeline stages that have each parameter."""
+    """The pipeline stages that contain each parameter, by name."""
 
 
 @dataclass(frozen=True)
