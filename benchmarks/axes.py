@@ -3,7 +3,7 @@
     python -m benchmarks.axes [--ranks 2]
 
 Each rank has one thread.  The implementations alternate in one run, one training step each (forward and backward pass,
-fused AdamW), for a GPT of 124 M parameters in fp32, 2 samples of 256 tokens.
+fused AdamW), for a GPT of 124 M parameters in fp32 with 2 samples of 256 tokens.
 
 - `ideal`: each rank computes its part of every sharded matrix, without communication.
 - `parallelize_module`: DTensor, with separate projections of queries, keys and values, a vocabulary that is sharded by
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """The same GPT in plain torch."""
+    """The same GPT as farandole's, in plain torch."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -88,7 +88,7 @@ class Bench:
         return implementations
 
     def other(self, operation: str, size: int) -> dict[str, Callable[[], Any]]:
-        """Return calls of another collective; `size` is the larger of its input and output sizes per rank."""
+        """Return calls to another collective; `size` is the larger of its input and output sizes per rank."""
         count = size // 4 // self.size * self.size
         whole, part, target = torch.zeros(count), torch.zeros(count // self.size), torch.zeros(count)
         shared = self.comm.empty(count).zero_()

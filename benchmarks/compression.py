@@ -40,7 +40,7 @@ def bytes_sent() -> int:
 
 
 def train(name: str, steps: int, runtime: Runtime, text: Text) -> dict[str, Any]:
-    """Train with the compression `name`, and return the losses and the seconds and bytes per step."""
+    """Train with the compression `name`, and return the losses, the seconds per step and the bytes per step."""
     keys = [*MODEL, f"steps={steps}", "batch=16", f"plan.compression={name}"]
     config = load_config(overrides=keys)
     trainer = Trainer(config, TextTask(config, text=text), "fp32", runtime.comm, runtime.device)

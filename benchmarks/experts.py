@@ -123,7 +123,7 @@ class TorchBlock(nn.Module):
 
 
 class TorchMixtral(nn.Module):
-    """The same Mixtral in plain torch."""
+    """The same Mixtral as farandole's, in plain torch."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -3,8 +3,8 @@
     python -m benchmarks.hosts [--rate 1gbit] [--per-host 2] [--quick]
 
 The hosts are network namespaces on this machine, connected by a link with the given rate (see `namespaces`), so all
-ranks share the cores.  The limit is a TCP stream in the same run that sends the same number of bytes in both directions
-at once.
+ranks share the cores.  The limit is a TCP stream that, in the same run, sends the same number of bytes in both
+directions at once.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 The models are GPT-2 (124 M parameters) and a Llama (about 100 M parameters).  All implementations train the same
 initial weights, which `transformers` has written, on the same tokens, with gradient clipping and AdamW (fused, except
-with FSDP2).  The ranks share the cores equally.  The implementations alternate after each step; the other
-implementations wait without computing.
+with FSDP2).  The ranks share the cores equally.  The implementations alternate after each step; while one trains, the
+others wait without computing.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def with_earlier(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Add the rows of an earlier run.  Its first row, the reference, replaces the new row of this implementation."""
+    """Add the rows of an earlier run.  Its first row, the reference, replaces any new row of the same name."""
     earlier = json.loads(path.read_text())["rows"] if path.exists() else []
     found = {row["implementation"]: row for row in (*rows, *earlier[:1])}
     found = {row["implementation"]: row for row in earlier} | found

@@ -52,7 +52,7 @@ def all_reduce(mpi: Any, size: int) -> dict[str, Callable[[], Any]]:
 
 
 def others(mpi: Any, size: int) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Return calls of other collectives; `size` is the larger of their input and output sizes per rank."""
+    """Return calls to other collectives; `size` is the larger of their input and output sizes per rank."""
     ranks, world = mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD
     count = size // 4 // ranks * ranks
     whole, part, target = torch.zeros(count), torch.zeros(count // ranks), torch.zeros(count)

@@ -1,4 +1,4 @@
-"""Compare AdamW steps whose state is on a disk with plain reads and writes of the same number of bytes.
+"""Compare AdamW steps with optimizer state on disk against plain reads and writes of the same number of bytes.
 
     python -m benchmarks.offload [--gib 2] [--folder /tmp] [--record-mib 96]
 

@@ -60,7 +60,7 @@ TORCH = {
     "zb-v": pipelining.ScheduleZBVZeroBubble,
     "dualpipe-v": pipelining.ScheduleDualPipeV,
 }
-"""The schedules of torch that have the same placement of stages."""
+"""Torch's schedules that place the stages as farandole's schedules do."""
 
 
 def schedules(ranks: int) -> list[Schedule]:

@@ -36,7 +36,7 @@ def in_shared_memory(address: int) -> bool:
 
 
 class PeakOf:
-    """The peak of the total of `data_bytes` over several processes within a `with` block, sampled by a thread.
+    """Samples the total `data_bytes` of several processes in a thread within a `with` block, and records its peak.
 
     with PeakOf(pids) as memory:
         ...

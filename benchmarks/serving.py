@@ -4,8 +4,9 @@
     python -m benchmarks.serving --model FOLDER --peers PYTHON ...      # see `serving_peers.py`
 
 The model is a Llama with 24 M random parameters.  Prompts have 8 to 128 tokens and outputs 32 to 128 tokens, so that
-requests join and leave the batch at different times.  The rounds of all implementations are interleaved, after one that
-does not count.  The limit is the time of the matrix products alone in fp32, at the speed of a large product of torch.
+requests join and leave the batch at different times.  The rounds of all implementations are interleaved, after one
+round that does not count.  The limit is the time of the matrix products alone in fp32, at the speed of a large matrix
+product in torch.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def ours_one_by_one(engine: GenerationEngine, requests: list[Request]) -> list[l
 
 
 def timed(call: Callable[[], list[list[int]]]) -> Generate:
-    """Return a function that also measures the time."""
+    """Return a function that calls `call`, and returns the seconds and the tokens."""
 
     def generate() -> tuple[float, list[list[int]]]:
         start = time.perf_counter()

@@ -9,8 +9,8 @@
     PYTHONPATH=older peers/bin/python benchmarks/serving_peers.py export FOLDER
     python -m benchmarks.serving --model FOLDER --peers peers/bin/python
 
-`export` writes the models of OpenVINO, whose exporter needs an older version of transformers.  `run` reads lines with
-requests, each a list of (prompt, number of output tokens), and prints the seconds and the generated tokens per line.
+`export` writes the models of OpenVINO, whose exporter needs an older version of transformers.  `run` reads one list of
+requests (prompt, number of output tokens) per line, and prints the seconds and the generated tokens of each list.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTEXT = 512
 
 
 def convert(folder: Path) -> None:
-    """Write a tokenizer, which some libraries require, and the models of all libraries but OpenVINO."""
+    """Write a tokenizer, which some libraries require, and the models of all libraries except OpenVINO."""
     from ctranslate2.converters import TransformersConverter
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -63,7 +63,7 @@ def export(folder: Path) -> None:
 
 
 def write_gguf(folder: Path, kind: str) -> None:
-    """Write the model for llama.cpp, whose rotary positions pair neighbouring values."""
+    """Write the model for llama.cpp, whose rotary positions pair neighboring values."""
     import gguf
     from gguf.quants import quantize
     from transformers import LlamaForCausalLM
@@ -101,7 +101,7 @@ def write_gguf(folder: Path, kind: str) -> None:
 
 
 def ctranslate2(folder: Path, kind: str, threads: int) -> Run:
-    """Return a function that batches all requests; a request leaves the batch when it has its tokens."""
+    """Return a function that batches all requests; a request leaves the batch when it has all its tokens."""
     import ctranslate2
 
     compute = "int8_float32" if kind == "int8" else "float32"
@@ -197,7 +197,7 @@ def openvino(folder: Path, kind: str, threads: int) -> Run:
 
 
 def llama_cpp(folder: Path, kind: str, threads: int) -> Run:
-    """Return a function that decodes all requests in one batch; a request leaves it when it has its tokens."""
+    """Return a function that decodes all requests in one batch; a request leaves it when it has all its tokens."""
     import llama_cpp
     import numpy as np
 

@@ -38,7 +38,7 @@ TEXTS: dict[str, dict[str, Any]] = {
 
 
 def write_models(folder: Path) -> tuple[Transformer, Transformer]:
-    """Return the model and the draft model."""
+    """Write the model and the draft model to `folder`, and return both."""
     torch.manual_seed(0)
     found = []
     config: dict[str, Any] = {

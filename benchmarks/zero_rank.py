@@ -1,4 +1,4 @@
-"""Run one rank of an implementation in the ZeRO benchmark, which sleeps between commands.
+"""Run one rank of an implementation in the ZeRO benchmark; the rank sleeps between commands.
 
     python -m benchmarks.zero_rank ORDER    # started by benchmarks.zero, with torchrun's environment variables
 
@@ -30,7 +30,7 @@ BATCHES = 2
 
 
 def batches_of(config: GPTConfig, samples: int, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and targets of samples `first` to `first + count` in each batch, for any number of ranks."""
+    """Return inputs and targets of `count` samples from sample `first` on in each batch, for any number of ranks."""
     generator = torch.Generator().manual_seed(1)
     shape = (BATCHES, samples, config.context + 1)
     tokens = torch.randint(config.vocabulary, shape, generator=generator)[:, first : first + count]

@@ -41,7 +41,7 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds of one rank while all ranks work: bytes, bytes per second, and FLOP/s by precision, as in `Machine`."""
+    """Speeds and memory of one rank while all ranks work, in the units of `Machine`."""
 
     flops: dict[str, float]
     stream: float

@@ -57,7 +57,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class PlanCheckJobSpec:
-    """The steps to measure with a training configuration, and the file for the measurements."""
+    """A training configuration, the number of steps to measure, and the file for the measurements."""
 
     config: TrainConfig
     precision: Precision

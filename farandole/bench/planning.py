@@ -99,7 +99,7 @@ More micro-batches would take longer, and with most schedules need no more memor
 """
 
 _FLOPS_PER_BYTE = 200
-"""The assumed FLOP per byte of memory traffic for accelerators of other machines.
+"""The assumed FLOP per byte of memory traffic of an accelerator for which only the FLOP/s are given.
 
 The data sheets give 156 for an A100 (312 TFLOP/s, 2 TB/s) and 295 for an H100."""
 
@@ -357,7 +357,7 @@ def _estimates(
     axes: Mapping[str, Sequence[Any]],
     meshes: Sequence[tuple[Any, ...]] = (),
 ) -> tuple[Machine, list[Estimate]]:
-    """Return the estimates of the plans, by default for all meshes, and the machine with the disk that they use.
+    """Return the estimates of the plans, by default for all meshes, and the machine with the bandwidth of their disk.
 
     If there are many meshes, they are compared with recomputed blocks and 1F1B.  Other kinds of recomputation and other
     schedules are estimated only for the best meshes, beginning with the fastest kind of recomputation, until a plan
@@ -416,7 +416,7 @@ def _estimated(
     tracer: StageTracer,
     plans: Sequence[Plan],
 ) -> tuple[list[Estimate], Exception | None]:
-    """Return the estimates of the plans that are valid for the model and the batch, and an error of another plan."""
+    """Return the estimates of all plans valid for the model and the batch, and the error of an invalid plan or None."""
     found: list[Estimate] = []
     refusal: Exception | None = None
     shared: set[tuple[Any, ...]] = set()  # the meshes for which sequence parallelism is possible

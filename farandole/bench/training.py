@@ -36,7 +36,7 @@ TIMEOUT_S = 3600.0
 """How long, in seconds, a rank waits for a computing rank."""
 
 CONFIDENCE = 1.96
-"""The number of standard deviations on each side that contain 95 % of a normal distribution."""
+"""The number of standard deviations on each side of the mean that contain 95 % of a normal distribution."""
 
 
 @dataclass

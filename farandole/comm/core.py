@@ -148,7 +148,7 @@ class Core(Protocol):
         """Describe the current call and the ranks that it is waiting for."""
 
     def set_roles(self, roles: Sequence[str]) -> None:
-        """Set the role of each rank, which messages of this process add to the rank, such as `stage 3`."""
+        """Set the role of each rank, such as `stage 3`; the messages of this process name the role after the rank."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call may wait for other ranks."""

@@ -38,9 +38,10 @@ _STRIDED = torch.strided
 class DirectCalls:
     """Blocking operations on dense tensors.
 
-    A method returns None and does nothing if other calls are pending or a tensor is not a plain dense CPU tensor of the
-    expected size.  `Operation.call` then runs the call or raises the exception.  A reduction is given by name or by the
-    hash of a torch `ReduceOp`, because comparing two `ReduceOp`s takes a microsecond.
+    A method returns None (`send` and `recv`: False) and does nothing if other calls are pending or a tensor is not a
+    plain dense CPU tensor of the expected size.  `Operation.call` then runs the call or raises the exception.  A
+    reduction is given by name or by the hash of a torch `ReduceOp`, because comparing two `ReduceOp`s takes a
+    microsecond.
     """
 
     _group: Any = None

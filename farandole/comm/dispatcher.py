@@ -160,7 +160,7 @@ class Dispatcher:
                 fallback.close()
 
     def abort(self, note: str = "") -> None:
-        """Leave the group immediately and fail the pending calls of all threads; `note` is the reason for other ranks."""
+        """Leave the group immediately and fail all threads' pending calls; other ranks report `note` as the reason."""
         if self._invalid:
             return
         if note:

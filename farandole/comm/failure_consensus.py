@@ -26,8 +26,8 @@ PATIENCE_S = 1.2
 CLOSED_S = 0.3
 """Seconds to wait for the cause of a closed connection.
 
-A rank that leaves or reports a failure publishes the reason before its connections are closed.  Only the ranks on the
-host of a rank that died publish the cause later: they detect its death within 0.05 s.
+A rank that leaves or reports a failure publishes the reason before its connections are closed.  If a rank has died, its
+connections are closed first; the other ranks on its host detect the death within 0.05 s and then publish the cause.
 """
 _POLL_S = 0.05
 _KEY = "failure"

@@ -81,9 +81,9 @@ def torch_device_group(
 def local_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return a torch group over the global ranks `ranks`, members of `parent`; only these ranks call this.
 
-    `new_group(use_local_synchronization=True)` derives the group name from the rank's number of groups.  Ranks with
-    different numbers of groups would wait for each other under different names.  This function therefore counts only
-    groups of the same ranks.
+    `new_group(use_local_synchronization=True)` derives the group name from the number of groups that a rank has
+    created.  Ranks that have created different numbers of groups would wait for each other under different names.  This
+    function therefore counts only groups of the same ranks.
     """
     assert dist.group.WORLD is not None
     made = _made.setdefault(dist.group.WORLD, Counter())

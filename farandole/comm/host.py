@@ -67,8 +67,8 @@ def open_segment(name: SegmentName) -> int:
     """Return a descriptor for another process's memory file.
 
     Raises:
-        OSError: if the file does not exist, is not accessible, or belongs to another user.  (Without this check, root
-            could open the file of any user.)
+        OSError: if the file does not exist, is not accessible, or belongs to another user.  (Without the check of the
+            owner, root could open the file of any user.)
     """
     descriptor = os.open(f"/proc/{name.pid}/fd/{name.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     found, user = os.fstat(descriptor), os.geteuid()

@@ -210,7 +210,7 @@ class DeviceTransport:
 
     Args:
         upward: The group for messages to higher ranks.
-        downward: The group with the same ranks for messages to lower ranks.
+        downward: A second group of the same ranks, for messages to lower ranks.
         device: The device to which tensors are copied for sending and receiving.
     """
 

@@ -32,7 +32,7 @@ from farandole.comm.errors import CommunicationError, RankLate
 from farandole.native import BACKGROUND, MAIN_THREAD
 
 Call = Callable[[int], Any]
-"""A blocking call of an implementation; its argument is a combination of `farandole.native` flags."""
+"""A blocking call to an implementation; its argument is a combination of `farandole.native` flags."""
 
 _main_thread = threading.main_thread().ident
 

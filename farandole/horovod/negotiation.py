@@ -237,7 +237,7 @@ class Negotiator:
     def invalidate_older_than(self, before: float) -> None:
         """Announce this rank's cached requests submitted before the time `before` (`time.monotonic()`) by name.
 
-        `table` of all ranks then shows which ranks have not submitted them.
+        On all ranks, `table` then shows which ranks have not submitted these requests.
         """
         for slot in [slot for slot, request in self._hits.items() if request.submitted < before]:
             self._invalidated.append(slot)

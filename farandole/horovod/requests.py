@@ -1,4 +1,4 @@
-"""Define requests to the engine and the errors of requests, and compare requests across ranks.
+"""Define the requests to the engine and their exceptions, and compare requests across ranks.
 
 A request is a named operation.  A `Signature` is the part of a request that is sent to other ranks.  A `Request` adds
 this rank's tensors.

@@ -51,7 +51,7 @@ class RankSpec:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the launcher's program as rank LOCAL_RANK of this host; on failure, exit with its status."""
+    """Run the launcher's program as rank LOCAL_RANK of this host; on failure, exit with the program's status."""
     text, target, *program_arguments = arguments
     spec = RankSpec.load(text)
     die_with_parent(spec.launcher_pid)

@@ -255,7 +255,7 @@ def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Divisi
 
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
-    """Prevent two jobs that start at the same time from each reserving only some of their cores."""
+    """Prevent two jobs that start at the same time from each reserving only part of the cores that it needs."""
     deadline = time.monotonic() + LOCK_S
     held = None
     while held is None and time.monotonic() < deadline:

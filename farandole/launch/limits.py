@@ -83,7 +83,7 @@ def _limits(ranks: int) -> list[tuple[int, str]]:
 def _free_user_tasks() -> int | None:
     """Return the number of additional processes and threads that RLIMIT_NPROC allows this user.
 
-    The result is None if it is unlimited.
+    The result is None if there is no limit.
     """
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit == resource.RLIM_INFINITY or os.getuid() == 0 or sys.platform != "linux":  # root has no limit

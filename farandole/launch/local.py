@@ -79,7 +79,7 @@ def run_on_this_host(
     """Run the ranks of this host; return the exit status.
 
     Args:
-        name: The name of this host, if a command on another host started this launcher and reports the end of the job.
+        name: The name of this host, if another process started this launcher and reports the end of the job.
 
     Raises:
         LaunchError: if the ranks cannot be started.

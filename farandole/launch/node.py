@@ -1,4 +1,4 @@
-"""The launcher of one host, for a job that was started on another host: `python -m farandole.launch.node`.
+"""The launcher of one host, for a job that one command starts on several hosts: `python -m farandole.launch.node`.
 
 The command that started the job writes to this launcher's standard input: first a line with a `NodeSpec`, then one line
 per signal to raise, with the signal's number.  The end of the input means that the command has ended, so this launcher

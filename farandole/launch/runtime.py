@@ -85,8 +85,8 @@ class Runtime:
 def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
     """Join this process's job and return its `Runtime`; without a launcher, the process is the only rank.
 
-    All ranks call this function.  It determines the rank under `farandole launch`, torchrun, mpirun (Hydra, as in
-    MPICH, and Open MPI) and srun, and creates torch's process group.  A process group that already exists is used
+    All ranks call this function.  It determines the rank under `farandole launch`, torchrun, mpirun (of Open MPI, or
+    Hydra as in MPICH) and srun, and creates torch's process group.  A process group that already exists is used
     unchanged.
 
     Args:
@@ -119,7 +119,7 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
 
 
 def _runtime(placement: Placement | None, device: torch.device | None, *, owns_group: bool) -> Runtime:
-    """Return the runtime of torch's process group; `placement` is None if the group was not created from it."""
+    """Return the runtime of torch's process group; without a placement, find the local rank from the host names."""
     assert dist.group.WORLD is not None  # for the type checker
     comm = Communicator(dist.group.WORLD)
     host = socket.gethostname()

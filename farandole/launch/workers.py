@@ -47,8 +47,8 @@ _READY, _GO = b"r", b"g"
 class Workers:
     """Processes that run a module as ranks 1, 2, ... of a group, in which this process is rank 0.
 
-    Until `close`, this process uses its share of the cores: as many threads as each worker, unless OMP_NUM_THREADS is
-    set.
+    Until `close` is called, this process uses its share of the cores: as many threads as each worker, unless
+    OMP_NUM_THREADS is set.
 
     Args:
         module: the module to run; its command-line argument is the argument of `Link`.
@@ -95,7 +95,7 @@ class Workers:
         return _connect(self._store, 0, self._ranks, self._name)
 
     def resume(self) -> None:
-        """Let each worker continue after `Link.wait`.
+        """Let `Link.wait` return on each worker.
 
         Raises:
             LaunchError: if a worker has ended.

@@ -1,9 +1,9 @@
 /* Before the ranks use any data, they verify that they are in the same call.
  *
  * Every rank posts its call in its line, ends the phase, and compares the calls of all ranks.  The call is in the half
- * of the first phase, so the rule of internal.h applies to it.  Every rank sees the same calls, so all ranks reach the
- * same result.  Data that a rank has put into its payload or staging slot in the same phase are available with the
- * call.
+ * of the line that belongs to the first phase, so the rule in internal.h applies to it.  Every rank sees the same
+ * calls, so all ranks reach the same result.  Data that a rank has put into its payload or staging slot in the same
+ * phase are available with the call.
  */
 #include <string.h>
 
@@ -67,7 +67,7 @@ int agree(struct frd_group *g)
             continue;
         }
         const int culprit = odd_one_out(g);
-        /* the record contains the culprit's call and the call of a rank of the largest set */
+        /* the record contains the culprit's call and the call of a rank in the largest set */
         const int witness = culprit == g->rank ? r : g->rank;
         return break_group(g, FRD_MISMATCH, g->rank_of[culprit], call_of(g, witness));
     }

@@ -4,8 +4,8 @@
  * allocator are private.  Whole free pages are returned to the system, except the pages of recently freed buffers: the
  * system would have to clear these pages again, which takes longer than filling them.
  *
- * After a group broke, a peer may still copy from or to a buffer that its owner has freed.  Freed memory is therefore
- * held back (`arena_hold`) until every rank of the broken group has left the group or ended.
+ * After a group has failed, a peer may still copy from or to a buffer that its owner has freed.  Freed memory is
+ * therefore held back (`arena_hold`) until every rank of the failed group has left the group or ended.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -190,7 +190,7 @@ static void keep(struct extent x)
     release_kept(KEPT_BYTES);
 }
 
-/* Takes the latest kept extent that fits and is not much too large; its size is 0 if there is none. */
+/* Takes the latest kept extent that fits and is not much too large; returns size 0 if there is none. */
 static struct extent take_kept(size_t bytes)
 {
     for (int i = arena.kept.count - 1; i >= 0; i--) {

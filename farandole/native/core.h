@@ -91,7 +91,7 @@ void frd_pending_interrupt(void **type, void **value, void **traceback);
 
 /* ---- shared memory of this process ---- */
 
-/* Map the arena of this process, an empty memory file of `bytes` bytes; once per process (a forked child has none). */
+/* Map this process's arena, an empty memory file of `bytes` bytes; once per process (a forked child inherits none). */
 int frd_arena_open(int descriptor, size_t bytes);
 size_t frd_arena_bytes(void);          /* 0: this process has no arena */
 void *frd_alloc(size_t bytes);         /* whole pages of this process's arena; NULL: the arena is full */
@@ -104,8 +104,8 @@ size_t frd_arena_used(void);           /* bytes in use by tensors, groups and me
  * arena on this host, its address on another host) before it opens the first group. */
 struct frd_endpoint *frd_endpoint_open(int rank, int ranks);
 uint64_t frd_endpoint_block(struct frd_endpoint *);   /* offset of the endpoint's block in this process's arena */
-/* Add a process of this host (including this one), with a descriptor of its arena, which the caller closes, and the
- * offset of its block.  Returns 0 or the errno of a failed system call. */
+/* Add a process of this host (including this one).  `descriptor` refers to the process's arena, and the caller closes
+ * it.  `block` is the offset of the process's block in the arena.  Returns 0 or the errno of a failed system call. */
 int frd_endpoint_add(struct frd_endpoint *, int rank, int descriptor, size_t bytes, uint64_t block, int64_t pid);
 void frd_endpoint_close(struct frd_endpoint *);       /* after all its groups */
 void frd_endpoint_forked(struct frd_endpoint *);      /* in a forked child (one thread): closes its sockets */
@@ -144,7 +144,7 @@ double frd_silence(struct frd_group *, int rank);      /* seconds since its host
 void frd_break(struct frd_group *, int culprit);       /* apply a failure found on another host to this host */
 void frd_tell_broken(struct frd_group *);              /* propagate the failure to all hosts of the group */
 /* Declare a user's call that consists of several collectives on this host.  The ranks agree on the call first, and
- * errors name it until frd_undeclare. */
+ * errors name it until frd_undeclare is called. */
 int frd_declare(struct frd_group *, const struct frd_call *, int flags);
 void frd_undeclare(struct frd_group *);
 
@@ -178,9 +178,9 @@ int frd_all_gather_even(struct frd_group *, const void *in, void *out, size_t co
 int frd_all_to_all_even(struct frd_group *, const void *in, void *out, size_t count, int type, int flags);
 
 /* Point-to-point: post, then test or wait.  `peer` -1 receives from any rank.  Tags below 0 are reserved for
- * collectives.  Posting returns NULL for a complete send, a message, or a status below FRD_LAST_STATUS as a pointer.
- * Test and wait return the status and the source shifted by 8 bits; unless the status is FRD_PENDING, they free the
- * message. */
+ * collectives.  Posting returns a message; NULL if a send is already complete; or, on failure, a status below
+ * FRD_LAST_STATUS as a pointer.  Test and wait return status | source << 8; unless the status is FRD_PENDING, they free
+ * the message. */
 #define FRD_LAST_STATUS 64
 struct frd_message *frd_post_send(struct frd_group *, const void *data, size_t bytes, int type, int peer, int tag);
 struct frd_message *frd_post_recv(struct frd_group *, void *data, size_t bytes, int type, int peer, int tag);
@@ -206,15 +206,15 @@ int frd_encode(int type, const float *x, float factor, float *residual, void *me
                size_t block);
 int frd_decode(int type, const void *message, float *x, float factor, size_t count, size_t block);
 /* For low-rank compression: Gram-Schmidt orthonormalization of the columns of a column-major matrix (a column that
- * depends on earlier ones becomes zero), and x = p q^T of such matrices.  The order of every sum is fixed, so all
- * processors get the same bits. */
+ * depends on earlier ones becomes zero), and x = p q^T for column-major p and q.  The order of every sum is fixed, so
+ * all processors get the same bits. */
 void frd_orthonormalise(float *p, size_t rows, size_t rank);
 void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t columns, size_t rank);
 
-/* Generation: out = x weight^T + bias with a packed weight of a type, normalization, activation and rotation of fp32 or bf16
- * values, and attention of single queries over stored blocks of keys and values (inference.h).  Each row of a result
- * depends on its own inputs only, and is summed in a fixed order.  For int8 weights, each row of x is rounded to int16
- * values with a factor.  Normalization and rotation may be in place. */
+/* Generation: the product out = x weight^T + bias, where `type` is the type of the packed weight; normalization,
+ * activation and rotation of fp32 or bf16 values; and attention of single queries over stored blocks of keys and values
+ * (inference.h).  Each row of a result depends on its own inputs only, and is summed in a fixed order.  For int8
+ * weights, each row of x is rounded to int16 with its own factor.  Normalization and rotation may be in place. */
 enum { FRD_WEIGHTS_F32, FRD_WEIGHTS_BF16, FRD_WEIGHTS_INT8 };
 size_t frd_packed_size(size_t outputs, size_t inputs, int type);
 void frd_pack(void *packed, const void *weight, size_t outputs, size_t inputs, int type);
@@ -222,7 +222,7 @@ int frd_linear(float *out, const float *x, const void *packed, const float *scal
                size_t inputs, size_t outputs, int type, int threads);
 /* x / sqrt(mean(x^2) + epsilon) * weight */
 void frd_rms_norm(void *out, const void *x, const void *weight, size_t rows, size_t width, float epsilon, int is_bf16);
-/* silu(gate) * up, for rows of gate and up (2 width) */
+/* silu(gate) * up; each row of x contains `width` values of gate, then `width` values of up */
 void frd_swiglu(void *out, const void *x, size_t rows, size_t width, int is_bf16);
 /* Rotary positions, which pair value i with value i + width / 2. */
 void frd_rotate(void *out, const void *x, const void *cosine, const void *sine, size_t rows, size_t heads, size_t width,
@@ -248,7 +248,7 @@ struct frd_layer {
     const float *norm_query, *norm_key;              /* (head width), or NULL */
     struct frd_matrix qkv, out, gate_up, down;
     void *keys, *values; /* see frd_attend */
-    int64_t window;      /* the number of most recent positions, or 0 for all */
+    int64_t window;      /* how many of the most recent positions a query attends to; 0: all */
 };
 struct frd_decoder {
     const struct frd_layer *layers;
@@ -257,7 +257,7 @@ struct frd_decoder {
     struct frd_matrix head;
     const float *cosine, *sine; /* (positions, head width / 2) */
     float epsilon, scale;
-    int is_bf16; /* the type of stored keys and values, else fp32 */
+    int is_bf16; /* whether stored keys and values are bf16, else fp32 */
 };
 /* The tokens of a step, one per row. */
 struct frd_step {

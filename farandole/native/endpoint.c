@@ -176,8 +176,9 @@ char *memory_of(const struct peer *peer, uint64_t address, size_t bytes)
  * A slot belongs to this process.  It may serve a call of group g
  *     - if g used it last, by the rule of phases;
  *     - if no group has used it, or its last group is closed;
- *     - if every peer in its last group has published, after its last staged call, that it has finished reading.
- * Until `release_stage`, only the thread that makes the call uses the slot.
+ *     - if every peer in the slot's last group has published, after the slot's last staged call, that the peer has
+ *       finished reading.
+ * Until `release_stage` is called, only the thread that makes the call uses the slot.
  */
 
 static pthread_mutex_t slot_lock = PTHREAD_MUTEX_INITIALIZER;

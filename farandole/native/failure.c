@@ -61,7 +61,7 @@ int broken_status(struct frd_group *g)
 {
     struct group_block *first = g->local[0].block;
     if (atomic_load(&first->record.broken) == WHOLE) return FRD_OK;
-    /* Writing the record takes a microsecond, or until the writer is scheduled on a crowded core.  If the writer was
+    /* Writing the record takes a microsecond, or longer if the writer must wait for a crowded core.  If the writer was
      * killed, the fields that it has not written are zero. */
     for (int i = 0; i < 1000 && atomic_load(&first->record.broken) != BROKEN; i++) {
         const struct timespec a_millisecond = {0, 1000000};

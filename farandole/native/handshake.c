@@ -1,4 +1,4 @@
-/* Opening connections, and accepting only connections of processes of the job.
+/* Opening connections, and accepting only connections from processes of the job.
  *
  * Both ends prove that they know the key of the job, without sending it:
  *
@@ -35,7 +35,7 @@
 
 #define MAGIC 0x656c6f646e617261u /* "arandole" */
 #define KEEPALIVE_S 2        /* interval of keep-alive probes on an idle connection */
-#define HANDSHAKES 256       /* most connections without a response; with more, the oldest is closed */
+#define HANDSHAKES 256       /* maximum number of connections without a response; beyond it, the oldest is closed */
 #define HANDSHAKE_S 10.0     /* longest wait for a response */
 #define ACCEPT_AGAIN_S 0.1   /* pause after a connection could not be accepted for lack of descriptors or memory */
 
@@ -174,7 +174,7 @@ void forget_handshake(struct tcp_state *tcp, struct handshake *handshake)
     free(handshake);
 }
 
-/* Closes the handshakes that started before `time`; of the others keeps the latest `most`. */
+/* Closes the handshakes that started before `time`; of the others, keeps only the latest `most`. */
 static void close_handshakes(struct tcp_state *tcp, double time, int most)
 {
     int kept = 0;

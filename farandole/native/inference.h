@@ -10,8 +10,8 @@
 #define FRD_PANEL 16 /* outputs per panel of packed weights; the number of panels is even */
 #define FRD_TILE 16  /* positions per tile of keys */
 #define FRD_GROUP 4  /* the largest number of heads that attention computes together */
-/* Inputs that are summed before they are added to an output, so that a block of a panel fits in the L1 cache.  The sums
- * of 512 products of int8 and int16 values fit in 32 bits. */
+/* The number of inputs whose products are summed before the sum is added to an output, so that a block of a panel fits
+ * in the L1 cache.  A sum of up to 512 products of an int8 and an int16 value fits in 32 bits. */
 #define FRD_BLOCK 256
 #define FRD_LARGEST_INT16 32767
 
@@ -56,16 +56,17 @@ struct frd_attend_task {
     const int64_t *positions; /* (queries), each query attends to positions 0 to its own */
     size_t queries, heads, kv_heads, width, value_width, block_length, table_width;
     int64_t query_stride, head_stride;
-    int64_t window; /* the number of most recent positions, or 0 for all */
+    int64_t window; /* how many of the most recent positions a query attends to; 0: all */
     float scale;
-    int is_bf16; /* the type of keys and values, else fp32 */
+    int is_bf16; /* whether keys and values are bf16, else fp32 */
 };
 
-/* Computes some outputs, one block of rows, or one query and key-value head.  `scores` has space for the group's scores
+/* The kernels of one vector level.  A call to `linear` computes some outputs, a call to `prepare` prepares one block of
+ * rows, and a call to `attend` computes one query with one key-value head.  `scores` has space for the group's scores
  * of all positions, rounded up to 4 tiles. */
 struct frd_inference {
     void (*linear)(const struct frd_linear_task *task, size_t number);
-    size_t outputs, most_rows; /* that `linear` computes per item, and per block of rows */
+    size_t outputs, most_rows; /* outputs that `linear` computes per item, and maximum rows per block */
     /* writes a block of rows (rows, inputs) to `out` and `factors`, the inputs of a product */
     void (*prepare)(const struct frd_linear_task *task, const float *x, void *out, float *factors, size_t block);
     void (*norm[2])(const struct frd_norm_task *task); /* for fp32 and bf16 */

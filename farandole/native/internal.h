@@ -27,8 +27,8 @@
  * acquire.  Both properties hold across calls, because the phase number keeps increasing from call to call.  So one
  * wait per phase is enough, and no counter is ever reset.
  *
- * Staging slots belong to the process, not to a group.  A call announces its slot in its record.  After its last call
- * the slot may serve another group once every peer has finished with it: see `acquire_stage`.
+ * Staging slots belong to the process, not to a group.  A call announces its slot in its record.  After the last call
+ * that uses a slot, the slot may serve another group once every peer has finished reading it: see `acquire_stage`.
  */
 #ifndef FARANDOLE_INTERNAL_H
 #define FARANDOLE_INTERNAL_H
@@ -139,7 +139,7 @@ struct slot {
     struct slot *next;
     char *memory;
     struct frd_group *user;      /* the group that uses the slot, or used it last */
-    uint64_t end;                /* phase of `user` after its last use */
+    uint64_t end;                /* phase of `user` after the last use of the slot */
     bool busy;
 };
 

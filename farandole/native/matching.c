@@ -256,7 +256,7 @@ static void drop(struct unexpected *u)
     free(u);
 }
 
-/* Whether a process may send this header to a group: only a failure may name another rank than the sender. */
+/* Whether a process may send this header to a group: only a failure may name a rank other than the sender. */
 static bool is_sender(const struct frd_group *g, const struct header *h, const struct peer *from)
 {
     return is_rank(h->source, g->group_ranks) && (h->kind == GROUP_BROKEN || g->members[h->source].peer == from);
@@ -445,8 +445,8 @@ void post_receive(struct frd_message *m)
 
 /* ---- giving up ---- */
 
-/* Detaches a started send, which must be completed because the receiver counts its bytes, with a copy of the remaining
- * payload. */
+/* Detaches a started send and gives it a copy of the remaining payload.  The send must be completed, because the
+ * receiver counts its bytes. */
 static bool detach(struct frd_message *m)
 {
     char *rest = malloc(m->bytes - m->moved);

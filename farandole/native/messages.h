@@ -12,8 +12,8 @@
  *     receiver -> sender     CLEAR    the receive is posted: send the payload of this number
  *     sender   -> receiver   PAYLOAD  the number and the payload
  *
- * A payload is therefore copied directly to its receive and never delays later messages of the stream.  If the payload
- * is in the sender's arena, the receiver copies it from the arena and sends DONE instead of CLEAR.
+ * A payload is therefore copied directly to the buffer of its receive and never delays later messages of the stream.
+ * If the payload is in the sender's arena, the receiver copies it from the arena and sends DONE instead of CLEAR.
  */
 #ifndef FARANDOLE_MESSAGES_H
 #define FARANDOLE_MESSAGES_H

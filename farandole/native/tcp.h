@@ -1,6 +1,6 @@
 /* The transport to processes of other hosts.
  *
- *     handshake.c    opening connections; accepting only connections of processes of the job
+ *     handshake.c    opening connections; accepting only connections from processes of the job
  *     tcp.c          moving bytes; the progress thread's events
  */
 #ifndef FARANDOLE_TCP_H

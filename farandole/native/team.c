@@ -1,4 +1,4 @@
-/* The threads that compute generation together.
+/* The threads that share the computations of generation.
  *
  * A call is one parallel region for a whole sequence of operations.  Each thread starts with its own range of an
  * operation's items, so that it reads weights in order, and then takes items from the ranges of the other threads.

@@ -1,4 +1,4 @@
-/* The threads that compute generation together. */
+/* The threads that share the computations of generation. */
 #ifndef FARANDOLE_TEAM_H
 #define FARANDOLE_TEAM_H
 

@@ -96,7 +96,7 @@ def overflow(context: Context) -> Figures:
 
 @check()
 def stochastic_rounding(context: Context) -> Figures:
-    """Check that rounded values are bf16 neighbours, unbiased, and reproducible with the same seed."""
+    """Check that rounded values are bf16 neighbors, unbiased, and reproducible with the same seed."""
     count = 1 << (22 if context.on_cuda else 16)
     exact = torch.rand(count, device=context.device) + 1.0
     generators = [torch.Generator(context.device).manual_seed(3) for _ in range(2)]

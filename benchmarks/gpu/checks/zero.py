@@ -28,7 +28,7 @@ from farandole.parallel.engine import Engine
 from farandole.plan import Plan
 
 _TOLERANCE = 2e-3
-"""fp32 sums have another order, and the GPU may use other kernels for a smaller batch."""
+"""fp32 sums are computed in another order, and the GPU may use other kernels for a smaller batch."""
 
 
 def _compare(context: Context, stage: int, accumulate: int = 1) -> Figures:

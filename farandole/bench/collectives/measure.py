@@ -82,7 +82,7 @@ class Buffers:
 
 
 class Trial:
-    """Times and, with `validate`, checks one operation of one implementation, with messages of one size."""
+    """Times one operation of one implementation at one size; with `validate`, also checks the results."""
 
     def __init__(self, implementation: Implementation, case: Case) -> None:
         self.implementation = implementation

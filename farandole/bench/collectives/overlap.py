@@ -16,7 +16,7 @@ from farandole.bench.collectives.measure import Buffers, Case, Row, take_turns, 
 
 
 class Work:
-    """The number of small matrix products that an idle core computes in a given time."""
+    """A computation of small matrix products; `count_for` returns how many an idle core computes in a given time."""
 
     WIDTH = 48  # a product takes microseconds, so the time of short collectives can be matched
     TRIES = 200

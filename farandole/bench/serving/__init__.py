@@ -4,7 +4,7 @@ run.py      measures all scenarios
 setup.py    the options of the benchmark
 load.py     lengths and arrivals of requests
 client.py   sends requests, and records when each part of a response arrives
-limit.py    lower bounds of the times, from the weights, the memory bandwidth and the FLOP rate
+limit.py    lower bounds on the times, from the weights, the memory bandwidth and the FLOP rate
 results.py  statistics and the report
 picture.py  plots latencies and the speed-up of concurrent requests
 plan.py     predicts the speed of ranks that serve a model (`farandole plan --serve`)

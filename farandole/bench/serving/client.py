@@ -1,7 +1,7 @@
 """Send requests to an OpenAI-compatible server, and record when each part of a response arrives.
 
-Each request has its own thread and its own connection.  Times are measured from the planned arrival of a request, so
-that a delayed client does not hide a slow server.
+Each request has its own connection; requests with an arrival time also have their own threads.  Times are measured from
+the planned arrival of a request, so that a delayed client does not hide a slow server.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WORDS = [
 
 @dataclass
 class Sample:
-    """One request.  Times are in seconds on `time.perf_counter`.
+    """One request.  Times are in seconds on the clock `time.perf_counter`.
 
     Args:
         arrival: the planned arrival.

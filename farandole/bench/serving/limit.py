@@ -1,4 +1,4 @@
-"""Lower bounds of a model's times on this machine, from the number of weights and two measured speeds.
+"""Lower bounds on a model's serving times on this machine, from the number of weights and two measured speeds.
 
 A step reads all weights from memory once and multiplies them with each of its tokens.  The KV cache and attention are
 not counted, so real times are longer.
@@ -23,12 +23,12 @@ _SIDE = 1024
 
 @dataclass(frozen=True)
 class Limit:
-    """Lower bounds of times, in seconds.
+    """Lower bounds on serving times, in seconds.
 
     Args:
-        body: the number of weights that multiply each token, without the output projection; of the experts, only the
+        body: the number of weights that multiply each token, without the output projection; for experts, only the
             weights of the experts that process the token.
-        head: the number of weights of the output projection, which multiply each token with logits.
+        head: the number of weights of the output projection, which multiply only the tokens whose logits are computed.
         weight_bytes: the size of all these weights in bytes.
         bandwidth: bytes per second of reads from a buffer of `weight_bytes`.
         flops: floating-point operations per second of a large matrix product.
@@ -42,11 +42,11 @@ class Limit:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds for reading the weights once, a lower bound of the time per output token."""
+        """Return the seconds for reading the weights once, a lower bound on the time per output token."""
         return self.weight_bytes / self.bandwidth
 
     def first_token_s(self, prompt_tokens: int) -> float:
-        """Return the lower bound of the time to first token, for a prompt of `prompt_tokens` tokens."""
+        """Return the lower bound on the time to first token, for a prompt of `prompt_tokens` tokens."""
         return max(self.step_s, self.products_s([(prompt_tokens, 1)]))
 
     def products_s(self, lengths: Sequence[tuple[int, int]]) -> float:
@@ -55,7 +55,7 @@ class Limit:
         return 2 * (self.body * tokens + self.head * sum(output for _, output in lengths)) / self.flops
 
     def latency_s(self, prompt_tokens: int, output_tokens: int) -> float:
-        """Return the lower bound of the latency of a single request, in seconds."""
+        """Return the lower bound on the latency of a single request, in seconds."""
         return self.first_token_s(prompt_tokens) + (output_tokens - 1) * self.step_s
 
     def total_s(self, lengths: Sequence[tuple[int, int]], batch: int) -> float:

@@ -45,7 +45,7 @@ def with_fresh_prompts(requests: Sequence[Request], vocabulary: int, seed: int) 
 
 
 def poisson_arrivals(count: int, rate: float, burst: int, seed: int) -> list[float]:
-    """Return the arrival times in seconds: bursts at the times of a Poisson process, `rate` requests per second."""
+    """Return arrival times in seconds: bursts at the times of a Poisson process, with `rate` requests per second."""
     choose, now = random.Random(seed), 0.0
     found: list[float] = []
     while len(found) < count:

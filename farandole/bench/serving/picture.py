@@ -1,4 +1,4 @@
-"""Plot the distribution of each time over the scenarios, and the speed-up of concurrent requests."""
+"""Plot the distribution of each time for every scenario, and the speed-up of concurrent requests."""
 
 from __future__ import annotations
 

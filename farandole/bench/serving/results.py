@@ -75,7 +75,7 @@ def _values(sample: Sample) -> dict[str, Any]:
 
 
 def _limits(scenario: str, complete: Sequence[Sample], setup: ServingSetup, limit: Limit) -> dict[str, float]:
-    """Return the limits: of times, for the median request; of rates, for all requests."""
+    """Return the bounds on the times of the median request, and on the rates of all requests together."""
     lengths = [(sample.prompt_tokens, sample.output_tokens) for sample in complete]
     seconds = limit.total_s(lengths, 1 if scenario == "singlestream" else setup.max_running)
     return {

@@ -23,10 +23,10 @@ class ServingSetup:
         api_key_file: a file with the API key for `url`.
         scenarios: keys of `SCENARIOS`.
         requests: the number of requests per scenario.
-        rate: the mean number of arrivals per second in the scenario server.
-        burst: the number of requests that arrive together in the scenario server.
+        rate: the mean number of arrivals per second in the scenario `server`.
+        burst: the number of requests that arrive together in the scenario `server`.
         prompt_tokens, output_tokens: the smallest and the largest number of tokens of a request.
-        ttft, tpot: limits of the scenario server, in seconds.
+        ttft, tpot: limits of the scenario `server`, in seconds.
         sequential: whether to measure the speed-up of concurrent requests over sequential requests.
     """
 

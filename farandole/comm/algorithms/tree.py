@@ -93,5 +93,5 @@ def binomial_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: flo
 
 
 def chain_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the predicted time in seconds for `size` bytes that are sent as one message."""
+    """Return the predicted time in seconds of a broadcast or reduction along a chain, without windows."""
     return (ranks - 1) * (latency_s + size * seconds_per_byte)

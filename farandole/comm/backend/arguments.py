@@ -14,7 +14,7 @@ from farandole.comm.dense import plain
 
 
 def tensor_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return the argument of a call that accepts one tensor or a list, as a list."""
+    """Convert one tensor or a list of tensors to a list."""
     return [plain(tensors)] if isinstance(tensors, Tensor) else [plain(tensor) for tensor in tensors]
 
 

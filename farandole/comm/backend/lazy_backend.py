@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @exclude_from_dynamo
 class LazyBackend(NoCapabilities):
-    """The result of `_get_backend` for tensors that need no inner torch group; creates a Gloo backend on first use.
+    """The result of `_get_backend` for tensors that need no inner torch group; creates a Gloo backend if required.
 
     Creating a Gloo backend is a collective call, but torch usually queries only the capabilities, sometimes on only one
     rank.  This class handles these queries without Gloo.  `__class__` returns Gloo's class, because torch checks the

@@ -264,7 +264,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce lists with one tensor per rank, possibly of different lengths, and store this rank's tensor."""
+        """Reduce the ranks' tensor lists and store this rank's tensor of the result; tensor lengths may differ."""
         outputs, inputs = one_tensor("reduce_scatter", outputs), one_list("reduce_scatter", inputs)
         opts = options_of(opts, dist.ReduceScatterOptions, reduceOp=opts)
         work = self._issue(table.REDUCE_SCATTER, [(outputs, inputs[0])], opts, timeout)
@@ -421,7 +421,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Exchange parts of two tensors, split along dimension 0, evenly if no splits are given."""
+        """Send part j of `input` to rank j and receive part i of `output` from rank i, with equal parts by default."""
         path = None if output_splits or input_splits else self._path(opts, timeout)
         if path and (work := path.all_to_all(output, input)):
             return work

@@ -24,7 +24,7 @@ class Encoder(Protocol):
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """Return x * factor + residual as a message; store the error and the decoded values if requested."""
+        """Return x * factor + residual as a message; update `residual` and `decoded` unless they are None."""
 
     def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:
         """Compute x = x * factor + decoded message."""
@@ -36,8 +36,9 @@ def all_reduce(
     """Sum a one-dimensional tensor times `factor` over all ranks, in place.
 
     All ranks, including the rank that sums a part, decode the sum from its message, so all results are bitwise equal.
-    The residual contains the encoding error of the sum for the part that this rank sums, and of the summand for other
-    parts.  There are two rounds of messages, in which each of p ranks sends 2 (p - 1)/p times the encoded size.
+    In the residual, the part that this rank sums contains the encoding error of the sum, and each other part contains
+    the encoding error of this rank's summand.  Each of p ranks sends 2 (p - 1)/p times the encoded size, in two rounds
+    of messages.
     """
     me, n = transport.rank, transport.size
     parts = split(tensor, n)

@@ -25,7 +25,7 @@ _WORTH_IT = 2
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """Compresses n x m matrices to (n + m) * `rank` values, but not small matrices or other tensors.
+    """Compresses n x m matrices to (n + m) * `rank` values; small matrices, vectors and scalars are not compressed.
 
     A tensor with more than two dimensions is treated as a matrix whose rows are indexed by the first dimension.  If the
     parameters within a tensor are unknown, each share is treated as a square matrix.
@@ -144,7 +144,7 @@ class PowerSGDCompressor(Compressor):
         return [square] if square.worth_it else []
 
     def _right_factor(self, matrix: _Matrix) -> Tensor:
-        """Return the right factor from the last step; missing or zero columns are random but equal on all hosts."""
+        """Return the right factor from the last step; missing or zero rows are random but equal on all hosts."""
         name = f"right.{matrix.start}"
         q = self.state.get(name)
         if q is None or not q.any(1).all():

@@ -262,7 +262,7 @@ class HostExchange:
         return blocks, messages
 
     def _host_block(self, like: Tensor, root: int, counts: Sequence[int]) -> tuple[int, Tensor, list[Tensor]]:
-        """Return the local rank that exchanges this host's message with `root`, the message buffer and its parts."""
+        """Return this host's rank that communicates with `root`, its message buffer, and the parts of the buffer."""
         host = self._host
         leader = root % host.size
         if host.rank != leader:

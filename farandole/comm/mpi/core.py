@@ -296,7 +296,7 @@ class MpiCore(GroupCore):
         return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind]
 
     def _blocks(self, tensor: Tensor, kind: Any = None) -> Any:
-        """Return an mpi4py buffer for a tensor with one equal part per rank; the count is that of one part."""
+        """Return an mpi4py buffer for a tensor with one equal part per rank; its count is the length of one part."""
         kind = kind or self._units[tensor.element_size()]
         return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel() // self.size, kind]
 

@@ -115,7 +115,7 @@ class Engine:
     # ---- calls that may block inside MPI ----
 
     def try_alone(self) -> bool:
-        """Try to reserve blocking MPI calls for this thread until `leave_alone`; return whether the thread may block."""
+        """Try to reserve blocking MPI calls for this thread until it calls `leave_alone`; return True on success."""
         with self._alone:
             if self._blocking or self._making_groups:
                 return False

@@ -35,7 +35,7 @@ GRACE_S = 0.5
 
 
 class MpiGroup:
-    """The ranks of one group and their MPI communicator; all ranks create it together with `connect`."""
+    """The ranks of one group and their MPI communicator; all ranks call `connect` to create the group."""
 
     def __init__(
         self, comm: Any, mpi_engine: Engine, membership: Membership, store: dist.Store, timeout: timedelta

@@ -109,7 +109,7 @@ def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
 
 
 def _warn_of_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Log a warning before MPI_Init, where most other MPI libraries exit under Open MPI's mpirun."""
+    """Log a warning before MPI_Init, because most other MPI libraries exit in MPI_Init under Open MPI's mpirun."""
     variable = "OMPI_COMM_WORLD_SIZE"
     if environ.get(variable, "1") != "1" and not library.startswith("Open MPI"):
         warn_once(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from farandole.native import Call
 
 SLOW_S = 1.0
-"""Seconds for which a rank waits in a call or a message before it records the call."""
+"""Seconds for which a rank waits in a collective or for a message before it records that it is waiting."""
 
 
 class Waiting:
