@@ -398,7 +398,7 @@ class Engine:
         must update every element independently.  Existing optimizer states must be equal on all ranks.
 
         `optimizer.step()` waits for the averaged gradients and returns when all ranks have the updated weights.  If
-        `step` receives a closure, `step` returns the mean loss over all ranks or, with offload, this rank's loss.
+        `step` receives a closure, `step` returns the mean loss over all ranks.
 
         With offload, this method moves master weights and states to the offload store and is a collective call.
 

@@ -106,7 +106,7 @@ def _adam(rank: int, size: int, folder: str, zero: int) -> None:
         engine = farandole.parallelize(model, Plan(zero=zero, offload=offload))
         optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 0.01, fused=True))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        tokens = torch.arange(12).remainder(11).view(2, 6)
+        tokens = (torch.arange(12) + rank).remainder(11).view(2, 6)
 
         def closure() -> Tensor:
             optimizer.zero_grad()  # noqa: B023

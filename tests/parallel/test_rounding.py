@@ -174,6 +174,34 @@ def test_small_updates_accumulate(ranks: Any) -> None:
         assert theirs == 1.0
 
 
+def _closure(rank: int, size: int) -> tuple[float, float, float]:
+    """Return this rank's loss, the loss that a step with a closure returns, and the loss after the step."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    engine = farandole.parallelize(model, Plan(zero=1, precision=torch.bfloat16, rounding="stochastic"))
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    inputs = torch.full((1, 4), rank + 1.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = engine(inputs).float().square().mean()
+        loss.backward()
+        return loss
+
+    own = float(closure().detach())
+    losses = [float(optimizer.step(closure)) for _ in range(2)]
+    engine.close()
+    return own, losses[0], losses[1]
+
+
+def test_a_step_with_a_closure_returns_the_mean_loss(ranks: Any) -> None:
+    found = ranks(2).run(_closure)
+    assert [own for own, _, _ in found] == [16.0, 64.0]
+    for _, first, second in found:
+        assert first == 40.0
+        assert second < first
+
+
 def _resumed(rank: int, size: int) -> None:
     """With the weights, the optimizer's state and the count of steps, training goes on with the same bits."""
 

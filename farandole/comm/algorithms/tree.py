@@ -85,13 +85,3 @@ def reduce_chain(transport: Transport, tensor: Tensor, root: int, combine: Combi
         combine(tensor, tensor, spare)
     if place:
         yield transport.send(tensor, (transport.rank - 1) % n)
-
-
-def binomial_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the predicted time in seconds of a broadcast or reduction of `size` bytes."""
-    return math.ceil(math.log2(ranks)) * (latency_s + size * seconds_per_byte)
-
-
-def chain_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the predicted time in seconds of a broadcast or reduction along a chain, without windows."""
-    return (ranks - 1) * (latency_s + size * seconds_per_byte)

@@ -116,8 +116,8 @@ def _together(comm: Communicator, make: Callable[[], T]) -> T:
 class OffloadedUpdate:
     """Stores the master weights and states of `optimizer`, which updates this rank's shards, in offloaded records.
 
-    `optimizer.step` becomes a step of the engine: `before` completes the averaged gradients, and `after` distributes the
-    updated weights.
+    `optimizer.step` becomes a step of the engine: `before` completes the averaged gradients, `after` distributes the
+    updated weights, and `mean` averages the loss of a closure over all ranks.
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class OffloadedUpdate:
         records: Records,
         before: Callable[[], object],
         after: Callable[[], None],
+        mean: Callable[[Any], Any],
     ) -> None:
         own = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
         self._shards: list[OptimizerShards] = []
@@ -150,7 +151,7 @@ class OffloadedUpdate:
                 weight.master = None
         self._before, self._after = before, after
         # a bound method, which schedulers expect
-        step = MethodType(_step_of(self), optimizer)
+        step = MethodType(_step_of(self, mean), optimizer)
         step.__func__.__dict__.update(getattr(replaced, "__dict__", {}))
         optimizer.step = step  # type: ignore[method-assign]
 
@@ -205,14 +206,12 @@ class OffloadedUpdate:
         self._in_place.close()
 
 
-def _step_of(update: OffloadedUpdate) -> Callable[..., Any]:
+def _step_of(update: OffloadedUpdate, mean: Callable[[Any], Any]) -> Callable[..., Any]:
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's shards, whose states are offloaded."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         update.step()
-        return loss
+        return mean(loss)
 
     return step

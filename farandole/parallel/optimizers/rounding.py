@@ -74,8 +74,11 @@ class StochasticRounding:
         # torch wraps the method of every optimizer class, for hooks and the profiler
         plain: Callable[[Optimizer], Any] = getattr(cls.step, "__wrapped__", cls.step)
 
-        def step(self_: Optimizer) -> None:
+        def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            with torch.enable_grad():
+                loss = None if closure is None else closure()
             self._step(self_, plain, shards)
+            return loss
 
         # PyTorch's schedulers expect a bound method
         optimizer.step = MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]

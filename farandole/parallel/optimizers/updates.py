@@ -102,7 +102,12 @@ class Updates:
             records = records_at(self._place, self._comm, pinned=cuda)
             self.offloaded.append(
                 OffloadedUpdate(
-                    optimizer, self._shards, records, partial(self._begin_checked, optimizer), self._end_step
+                    optimizer,
+                    self._shards,
+                    records,
+                    before=partial(self._begin_checked, optimizer),
+                    after=self._end_step,
+                    mean=self._mean,
                 )
             )
             refuse_state_dicts(optimizer)
@@ -255,14 +260,18 @@ class Updates:
             self._end_step(owned)
             loss = closure()
             self._begin_step(owned)
-            if loss is None:
-                return None
-            mean = torch.as_tensor(loss).detach().double().clone()
-            if self._comm.size > 1:
-                self._comm.all_reduce(mean, "avg")
-            return mean
+            return self._mean(loss)
 
         return (optimizer, averaged), {}
+
+    def _mean(self, loss: Any) -> Tensor | None:
+        """Return the mean of a closure's loss over all ranks, or None if the closure returned None."""
+        if loss is None:
+            return None
+        mean = torch.as_tensor(loss).detach().double().clone()
+        if self._comm.size > 1:
+            self._comm.all_reduce(mean, "avg")
+        return mean
 
     def _begin_checked(self, optimizer: Optimizer, owned: OwnedParameters | None = None) -> None:
         if self._divided and hasattr(optimizer, "found_inf"):  # set by GradScaler
