@@ -103,8 +103,8 @@ class Layout:
         for axis, shard in self.shards:
             if not -len(self.shape) <= shard.dim < len(self.shape):
                 raise LayoutError(
-                    f"{self.name}: expected axis {axis!r} to shard one of the {len(self.shape)} dimensions, got dimension "
-                    f"{shard.dim}; choose another dimension"
+                    f"{self.name}: expected axis {axis!r} to shard a dimension of a {len(self.shape)}-D tensor, got "
+                    f"dimension {shard.dim} (counted from 0); choose another dimension"
                 )
 
     def cells(self, mesh: Mesh) -> list[Cell]:
@@ -130,15 +130,15 @@ class Layout:
         parts = shard.parts or (Part(end - at, shard.unit),)
         if sum(part.size for part in parts) != end - at:
             raise LayoutError(
-                f"{self.name}: expected parts with {end - at} rows in total, the size of dimension {dim}, got "
+                f"{self.name}: expected parts with {end - at} rows in total (the size of dimension {dim}), got "
                 f"{sum(part.size for part in parts)}; correct the sizes of the parts"
             )
         for part in parts:
             copies = min(part.copies, width)
             if width % copies:
                 raise LayoutError(
-                    f"{self.name}: expected the size of axis {axis!r} to be a multiple of {copies}, the number of copies of a "
-                    f"part, got {width}"
+                    f"{self.name}: expected the size of axis {axis!r} to be a multiple of {copies} (the number of "
+                    f"copies of a part), got {width}"
                 )
             start, stop = chunk(part.size, width // copies, place // copies, part.unit)
             yield (*box[:dim], (at + start, at + stop), *box[dim + 1 :])

@@ -115,7 +115,7 @@ class Mesh:
         if widths != {math.prod(sizes.values())}:
             shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
             raise MeshError(
-                f"{axis}: expected factors whose product is the size of the axis, {max(widths)}, got {shown}"
+                f"{axis}: expected factors with the product {max(widths)} (the size of the axis), got {shown}"
             )
         stride = math.prod(sizes.values())
         for name, size in sizes.items():
@@ -328,7 +328,7 @@ class Groups:
         """
         if self.comm.size != self.mesh.size:
             raise MeshError(
-                f"expected a communicator of {self.mesh.size} ranks, the size of the mesh, got {self.comm.size}"
+                f"expected a communicator of {self.mesh.size} ranks (the size of the mesh), got {self.comm.size}"
             )
         all_ranks = tuple(range(self.comm.size))
         for ranks in self.sets:
@@ -354,7 +354,7 @@ class Groups:
             return None
         if key not in self._made:
             raise MeshError(
-                f"there is no group of the ranks {', '.join(map(str, key))}: pass their axes to Mesh.connect"
+                f"there is no group of ranks {', '.join(map(str, key))}: pass the axes of this group to Mesh.connect"
             )
         return self._made[key]
 

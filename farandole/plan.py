@@ -112,7 +112,7 @@ class LoRA:
             raise ValueError(f"LoRA rank={self.rank}: expected at least 1")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ValueError(
-                f"LoRA alpha={self.alpha}: expected a number above 0; a common value is twice the rank"
+                f"LoRA alpha={self.alpha}: expected a finite number above 0; a common value is twice the rank"
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"LoRA dropout={self.dropout}: expected at least 0 and less than 1")
@@ -239,7 +239,7 @@ class Plan:
         if self.ring is not None and (self.ring < 1 or self.context % self.ring):
             near = [n for n in range(1, self.context + 1) if self.context % n == 0]
             raise PlanError(
-                f"ring={self.ring} does not divide context={self.context}; nearest plan: "
+                f"ring={self.ring}: expected a positive divisor of context={self.context}; nearest plan: "
                 f"ring={min(near, key=lambda n: abs(n - (self.ring or 1)))}"
             )
         if self.zero not in (0, 1, 2, 3):
@@ -257,7 +257,7 @@ class Plan:
             )
         if self.data_shard != "all" and not self.zero:
             raise PlanError(
-                f"data_shard={self.data_shard!r} with zero=0: there are no states to shard; nearest plan: zero=1"
+                f"data_shard={self.data_shard!r} with zero=0: no states are sharded; nearest plan: zero=1"
             )
         if self.data is not None:
             self._check_data_shard(self.data)
@@ -358,6 +358,8 @@ class Plan:
             product = " x ".join(f"{axis}={size}" for axis, size in named.items() if size > 1) or "data=1"
             multiple = "" if self.data is not None else "a multiple of "
             near = f"data={ranks // each}" if ranks >= each else ", ".join(f"{axis}=1" for axis in inner)
+            if ranks > each and ranks % each:
+                near += f" with {ranks // each * each} ranks"
             raise PlanError(
                 f"{product}: expected {multiple}{math.prod(named.values())} ranks, got {ranks}; nearest plan: {near}"
             )

@@ -56,7 +56,7 @@ def test_sub_axes() -> None:
         MeshError, match=r"'data\.rack' is not an axis of this mesh; expected one of .*data\.hosts"
     ):
         mesh.peers(mesh.cells[0], "data.rack")
-    with pytest.raises(MeshError, match="the size of the axis, 4, got hosts=2 x local=3"):
+    with pytest.raises(MeshError, match="the product 4 .the size of the axis., got hosts=2 x local=3"):
         Mesh.box(4, data=4, factors={"data": {"hosts": 2, "local": 3}})
 
 
@@ -137,7 +137,7 @@ def _communicate(rank: int, size: int) -> None:
             assert value == sum(group.ranks)
     assert groups.of(mesh.of_rank(rank)[0], "pipeline", "tensor").comm is comm
     assert (groups.of_ranks([rank]) is None) and (rank in (1, 2) or groups.of_ranks([3, 0]) is not None)
-    with pytest.raises(MeshError, match="there is no group of the ranks"):
+    with pytest.raises(MeshError, match="there is no group of ranks"):
         groups.of_ranks([0, 1, 2])
     with pytest.raises(MeshError, match="expected a communicator of 2 ranks, .* got 4"):
         Mesh.box(2, tensor=2).connect(comm)
@@ -204,10 +204,10 @@ def test_fused_projections_are_cut_at_heads() -> None:
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(1)),)), r"w: expected axis 'tensor' to shard one of the 1 dimensions, got dimension 1"),
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(3),))),)), "w: expected parts with 4 rows in total, the size of dimension 0, got 3"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(1)),)), r"w: expected axis 'tensor' to shard a dimension of a 1-D tensor, got dimension 1 .counted from 0."),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(3),))),)), "w: expected parts with 4 rows in total .the size of dimension 0., got 3"),
         (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (), 3)),)), "expected a multiple of 3 elements, got 4"),
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(4, 1, 2),))),)), r"expected the size of axis 'tensor' to be a multiple of 2, the number of copies of a part, got 3"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(4, 1, 2),))),)), r"expected the size of axis 'tensor' to be a multiple of 2 .the number of copies of a part., got 3"),
     ],
 )  # fmt: skip
 def test_an_invalid_layout_is_an_error(layout: Any, says: str) -> None:

@@ -68,7 +68,7 @@ def draw(planned: Planned, path: str) -> None:
     parameters = short(planned.config.model.gpt().parameters)
     axis.set_title(
         f"{planned.config.name} ({parameters} parameters) on {counted(planned.ranks, 'rank')}: plans that "
-        "fit first, the fastest on top",
+        "fit come first, with the fastest on top",
         fontsize=10,
         loc="left",
         pad=16,

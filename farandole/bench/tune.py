@@ -117,8 +117,11 @@ class _Tuning:
         group = runtime.comm.group
         if not isinstance(group, FarandoleProcessGroup) or not native.available():
             raise BenchError(
-                "farandole tune measures the farandole backend, but the ranks use another backend "
-                f"({native.why_unavailable() or group.name()}); use the backend farandole"
+                "farandole tune requires the backend farandole and its C core, but "
+                + (
+                    native.why_unavailable()
+                    or f"the ranks use the backend {group.name()}; use the backend farandole"
+                )
             )
         self.setup = setup
         self.tensor = torch.zeros(setup.sizes[-1] // 4)
@@ -138,7 +141,7 @@ class _Tuning:
             )
         else:
             self.say(
-                f"# all-reduce (sum) of float32 among {ranks} ranks on one host, each of which simulates a host;\n"
+                f"# all-reduce (sum) of float32 among {ranks} ranks, which simulate {ranks} hosts on one host;\n"
                 "# messages pass through memory.  To measure a table for real use, run farandole tune on several hosts."
             )
         seconds = self.algorithms()

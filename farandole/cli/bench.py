@@ -41,7 +41,10 @@ app = typer.Typer(
 @app.command()
 def training(
     model: Annotated[
-        str, typer.Option(help="Model: resnet18, 34, 50, 101, 152, tiny or tiny-bottleneck.")
+        str,
+        typer.Option(
+            help="Model: resnet18, resnet34, resnet50, resnet101, resnet152, tiny or tiny-bottleneck."
+        ),
     ] = "resnet50",
     ranks: Annotated[
         int | None,
@@ -128,7 +131,7 @@ def collectives(
     ] = "4M",
     dtype: Annotated[str, typer.Option(help="The dtype of the elements.")] = "float32",
     reduction: Annotated[
-        str, typer.Option(help="Reduction: sum, avg, product, min, max, and, or, xor.")
+        str, typer.Option(help="Reduction: sum, avg, product, min, max, 'and', 'or' or 'xor'.")
     ] = "sum",
     iterations: Annotated[
         int | None,
@@ -143,7 +146,9 @@ def collectives(
     full: Annotated[
         bool,
         typer.Option(
-            "--full", "-f", help="Also print the minimum and maximum over ranks, and the iterations."
+            "--full",
+            "-f",
+            help="Also print the minimum and maximum over ranks, and the number of iterations.",
         ),
     ] = False,
     validate: Annotated[
@@ -200,7 +205,7 @@ def serving(
         Path | None,
         typer.Argument(
             metavar="[FOLDER]",
-            help="The model of a server that the benchmark starts: a folder as for farandole serve.",
+            help="Start a server for the model in this folder, as with farandole serve, and measure the server.",
             show_default=False,
         ),
     ] = None,
@@ -217,8 +222,10 @@ def serving(
         Path | None,
         typer.Option(metavar="FILE", help="A file with the API key for --url.", show_default=False),
     ] = None,
-    precision: Annotated[str, typer.Option(help="Precision of FOLDER: fp32 or bf16.")] = "fp32",
-    max_running: Annotated[int, typer.Option(help="Maximum sequences in the batch, with FOLDER.")] = 16,
+    precision: Annotated[
+        str, typer.Option(help="With FOLDER: precision of the model, fp32 or bf16.")
+    ] = "fp32",
+    max_running: Annotated[int, typer.Option(help="With FOLDER: maximum sequences in the batch.")] = 16,
     scenario: Annotated[
         list[str] | None,
         typer.Option(
@@ -241,20 +248,20 @@ def serving(
     ttft: Annotated[
         float,
         typer.Option(
-            parser=parse_duration, metavar="TIME", help="Server scenario: limit of the time to first token."
+            parser=parse_duration, metavar="TIME", help="Server scenario: limit on the time to first token."
         ),
     ] = "2s",  # type: ignore[assignment]
     tpot: Annotated[
         float,
         typer.Option(
-            parser=parse_duration, metavar="TIME", help="Server scenario: limit of the time per output token."
+            parser=parse_duration, metavar="TIME", help="Server scenario: limit on the time per output token."
         ),
     ] = "100ms",  # type: ignore[assignment]
     sequential: Annotated[
         bool,
         typer.Option(
             "--sequential",
-            help="Also measure the speed-up of 1, 2, 4, ... concurrent over sequential requests.",
+            help="Also measure the speed-up of 1, 2, 4, ... concurrent requests over sequential requests.",
         ),
     ] = False,
     json: Measurements = None,

@@ -128,7 +128,7 @@ def explain(
         ("description", found.description),
         ("type", found.type),
         ("default", json.dumps(found.default) + (f"; {others}" if others else "")),
-        ("--resume", "may change it" if found.name.startswith(CHANGEABLE) else "may not change it"),
+        ("--resume", "can change it" if found.name.startswith(CHANGEABLE) else "cannot change it"),
     ):
         typer.echo(f"  {name:<13} {text}")
 

@@ -21,5 +21,5 @@ def parse_duration(text: str) -> float:
     except (KeyError, ValueError):
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise typer.BadParameter(f"expected a positive time such as 100ms or 2s, got {text!r}")
+        raise typer.BadParameter(f"expected a positive time with a unit, such as 100ms or 2s, got {text!r}")
     return seconds

@@ -26,7 +26,7 @@ def generate(
         float,
         typer.Option(
             min=0.0,
-            help="Values below 1 are less random, above 1 more random.  0: always choose the most likely token.",
+            help="Below 1: less random text.  Above 1: more random text.  0: always choose the most likely token.",
         ),
     ] = 0.7,
     top_k: Annotated[
@@ -55,7 +55,7 @@ def generate(
         str,
         typer.Option(
             "--weights",
-            help="int8: compute products with int8 weights, which need a quarter of the memory.",
+            help="int8: compute products with int8 weights, which need a quarter of the memory of fp32 weights.",
             show_default="fp32",
         ),
     ] = "",

@@ -132,9 +132,7 @@ def _cores() -> str:
 
     processors = affinity()
     cores, quota = len(physical_cores(processors)), processor_quota()
-    text = f"{cores} usable of {os.cpu_count()} logical processors"
-    if len(processors) != cores:
-        text += f", {len(processors)} hardware threads"
+    text = f"{cores} usable ({len(processors)} of {os.cpu_count()} logical processors)"
     return text if quota is None else f"{text}, limited to {quota:g} CPUs by a control group"
 
 

@@ -168,7 +168,7 @@ def launch(
             "--rendezvous",
             "--rdzv-endpoint",
             metavar="HOST:PORT",
-            help="The address where hosts rendezvous: a free port on the first host.",
+            help="The rendezvous address: the first host and a free port on this host.",
             show_default=False,
         ),
     ] = None,

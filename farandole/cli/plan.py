@@ -49,7 +49,7 @@ def plan(
             "-n",
             min=1,
             help="Number of processes in the job.",
-            show_default="one per accelerator, else one per core, if the batch is divisible",
+            show_default="one per accelerator, else one per core; fewer if needed to divide the batch",
         ),
     ] = None,
     nodes: Annotated[
@@ -141,8 +141,8 @@ def plan(
     swap: Annotated[
         list[str] | None,
         typer.Option(
-            help="Where to swap activations: none, host (accelerators) or disk:FOLDER.  Repeatable.",
-            show_default="none; if nothing fits, both",
+            help="Where to swap activations: none, host (for accelerators) or disk:FOLDER (for CPUs).  Repeatable.",
+            show_default="none; if nothing fits, also host (accelerators) or disk:. (CPUs)",
         ),
     ] = None,
     precision: Annotated[
@@ -185,7 +185,8 @@ def plan(
         ),
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Predict how the ranks serve the model, instead of training it.")
+        bool,
+        typer.Option("--serve", help="Predict the performance of serving the model instead of training."),
     ] = False,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", min=1, help="With --serve: mean tokens per prompt.")

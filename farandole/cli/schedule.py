@@ -67,7 +67,7 @@ def schedule(
         ),
     ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Search for the best schedule for the costs and the memory.")
+        bool, typer.Option("--search", help="Search for the best schedule with these costs, within --memory.")
     ] = False,
     memory: Annotated[
         float | None,

@@ -143,7 +143,7 @@ def serve(
     ] = "",
     api_keys: Annotated[
         Path | None,
-        typer.Option("--api-keys", help="A file with the SHA-256 hash of an API key per line."),
+        typer.Option("--api-keys", help="A file with the SHA-256 hash of one API key per line."),
     ] = None,
     max_body: Annotated[
         float, typer.Option("--max-body", min=0.001, help="Maximum size of a request, in MiB.")

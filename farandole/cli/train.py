@@ -52,7 +52,8 @@ def train(
             "-n",
             min=1,
             help="Number of processes in the job.",
-            show_default="one per accelerator, else one per core, if the batch is divisible; with --resume, as before",
+            show_default="one per accelerator, else one per core; fewer if needed to divide the batch; with --resume, "
+            "as before",
         ),
     ] = None,
     resume: Annotated[
@@ -153,8 +154,8 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     start = check(request, ranks)
     if ranks is None and start.checkpoint is None and start.ranks < (offered := offered_ranks()):
         typer.echo(
-            f"training on {start.ranks} of {offered} cores or accelerators, because "
-            f"batch={start.config.batch} is not divisible by more ranks",
+            f"training on {start.ranks} of {offered} cores or accelerators, the largest number of ranks that suits "
+            f"batch={start.config.batch} and the plan",
             err=True,
         )
     with uncollected():  # importing torch takes seconds

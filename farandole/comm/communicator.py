@@ -111,8 +111,8 @@ class Communicator:
             return Communicator.over(Dispatcher(core, f"{self.dispatcher.name}, ranks {list(members)}"))
         if group is None or not in_order:
             raise NotImplementedError(
-                f"expected members in increasing order of rank, got {list(members)}; sort them, because torch "
-                "cannot reorder the ranks of this backend"
+                f"expected members in increasing order of global rank, got {world or list(members)}; sort them, "
+                "because torch cannot reorder the ranks of this backend"
             )
         return Communicator(local_group(group, world))
 

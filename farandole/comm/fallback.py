@@ -66,8 +66,8 @@ def torch_device_group(
     """Return an NCCL group for CUDA tensors; NCCL connects ranks on the first call."""
     if not has_nccl():
         raise RuntimeError(
-            f"group {name!r}: expected CPU tensors, because this torch has no NCCL, got CUDA tensors; copy the tensors "
-            "to the CPU"
+            f"group {name!r}: expected CPU tensors, got CUDA tensors; copy the tensors to the CPU, because this torch "
+            "has no NCCL"
         )
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(dist.PrefixStore("torch-cuda/", store), rank, size)

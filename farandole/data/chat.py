@@ -211,7 +211,7 @@ def prepare_chat(
     long = sum(b - a > context + 1 for a, b in spans)
     if long:
         _log.warning(
-            "%s of %d are longer than model.context=%d tokens and are truncated; increase model.context to keep them",
+            "truncated %s of %d to model.context=%d tokens; increase model.context to keep the complete texts",
             counted(long, "conversation"),
             len(spans),
             context,

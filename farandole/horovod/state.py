@@ -168,7 +168,7 @@ class Horovod:
         ranks = list(comm)
         if ranks != sorted(set(ranks)) or not 0 <= ranks[0] <= ranks[-1] < runtime.size:
             raise ValueError(
-                f"expected comm to be an ascending list of distinct ranks below {runtime.size}, got {ranks}"
+                f"expected comm to be an ascending list of distinct ranks from 0 to {runtime.size - 1}, got {ranks}"
             )
         return ranks
 
@@ -261,7 +261,7 @@ class Horovod:
         if process_set.process_set_id is not None:
             raise ValueError(f"{process_set} is already registered; do not add it again")
         if not ranks or not 0 <= ranks[0] <= ranks[-1] < size:
-            raise ValueError(f"expected at least one rank, and ranks from 0 to {size - 1}; got {process_set}")
+            raise ValueError(f"expected one or more ranks from 0 to {size - 1}, got {process_set}")
         row = torch.zeros(1, size, dtype=torch.uint8)
         row[0, ranks] = 1
         chosen = [torch.nonzero(members).flatten().tolist() for members in self._gather_rows(row)]

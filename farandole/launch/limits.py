@@ -70,9 +70,7 @@ def _limits(ranks: int) -> list[tuple[int, str]]:
     limits = [(free // RANK_BYTES, f"the ranks need {need}, but only {_gib(free)} is free")]
     for tasks in (control_groups.free_tasks(), _free_user_tasks()):
         if tasks is not None:
-            limits.append(
-                (tasks // RANK_TASKS, f"this user may start only {tasks} more processes and threads")
-            )
+            limits.append((tasks // RANK_TASKS, f"only {tasks} more processes and threads may be started"))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY:
         why = f"the launcher needs a connection to each rank, but may open only {files} files (ulimit -n)"

@@ -59,7 +59,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
             store = dist.TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
-                f"cannot open the job's store at {host}:{port}: {error}; choose another port"
+                f"cannot open the job's store at {host}:{port}: {error}; check the network, or choose another port"
             ) from error
         if not config.on_store_host:
             store.set(REACHED_AT, host)

@@ -25,7 +25,7 @@ OUT_OF_MEMORY = (
     f"{see('was-killed-by')}."
 )
 NOT_OUT_OF_MEMORY = (
-    "A user or a program sent the signal (kill -9); the kernel did not send it because of a lack of memory."
+    "A user or a program sent the signal (kill -9); the kernel's out-of-memory killer did not."
 )
 
 

@@ -402,9 +402,10 @@ def _check(optimizer: Optimizer, units: list[list[nn.Parameter]]) -> dict[Tensor
     for index, unit in enumerate(units):
         for at, shard in enumerate(unit):
             if shard not in left:
-                why = "is in two units" if shard in group_of else f"is not in the {type(optimizer).__name__}"
+                why = "occurs twice" if shard in group_of else f"is not in the {type(optimizer).__name__}"
                 raise ValueError(
-                    f"unit {index}, shard {at} {why}: every parameter of the optimizer must be in exactly one unit"
+                    f"unit {index}, shard {at} {why}: units must contain each parameter of the optimizer exactly once, "
+                    "and no others"
                 )
             left.discard(shard)
             if shard.dim() != 1 or not shard.is_floating_point() or shard.device.type != "cpu":

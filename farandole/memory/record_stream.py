@@ -77,8 +77,7 @@ class RecordStream:
     def __init__(self, store: OffloadStore, record_bytes: Sequence[int], buffers: int = 3) -> None:
         if buffers < 2:
             raise ValueError(
-                "expected at least 2 buffers, so that one record can be read while another is in use, got "
-                f"buffers={buffers}"
+                f"buffers={buffers}: expected at least 2, so that one record can be read while another is in use"
             )
         self.store = store
         self.record_bytes = tuple(record_bytes)

@@ -345,7 +345,9 @@ def check_context(count: int, table: nn.Embedding) -> None:
 def check_padding(padding: int | None, vocabulary: int) -> None:
     """Raise ValueError if the padding token is not in the vocabulary."""
     if padding is not None and not 0 <= padding < vocabulary:
-        raise ValueError(f"expected padding to be a token below vocabulary={vocabulary}, got {padding}")
+        raise ValueError(
+            f"expected padding to be a token from 0 to {vocabulary - 1} (vocabulary={vocabulary}), got {padding}"
+        )
 
 
 class Head(nn.Module):

@@ -81,7 +81,7 @@ class Rotary:
         counts = (len(self.short_factors), len(self.long_factors))
         if self.scaling == "longrope" and set(counts) != {self.width // 2}:
             raise ValueError(
-                f"expected {self.width // 2} short factors and long factors for width={self.width}, "
+                f"expected {self.width // 2} short and {self.width // 2} long factors for width={self.width}, "
                 f"got {counts[0]} and {counts[1]}"
             )
 

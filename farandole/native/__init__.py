@@ -228,7 +228,7 @@ def why_unavailable() -> str | None:
     if not sys.platform.startswith("linux"):
         return f"the C core requires Linux, but this platform is {sys.platform}"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return "this Python was built without memfd_create and pidfd_open"
+        return "this Python lacks os.memfd_create or os.pidfd_open"
     if _path() is None:
         return (
             "the C core was not compiled when the package was installed; install a C compiler and reinstall"

@@ -169,7 +169,7 @@ class _ShareSequences:
         length, grid = inputs.shape[1], self._grid
         if length < grid.all.size:
             raise ValueError(
-                f"expected at least {grid.all.size} positions, one per rank on the context axis, got {length}; "
+                f"expected at least {grid.all.size} positions (one per rank on the context axis), got {length}; "
                 "use longer sequences or a smaller context axis"
             )
         index = grid.index(length, grid.all.rank).to(inputs.device)

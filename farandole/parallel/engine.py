@@ -828,8 +828,8 @@ def _check_options(
         raise ValueError(f"compression cannot be combined with zero={zero}: use zero=0, or omit compression")
     if rounding is not None and offload != "none":
         raise ValueError(
-            f"stochastic rounding cannot be combined with offload={offload!r}, because it has no master weights to offload: "
-            f"use offload='none'"
+            f"offload={offload!r} cannot be combined with stochastic rounding, which has no master weights to offload: "
+            "use offload='none'"
         )
     if rounding is not None and dtype is not torch.bfloat16:
         raise ValueError(f"stochastic rounding requires dtype=torch.bfloat16, got dtype={dtype}")

@@ -181,6 +181,7 @@ class GlobalMean:
         total, count = values.tolist()
         if not count > 0:
             raise ValueError(
-                "the counts that loss(output, batch) returned on all ranks sum to 0: at least one count must be positive"
+                f"the counts that loss(output, batch) returned on all ranks sum to {count:g}: expected a positive sum; "
+                "check the batches and the returned counts"
             )
         return total / count, count

@@ -48,8 +48,8 @@ def check_float8(device: torch.device) -> None:
     if not _multiplies(device):
         raise PlanError(
             f"precision='fp8': {_name(device)} does not support products of 8-bit floats, which require an NVIDIA "
-            "accelerator with compute capability 8.9 or higher (L4, RTX 4090, H100), or an AMD accelerator from the "
-            "MI300; nearest plan: precision='bf16'"
+            "accelerator with compute capability 8.9 or higher (L4, RTX 4090, H100), or an AMD MI300 or "
+            "later; nearest plan: precision='bf16'"
         )
     _torchao()
 

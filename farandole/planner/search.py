@@ -189,7 +189,10 @@ def what_fits(found: Sequence[Estimate], ranks: int, memory: int) -> str:
     fitting = [one for one in found if one.peak <= _SURE * memory]
     if not fitting:
         least = min(one.peak for one in found)
-        return f"no plan fits: {counted(ranks, 'rank')} need at least {size(least)} each; use more ranks{see('does-not-fit')}"
+        return (
+            f"no plan fits with a margin of {100 * (1 - _SURE):.0f} %: plans for {counted(ranks, 'rank')} need at "
+            f"least {size(least)} per rank; use more ranks{see('does-not-fit')}"
+        )
     lines = [
         f"  --zero {plan.zero} --precision {plan.precision} --recompute {plan.recompute} --offload {plan.offload}: "
         f"{size(one.peak)} per rank"

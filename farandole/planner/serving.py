@@ -311,5 +311,5 @@ def _count(module: nn.Module) -> int:
 def running_choices(most: int) -> list[int]:
     """Return 1, 4, 16, 64, ... up to `most`, and `most`."""
     if most < 1:
-        raise PlanError("expected at least 1 sequence to fit in the KV cache, got 0; use more memory")
+        raise PlanError("no sequence fits in the KV cache; use more memory")
     return sorted({*(4**power for power in range(20) if 4**power <= most), most})

@@ -48,7 +48,7 @@ class Target:
         for name in ("ttft", "tpot"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise RequestError(name, f"expected a positive time, got {value} s")
+                raise RequestError(name, f"expected a positive, finite time, got {value} s")
 
     @property
     def step(self) -> float:

@@ -92,7 +92,7 @@ def read_encoder(path: Path, *, precision: str = "fp32", context: int | None = N
     limit = int(read_config(path).config.context)
     if context is not None and not 0 < context <= limit:
         raise RequestError(
-            "context", f"expected a value from 1 to {limit}, the model's context, got {context}"
+            "context", f"expected a value from 1 to {limit} (the model's context), got {context}"
         )
     pooling = _read_pooling(path)
     settings = _read_json(path / "sentence_bert_config.json") or {}

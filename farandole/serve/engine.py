@@ -214,8 +214,8 @@ class GenerationEngine:
     def queue_full(self, waiting: int, more: int) -> QueueFullError:
         """Return the error for `more` new sequences that do not fit in the queue."""
         return QueueFullError(
-            f"{counted(more, 'new sequence')} would exceed the queue: {waiting} sequences are waiting, and at most "
-            f"{self.max_waiting} may wait",
+            f"{counted(more, 'new sequence')} would exceed the limit of {self.max_waiting} waiting sequences "
+            f"(currently {waiting})",
             self.admission.until_ended(waiting + more - self.max_waiting),
         )
 

@@ -113,7 +113,7 @@ def read_model(
         limit, choice = config.model.context, getattr(config.data, "template", "")
     if context is not None and not 0 < context <= limit:
         raise RequestError(
-            "context", f"expected a value from 1 to {limit}, the model's context, got {context}"
+            "context", f"expected a value from 1 to {limit} (the model's context), got {context}"
         )
     found, reason = None, ""
     try:

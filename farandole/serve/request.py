@@ -126,7 +126,7 @@ class Sampling:
             raise RequestError("top_p", f"expected a value above 0 and at most 1, got {self.top_p}")
         if not 0 < self.repetition_penalty < math.inf:
             raise RequestError(
-                "repetition_penalty", f"expected a positive value, got {self.repetition_penalty}"
+                "repetition_penalty", f"expected a finite value above 0, got {self.repetition_penalty}"
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(

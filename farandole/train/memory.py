@@ -53,7 +53,12 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
         have = torch.cuda.get_device_properties(0).total_memory
         share = {stage: _trained(stage, offload, copies_of_model) * on_one / ranks for stage in _STAGES}
         _check_state(
-            config, share, on_one, have, "each accelerator has", "weights, gradients and AdamW's moments"
+            config,
+            share,
+            on_one,
+            have,
+            "the memory of each accelerator is",
+            "weights, gradients and AdamW's moments",
         )
         each = copies
         parts = "copies for checkpoints"
@@ -61,7 +66,7 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
         each = {stage: _trained(stage, offload, copies_of_model) + copies[stage] for stage in _STAGES}
         parts = "weights, gradients and AdamW's moments, and copies of them for checkpoints"
     have = available_memory()
-    _check_state(config, each, ranks, have, "this host has", parts)
+    _check_state(config, each, ranks, have, "this host's free memory is", parts)
     if not torch.cuda.is_available() and config.plan.swap == "none":
         check_step(config, ranks, have)
 
@@ -150,8 +155,8 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
             advice = f"try plan.micro_batches={share // near}"
     raise ConfigError(
         f"a step with micro-batches of {counted(samples, 'sample')} needs {size(ranks * found.mean_peak)} on "
-        f"{counted(ranks, 'rank')} (up to {size(found.parts['activations'])} of activations per rank), but this host "
-        f"has {size(have)}; {advice}, or run farandole plan for other plans that fit{see('does-not-fit')}"
+        f"{counted(ranks, 'rank')} (up to {size(found.parts['activations'])} of activations per rank), but this host's "
+        f"free memory is {size(have)}; {advice}, or run farandole plan for other plans that fit{see('does-not-fit')}"
     )
 
 

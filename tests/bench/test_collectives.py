@@ -203,7 +203,7 @@ def test_sizes():
         ({"min": 256}, "--max 128 bytes is less than --min 256 bytes"),
         (
             {"min": 4, "max": 4, "operations": ("all_gather",)},
-            "among 2 ranks transfers at least 8 bytes; use --max 8",
+            "expected a size of at least 8 bytes for all_gather of float32 among 2 ranks; use --min 8 --max 8",
         ),
         ({"iterations": 0}, "--iterations: expected at least 1, got 0"),
         ({"warmup": -1}, "--warmup: expected at least 0, got -1"),

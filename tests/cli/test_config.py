@@ -52,10 +52,10 @@ def test_explain_names_type_limits_presets_and_resume() -> None:
     assert "optimizer.learning_rate" in text and "number, greater than 0" in text
     assert (
         "0.003; 5e-05 in classify, 0.0006 in gpt2-small, 0.0003 in pretrain" in text
-        and "may not change it" in text
+        and "cannot change it" in text
     )
     text = _config("explain", "plan.recompute").stdout
-    assert "one of none, block, selective, attention, auto" in text and "--resume      may change it" in text
+    assert "one of none, block, selective, attention, auto" in text and "--resume      can change it" in text
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_the_search_finds_a_schedule_that_fits():
         (("1f1b", "--memory", "2"), "--memory requires --search"),
         (("1f1b", "--search"), "--search compares all schedules and does not support names of schedules"),
         (("1f1b", "--stage-input", "2"), "--stage-input requires --recompute"),
-        (("--search", "--memory", "0.1"), "fits in 0.1; the least memory of the known schedules is 1"),
+        (("--search", "--memory", "0.1"), "fits in 0.1; the known schedules need at least 1"),
         (("1f1b", "--forward", "1,x"), "--forward 1,x: expected a number of at least 0, or one such number per stage"),
         (("1f1b", "--forward", "1,2"), "expected one cost for each of the 4 stages of 1f1b, got 2"),
         (("1f1b", "--stage", "2"), "unknown option --stage; did you mean --stages?"),

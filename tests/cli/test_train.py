@@ -160,7 +160,7 @@ def test_the_default_number_of_ranks_divides_the_batch(
     result = _train(*MINE)
     assert launched.pop()[1] == 4
     assert (
-        "training on 4 of 6 cores or accelerators, because batch=8 is not divisible by more ranks"
+        "training on 4 of 6 cores or accelerators, the largest number of ranks that suits batch=8 and the plan"
         in result.output
     )
     result = _train(*MINE, "batch=12", "micro_batch=2")

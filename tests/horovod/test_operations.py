@@ -217,7 +217,7 @@ def wrong_arguments(rank, size):
             (lambda: hvd.alltoall(ones), "must be divisible"),
             (lambda: hvd.alltoall(ones, splits=[2, 2]), "greater than the first dimension"),
             (lambda: hvd.alltoall(ones, splits=[1]), "does not equal number of workers"),
-            (lambda: hvd.alltoall(ones, splits=[0.5, 2.5]), "one-dimensional integers"),
+            (lambda: hvd.alltoall(ones, splits=[0.5, 2.5]), "one-dimensional list or tensor of integers"),
             (lambda: hvd.alltoall(ones, splits=[-1, 2]), "negative"),
             (lambda: hvd.reducescatter(ones, op=hvd.Adasum), "Adasum"),
             (lambda: hvd.allreduce(torch.ones(2).to_sparse()), "sparse"),

@@ -321,7 +321,7 @@ def test_units_divide_the_parameters() -> None:
     first, second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
     with pytest.raises(ValueError, match="found 1 optimizer parameter outside all units"):
         OffloadedOptimizer(AdamW([first, second]), [[first]], host_records)
-    with pytest.raises(ValueError, match="unit 1, shard 0 is in two units"):
+    with pytest.raises(ValueError, match="unit 1, shard 0 occurs twice"):
         OffloadedOptimizer(AdamW([first]), [[first], [first]], host_records)
     with pytest.raises(ValueError, match="unit 0, shard 1 is not in the AdamW"):
         OffloadedOptimizer(AdamW([first]), [[first, second]], host_records)

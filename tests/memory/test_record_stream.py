@@ -179,7 +179,7 @@ def test_misuse_is_refused(file: DiskStore) -> None:
         IndexError, match="record 6 of things does not exist: there are 6 records, numbered from 0"
     ):
         stream.update([0, 6], add_one)
-    with pytest.raises(ValueError, match="expected at least 2 buffers"):
+    with pytest.raises(ValueError, match="expected at least 2, so that"):
         RecordStream(file, SIZES, buffers=1)
     stream.close()
     stream.close()

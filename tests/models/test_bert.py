@@ -215,7 +215,7 @@ def test_initializing_a_meta_block_is_refused() -> None:
         ({"layers": 0}, "expected sizes of at least 1"),
         ({"feed_forward": -1}, "expected sizes of at least 1"),
         ({"dropout": 1.0}, "expected dropout of at least 0 and below 1, got 1.0"),
-        ({"padding": 97}, "expected padding to be a token below vocabulary=97, got 97"),
+        ({"padding": 97}, "expected padding to be a token from 0 to 96 .vocabulary=97., got 97"),
     ],
 )
 def test_invalid_configurations_are_refused(changes: dict[str, float], message: str) -> None:

@@ -58,7 +58,5 @@ def test_invalid_rotary_positions_are_refused() -> None:
         Rotary(7)
     with pytest.raises(ValueError, match="unknown scaling='longrop' .* expected one of linear, .*, longrope"):
         Rotary(8, scaling="longrop")
-    with pytest.raises(
-        ValueError, match="expected 4 short factors and long factors for width=8, got 3 and 4"
-    ):
+    with pytest.raises(ValueError, match="expected 4 short and 4 long factors for width=8, got 3 and 4"):
         Rotary(8, **LONGROPE | {"short_factors": (1.0,) * 3})

@@ -116,7 +116,7 @@ def _several_parts(rank: int, size: int) -> None:
         "split", (ROWS, 2), shards=(("tensor", Shard(0, (Part(2, copies=2), Part(4)))),)
     )  # each rank has its own part of the last rows, but all ranks have the first rows
     model = Counting(4)
-    with pytest.raises(ValueError, match=r"split: rank \d stores parts"):
+    with pytest.raises(ValueError, match=r"split: the gradients of the parts that rank \d stores"):
         Engine(
             model,
             Communicator(torch.distributed.group.WORLD),

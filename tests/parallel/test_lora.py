@@ -362,7 +362,7 @@ def test_targets_are_names_globs_and_regular_expressions(targets: Any, count: in
         (
             gpt,
             "*.qvk",
-            r"'\*\.qvk' matches no module; nearest: qkv; its layers: 1.attention.qkv, .*8 in all",
+            r"'\*\.qvk' matches no module; nearest: qkv; the model's layers: 1.attention.qkv, .*8 in all",
         ),
         (gpt, ("qkv", "1.atention.out"), "'1.atention.out' matches no module; nearest: 1.attention.out"),
         (gpt, re.compile("QKV"), r"re.compile\('QKV'\) matches no module; nearest: qkv"),
@@ -377,8 +377,12 @@ def test_targets_are_names_globs_and_regular_expressions(targets: Any, count: in
             "1.attention is a SelfAttention.*layers inside: 1.attention.qkv, 1.attention.out",
         ),
         (lambda: nn.Linear(3, 3), "all-linear", r"a single nn.Linear, .*nn.Sequential\(model\)"),
-        (lambda: nn.Sequential(nn.ReLU()), "all-linear", "matches no module; it has no plain nn.Linear"),
-        (nn.Sequential, "x", "it has no plain nn.Linear"),
+        (
+            lambda: nn.Sequential(nn.ReLU()),
+            "all-linear",
+            "matches no module; the model has no plain nn.Linear",
+        ),
+        (nn.Sequential, "x", "the model has no plain nn.Linear"),
         (
             lambda: nn.MultiheadAttention(4, 2),
             "out_proj",

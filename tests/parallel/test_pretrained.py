@@ -527,7 +527,7 @@ def _integers(folder: Path) -> None:
         ),
         (
             lambda f: _change(f, rope_parameters=_longrope([1.0, 2.0], [1.0])),
-            r"config.json has an invalid field: expected \d short factors and long factors for width=\d, got 2 and 1",
+            r"config.json has an invalid field: expected \d short and \d long factors for width=\d, got 2 and 1",
         ),
         (
             lambda f: _change(f, rope_parameters=_longrope(["a"], [1.0])),

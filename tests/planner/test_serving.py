@@ -88,7 +88,7 @@ def test_a_token_uses_some_experts_and_a_batch_uses_all() -> None:
 def test_running_choices() -> None:
     assert running_choices(1) == [1]
     assert running_choices(20) == [1, 4, 16, 20]
-    with pytest.raises(PlanError, match="expected at least 1 sequence"):
+    with pytest.raises(PlanError, match="no sequence fits in the KV cache"):
         running_choices(0)
 
 

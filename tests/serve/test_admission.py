@@ -152,7 +152,7 @@ def test_waits_follow_the_measured_throughput() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
 def test_targets_are_positive(value: float) -> None:
-    with pytest.raises(RequestError, match="tpot: expected a positive time"):
+    with pytest.raises(RequestError, match="tpot: expected a positive, finite time"):
         engine_of("llama", tpot=value)
 
 

@@ -122,7 +122,7 @@ def test_requests_that_do_not_fit_are_refused() -> None:
 def test_a_full_queue_is_refused() -> None:
     engine = engine_of("gpt2", max_waiting=3)
     engine.add([1], Sampling(n=2))
-    with pytest.raises(QueueFullError, match="2 sequences are waiting"):
+    with pytest.raises(QueueFullError, match="waiting sequences .currently 2."):
         engine.add([1], Sampling(n=2))
     engine.add([1])
 

@@ -61,7 +61,7 @@ def test_files_override_presets_and_arguments_override_both(tmp_path: Path) -> N
         ("plan.zero=5", "plan.zero=5: expected stage 0, 1, 2 or 3"),
         (
             "plan.data_shard=2",
-            "plan.data_shard=2 with zero=0: there are no states to shard; nearest plan: zero=1",
+            "plan.data_shard=2 with zero=0: no states are sharded; nearest plan: zero=1",
         ),
         (
             "plan.data_shard=hosts",

@@ -37,7 +37,9 @@ def test_error_names_the_widest_model_that_fits() -> None:
     with pytest.raises(ConfigError) as error:
         check_memory(config, 3)
     assert "has 24.0 T parameters, which need 1.8 PiB on 3 ranks (" in str(error.value)
-    found = re.search(r"this host has [\d.]+ [MGT]iB; try model.width=(\d+); see docs/\S+$", str(error.value))
+    found = re.search(
+        r"this host's free memory is [\d.]+ [MGT]iB; try model.width=(\d+); see docs/\S+$", str(error.value)
+    )
     assert found
     width = int(found[1])
     near = load_config("tiny", [f"model.width={width}", "model.heads=4"])

@@ -116,8 +116,8 @@ class CollectivesSetup:
         if not self.sizes(operation, ranks):
             unit = operation.unit(ranks, self.kind.itemsize)
             raise BenchError(
-                f"--max {self.max} is too small: {operation.name} of {self.dtype} among "
-                f"{counted(ranks, 'rank')} transfers at least {unit} bytes; use --max {unit}"
+                f"--min {self.min} and --max {self.max}: expected a size of at least {unit} bytes for {operation.name} "
+                f"of {self.dtype} among {counted(ranks, 'rank')}; use --min {unit} --max {max(unit, self.max)}"
             )
 
     def _check_files(self) -> None:

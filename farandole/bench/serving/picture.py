@@ -73,5 +73,5 @@ def _draw_speed_up(axis: Axes, rows: Sequence[Summary]) -> None:
     axis.set_ylim(0)
     axis.set_xlabel("concurrent requests")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-    axis.set_title("speed-up over one after another", fontsize=10)
+    axis.set_title("speed-up over sequential requests", fontsize=10)
     axis.legend(fontsize=8, frameon=False)

@@ -143,7 +143,7 @@ def report(summary: Summary) -> str:
 
 def report_speed_up(rows: Sequence[Summary]) -> str:
     """Return the speed-up of concurrent requests as text."""
-    lines = ["# time of requests one after another and at the same time"]
+    lines = ["# total time of sequential and of concurrent requests"]
     has_limit = "limit_s" in rows[0]
     heads = ["sequential", "concurrent", *(["limit"] if has_limit else []), "speed-up"]
     lines.append(_line("requests", heads))

@@ -228,5 +228,5 @@ def _link(content: Mapping[str, Any]) -> Link:
 
 def _time(seconds: Any) -> float:
     if not isinstance(seconds, float | int) or not 0 < seconds < math.inf:
-        raise ValueError(f"expected a positive number of seconds, got {seconds!r}")
+        raise ValueError(f"expected a finite, positive number of seconds, got {seconds!r}")
     return float(seconds)

@@ -46,7 +46,7 @@ class Compression(ABC):
         if any(a > b for a, b in zip([0, *ends], [*starts, count - exact], strict=True)):
             raise ValueError(
                 f"expected parameters in increasing order, without overlaps, within the first {count - exact} "
-                f"elements, which are compressed, got {list(parameters)}"
+                f"elements (the compressed elements), got {list(parameters)}"
             )
         return self._compressor(count, parameters, exact)
 
@@ -81,7 +81,7 @@ class Compressor(ABC):
             )
         if op != op_before:
             raise ValueError(
-                f"expected reduction {op_before!r}, as in earlier calls with this compressor, got {op!r}; create "
+                f"expected reduction {op_before!r} (as in earlier calls with this compressor), got {op!r}; create "
                 "another compressor"
             )
 

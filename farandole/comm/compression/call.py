@@ -67,7 +67,7 @@ def compressed_all_reduce(
         )
     if tensor.numel() != compression.count:
         raise ValueError(
-            f"compression: expected {compression.count} elements, as passed to for_tensor, got {tensor.numel()}; "
+            f"compression: expected {compression.count} elements (as passed to for_tensor), got {tensor.numel()}; "
             "create another compressor"
         )
     core, compressor = comm.dispatcher.core, compression

@@ -68,7 +68,7 @@ def load() -> Any:
             comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py converts error codes to exceptions
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise MpiUnavailable(
-            "expected MPI with the thread level 'serialized', got MPI initialized for one thread; before the first "
+            "expected MPI with the thread level 'serialized', got 'single' or 'funneled'; before the first "
             "`from mpi4py import MPI` write `import mpi4py; mpi4py.rc.thread_level = 'serialized'`"
         )
     check_world(os.environ, MPI.COMM_WORLD.Get_size(), describe_library(MPI))

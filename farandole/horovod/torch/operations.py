@@ -193,7 +193,9 @@ def split_rows(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
         return (rows // size,) * size
     given = splits if isinstance(splits, Tensor) else torch.tensor(splits)
     if given.is_floating_point() or given.dim() != 1:
-        raise ValueError(f"alltoall: expected splits to be one-dimensional integers, got {splits!r}")
+        raise ValueError(
+            f"alltoall: expected splits to be a one-dimensional list or tensor of integers, got {splits!r}"
+        )
     counts = tuple(given.tolist())
     if len(counts) != size:
         raise ValueError(

@@ -46,7 +46,9 @@ class SyncBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
         if input.shape[1] != self.num_features:
-            raise ValueError(f"expected {self.num_features} channels in dimension 1, got {list(input.shape)}")
+            raise ValueError(
+                f"expected {self.num_features} channels in dimension 1, got shape {list(input.shape)}"
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize a batch.  During training, all ranks must call this method.

@@ -245,9 +245,9 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
         )
     if "sliding_attention" in kinds and not (used and window):
         raise FolderError(
-            f"{fields.where} has sliding_attention in layer_types, but use_sliding_window={used} and "
-            f"sliding_window={window}: expected use_sliding_window=true and a window size; transformers also rejects "
-            "this configuration"
+            f"{fields.where} has layers with sliding_attention, but use_sliding_window={used} and "
+            f"sliding_window={window}: expected use_sliding_window=true and a window size; correct "
+            "these fields"
         )
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else ()

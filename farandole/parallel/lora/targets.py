@@ -34,7 +34,11 @@ def find_targets(model: nn.Module, lora: LoRA) -> dict[str, Adaptable]:
     for pattern in as_patterns("targets", lora.targets):
         matched = linear if pattern == ALL_LINEAR else _matching(pattern, modules)
         if not matched:
-            has = f"its layers: {_listed(adaptable)}" if adaptable else "it has no plain nn.Linear"
+            has = (
+                f"the model's layers: {_listed(adaptable)}"
+                if adaptable
+                else "the model has no plain nn.Linear"
+            )
             raise ValueError(
                 f"LoRA targets: {_shown(pattern)} matches no module{_near(pattern, adaptable)}; {has}"
             )

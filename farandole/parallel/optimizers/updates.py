@@ -277,7 +277,7 @@ class Updates:
         if self._divided and hasattr(optimizer, "found_inf"):  # set by GradScaler
             raise RuntimeError(
                 "torch.amp.GradScaler is not supported with shards, because it checks only this rank's shards: use "
-                'Plan(precision="fp16"), which scales the loss in engine.backward(loss), instead of GradScaler'
+                'Plan(precision="fp16") instead, which scales the loss in engine.backward(loss)'
             )
         self._begin_step(owned)
 

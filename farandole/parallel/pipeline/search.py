@@ -75,8 +75,8 @@ def search(
     fitting = [timeline for timeline in candidates if timeline.peak <= memory + 1e-9]
     if not fitting:
         raise ScheduleError(
-            f"no schedule for {ranks} ranks and {micro_batches} micro-batches fits in {memory:g}; the least memory of "
-            f"the known schedules is {least:g}"
+            f"no schedule for {ranks} ranks and {micro_batches} micro-batches fits in {memory:g}; the known "
+            f"schedules need at least {least:g}"
         )
     best = _improve(min(fitting, key=_quality), costs, memory, tries)
     bound = min(_bound(placement, micro_batches, costs) for placement in _placements(ranks, costs, mirrored))

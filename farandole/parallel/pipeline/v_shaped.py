@@ -53,7 +53,8 @@ def v_min(ranks: int, micro_batches: int) -> Schedule:
 
 
 @register(
-    "dualpipe-v", "DualPipeV: two chunks per rank, forward and backward passes of different chunks in pairs"
+    "dualpipe-v",
+    "DualPipeV: two chunks per rank; pairs a forward pass with a backward pass of the other chunk",
 )
 def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
     """Return DualPipeV (Qi et al., 2025, a V variant of DualPipe in DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report").

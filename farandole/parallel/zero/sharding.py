@@ -157,7 +157,7 @@ def _per_host(counts: Sequence[int], data: int) -> int:
     hosts = max(1, len(counts))
     if data % hosts:
         raise PlanError(
-            f"data_shard='host' requires a data axis whose size is a multiple of {hosts}, the number of hosts, got "
+            f"data_shard='host' requires a data axis whose size is a multiple of {hosts} (the number of hosts), got "
             f"data={data}; nearest plan: data_shard='all'"
         )
     return data // hosts
@@ -283,8 +283,8 @@ def _ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRank
     found = [layout.reduction(mesh, piece) for piece in pieces or own[:1]]
     if any(other != found[0] for other in found[1:]):
         raise LayoutError(
-            f"{layout.name}: rank {rank} stores parts of this tensor whose gradients are reduced over different "
-            "groups of ranks; store these parts as separate parameters"
+            f"{layout.name}: the gradients of the parts that rank {rank} stores are reduced over different groups of "
+            "ranks; store these parts as separate parameters"
         )
     return _ranks(mesh, found[0], rank, zero)
 

@@ -186,7 +186,7 @@ class Server(ModelServer):
         except TimeoutError:
             return error_answer(
                 504,
-                f"the request took more than {self._limits.request_s:g} s; reduce max_tokens or the prompt",
+                f"the request took more than {self._limits.request_s:g} s; reduce max_tokens, or shorten the prompt",
                 "timeout",
             )
         finally:

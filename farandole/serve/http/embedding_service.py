@@ -114,8 +114,8 @@ class EmbeddingService:
                 self.refused += 1
                 per_sequence = self.seconds / max(self.sequences, 1)
                 raise QueueFullError(
-                    f"{counted(len(jobs), 'new input')} would exceed the queue: {len(self._waiting)} inputs are waiting, "
-                    f"and at most {self.max_waiting} may wait",
+                    f"{counted(len(jobs), 'new input')} would exceed the limit of {self.max_waiting} waiting inputs "
+                    f"(currently {len(self._waiting)})",
                     per_sequence * len(self._waiting),
                 )
             self._waiting.extend(jobs)

@@ -46,7 +46,7 @@ def test_costs_per_stage_exclude_other_numbers_of_stages():
 
 
 def test_an_impossible_limit_is_refused():
-    with pytest.raises(ScheduleError, match="fits in 0.5; the least memory of the known schedules is 1"):
+    with pytest.raises(ScheduleError, match="fits in 0.5; the known schedules need at least 1"):
         search(2, 4, memory=0.5)
 
 
