@@ -92,7 +92,7 @@ def train(options: argparse.Namespace, runtime: farandole.Runtime) -> list[Itera
     """Run all iterations on this rank; rank 0 prints the progress.
 
     Raises:
-        OutOfDeviceMemory: A rank exceeds the limit on device memory.
+        OutOfDeviceMemory: if a rank exceeds the limit on device memory.
     """
     config = config_of(options)
     plan = Plan(

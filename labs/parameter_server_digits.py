@@ -91,7 +91,7 @@ def train(
                     session.push()
             session.pull()
             record()
-    if session.worker == 0:  # with the updates of slower workers
+    if session.worker == 0:  # record again, with the updates of slower workers
         curve.record(model, options.epochs * len(digits.labels) // images_per_update * images_per_update)
     return session.report
 

@@ -53,8 +53,8 @@ def pool() -> Iterator[Pool]:
 def ranks(pool: Pool) -> Callable[..., Ranks]:
     """Return a function such that `ranks(n).run(function, *args)` calls `function(rank, size, *args)` in n processes.
 
-    `ranks(n, "gloo")` uses Gloo instead of the package's own backend (see `tests/pool.py`).  A test with another size or
-    backend than the previous test changes the process group, so the last `parametrize` of a test, which varies most
+    `ranks(n, "gloo")` uses Gloo instead of the package's own backend (see `tests/pool.py`).  A test with another size
+    or backend than the previous test changes the process group, so the last `parametrize` of a test, which varies most
     slowly, has the size and the backend.
     """
     from tests.pool import Ranks

@@ -29,8 +29,8 @@ LEVELS = [
 """A package may import packages of its own level and of lower levels; the lowest level comes first."""
 
 LOW = {"models", "data"}
-"""Packages that import no other package of farandole, except links to the documentation; `memory` and higher packages may
-import them."""
+"""Packages that import no other package of farandole, except links to the documentation; `memory` and higher packages
+may import them."""
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -70,7 +70,7 @@ def with_value(args: Sequence[str], option: str, known: Collection[str], default
 
 
 class KeysCommand(Command):
-    """A subcommand with configuration keys as arguments, which are also suggested for unknown options."""
+    """A subcommand with configuration keys as arguments.  For an unknown option, it also suggests a key."""
 
     def _answer(self, name: str) -> str:
         from farandole.train.config import known_keys, unknown_key

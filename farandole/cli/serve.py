@@ -1,4 +1,4 @@
-"""The command `farandole serve`: an HTTP server for a language model."""
+"""The command `farandole serve`: an HTTP server for a language model or an encoder."""
 
 from __future__ import annotations
 
@@ -158,10 +158,10 @@ def serve(
 ) -> None:
     """Serve a language model or an encoder with an OpenAI-compatible HTTP API.
 
-    The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics, and has a page
-    with the current load and a chat at /.  It listens on this machine only, unless --host is given.  After SIGTERM, the
-    server completes the running requests and exits.  The server of an encoder (BERT) offers /v1/embeddings instead, and its
-    page shows the similarities of texts.
+    The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics, and has a
+    page with the current load and a chat at /.  It listens on this machine only, unless --host is given.  After
+    SIGTERM, the server completes the running requests and exits.  The server of an encoder (BERT) offers /v1/embeddings
+    instead, and its page shows the similarities of texts.
 
     \b
       farandole serve runs --port 8000

@@ -175,7 +175,7 @@ def prepare_chat(
         )
     try:
         tokenizer = load_tokenizer(file)
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises plain Exception
         raise DataError(f"cannot load the tokenizer {file}: {error}; check or restore the file") from None
     source = find_source(path, field)
     found: Template | None = None
@@ -288,7 +288,7 @@ class _Encoder:
                 )
 
     def encode(self, texts: list[tuple[str, list[tuple[int, int]]]]) -> Iterator[tuple[NDArray, NDArray]]:
-        """Yield the tokens of each text, flagged as trained if one of their characters is in a trained range."""
+        """Yield the tokens of each text, and flags of the tokens that have a character in a trained range."""
         encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
         for (_, spans), encoding in zip(texts, encodings, strict=True):
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T

@@ -91,7 +91,7 @@ def prepare_text(
         path: "stdlib", a file or a folder (`find_source`).
         vocabulary: the number of tokens in the vocabulary; with `tokenizer`, the maximum number.
         context: the number of input tokens in a window.
-        text_field: the JSON field or Parquet column that contains the text.
+        text_field: the JSON field, or the Parquet or Arrow column, that contains the text.
         validation_share: the fraction of the text used for validation.
         special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  If the text contains their names,
             the names are encoded as ordinary text.
@@ -143,7 +143,7 @@ def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str])
     """Return a `tokenizer.json` as text; raise `DataError` if it does not match a model with `vocabulary` tokens."""
     try:
         tokenizer = load_tokenizer(path)
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises plain Exception
         raise DataError(f"cannot load the tokenizer {path}: {error}; check or restore the file") from None
     if tokenizer.get_vocab_size() > vocabulary:
         raise DataError(

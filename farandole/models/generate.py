@@ -58,7 +58,7 @@ def generate(
             inputs = torch.tensor([window], device=device)
             logits = model(inputs) if info is None else model(inputs, info)
             if info is not None and info.cache is not None:
-                info.cache.length = len(tokens)  # a rank with some pipeline stages does not advance it
+                info.cache.length = len(tokens)  # a rank with only some pipeline stages does not advance it
             tokens.append(_draw(logits[0, -1].float().cpu(), temperature, top_k, generator))
             yield tokens[-1]
     finally:

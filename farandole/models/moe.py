@@ -235,14 +235,14 @@ def take_loads(
     all_reduce: Callable[[Tensor], object] | None = None,
     experts: Mapping[str, int] | None = None,
 ) -> dict[str, RouterLoad]:
-    """Return the routers' loads since the last call by name, reset them, and balance the experts of grouped routers.
+    """Return each router's load since the last call by name, reset the loads, and balance grouped routers' experts.
 
     Call this function once per step, on all processes.
 
     Args:
         all_reduce: sums a tensor over all processes in place.
-        experts: the number of experts of each router on any process, in the same order on all processes; by default, all
-            processes have the routers of `model`.
+        experts: the number of experts of every router, including those on other processes, in the same order on all
+            processes; by default, all processes have the routers of `model`.
     """
     routers = routers_of(model)
     if experts is None:
@@ -334,7 +334,7 @@ class StackedLinear(nn.Module):
     """A linear layer per expert, without biases, with the stacked weights `weight` (experts, outputs, inputs)."""
 
     multiply: Multiply | None = None
-    """Replaces `F.linear` for the rows of one expert, to multiply in another precision than the weights' precision."""
+    """Replaces `F.linear` for the rows of one expert, to multiply in a precision other than that of the weights."""
 
     grouped = True
     """Whether one grouped product can compute all experts."""

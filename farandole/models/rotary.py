@@ -142,7 +142,7 @@ class Rotary:
 
 
 def _length(positions: Tensor) -> int:
-    """Return the last position plus 1.  In a dry run, tensors have no values, and positions count from 0."""
+    """Return the largest position plus 1.  In a dry run, tensors have no values, and positions count from 0."""
     return positions.shape[-1] if isinstance(positions, FakeTensor) else int(positions.max()) + 1
 
 

@@ -1,6 +1,6 @@
 """Limit the running sequences and the prompt tokens of a step, so that measured step times meet a target.
 
-The duration of a step is modelled as
+The duration of a step is modeled as
 
     seconds = base + per_decode * decodes + per_prompt_token * prompt tokens
 
@@ -38,7 +38,7 @@ class Target:
         tpot: the mean time per token after the first.
 
     Raises:
-        RequestError: if a target is not positive.
+        RequestError: if a target is not a positive, finite number.
     """
 
     ttft: float | None = None
@@ -82,7 +82,7 @@ class StepTimes:
     def __init__(self, forgetting: float = 0.95, speed: float = 0.2) -> None:
         self._forgetting = forgetting
         self._speed = speed
-        self._solution = np.zeros(3)  # of the least squares without the constraint
+        self._solution = np.zeros(3)  # the least-squares solution, which may be negative
         self._information = np.zeros((3, 3))
         self._constrained = np.zeros(3)
         self._steps = 0
@@ -267,10 +267,10 @@ class Admission:
         return max(0, int(min(most, 2 * self._most_decodes, fits)))
 
     def until_ended(self, sequences: int) -> float:
-        """Return the predicted seconds until this number of sequences has ended."""
+        """Return the predicted seconds until `sequences` sequences have ended."""
         return max(sequences, 0) * self._seconds_per_end.value
 
     def until_computed(self, prompt_tokens: int, decodes: int) -> float:
-        """Return the predicted seconds for prompt tokens, in steps with `decodes` decoding sequences."""
+        """Return the predicted seconds to compute prompt tokens in steps with `decodes` decoding sequences."""
         steps = math.ceil(prompt_tokens / max(self.prompt_budget(decodes), 1))
         return steps * self.times.predict(decodes, prompt_tokens / steps) if steps else 0.0

@@ -97,7 +97,7 @@ class Grammars:
         self._executor = llguidance.LLExecutor(num_threads=torch.get_num_threads())
 
     def mask(self, logits: Tensor, rows: Sequence[int], matchers: Sequence[Matcher]) -> None:
-        """Set the logits of all tokens that a matcher does not permit to -inf, in the given rows."""
+        """In each given row of `logits`, set the tokens that the row's matcher does not permit to -inf."""
         words = -(-self._vocabulary // 32)
         bits = np.zeros((len(rows), words), np.int32)
         pairs = [(matcher.core, number) for number, matcher in enumerate(matchers)]

@@ -1,8 +1,8 @@
 """Compute a step of a decoder in one call of the C core.
 
-The call computes all layers and the logits in one parallel region, which saves the time between operations.  It supports
-decoders with RMS normalization, rotary positions and a gated feed-forward network: Llama, Mistral, Qwen 2 and Qwen 3.  For
-other models, and for models that are sharded over ranks, `FusedDecoder.of` returns None.
+The call computes all layers and the logits in one parallel region, which saves the time between operations.  It
+supports decoders with RMS normalization, rotary positions and a gated feed-forward network: Llama, Mistral, Qwen 2 and
+Qwen 3.  For other models, and for models that are sharded over ranks, `FusedDecoder.of` returns None.
 
 Hidden states and activations are fp32, even if the weights are bf16.  As in `rows.py`, each row of a result does not
 depend on the other rows.
@@ -87,7 +87,7 @@ class FusedDecoder:
     """Computes the steps of a model whose weights no longer change; use `of` to create a decoder.
 
     Args:
-        model: a model that `_is_supported`.
+        model: a model for which `_is_supported` returns True.
         rows: the packed weights.
     """
 
@@ -95,7 +95,7 @@ class FusedDecoder:
         blocks: list[Any] = list(model)
         self._embedding, self._head = blocks[0], blocks[-1]
         self._rows = rows
-        self._tensors: list[Tensor] = []  # whose addresses the structures contain
+        self._tensors: list[Tensor] = []  # kept alive, because the structures contain their addresses
         self._layers = (_Layer * (len(blocks) - 2))(*map(self._layer, blocks[1:-1]))
         attention, feed_forward = blocks[1].attention, blocks[1].feed_forward
         self._rotary: Rotary = attention.rotary
@@ -116,8 +116,8 @@ class FusedDecoder:
             scale=attention.head_width**-0.5 if attention.scale is None else attention.scale,
         )
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._positions = 0  # with sines and cosines
-        self._keys: list[Tensor] | None = None  # whose addresses `_layers` contains
+        self._positions = 0  # the number of positions with sines and cosines
+        self._keys: list[Tensor] | None = None  # the keys whose addresses `_layers` contains
 
     @classmethod
     def of(cls, model: Transformer, rows: IndependentRows) -> FusedDecoder | None:

@@ -1,4 +1,4 @@
-"""Normalization, gated activation and rotation in one call of the C core each, for fp32 and bf16.
+"""Normalization, gated activation and rotation, each in one call of the C core, for fp32 and bf16.
 
 Each function has the arguments of the model's function, and returns None for arguments that the core does not support.
 bf16 is computed in fp32 and rounded once.

@@ -1,4 +1,4 @@
-"""Compute embeddings of texts with a BERT, as specified by the folder's configuration for Sentence Transformers.
+"""Compute embeddings of texts with a BERT, as specified by the Sentence Transformers files in its folder.
 
 The sequences of a batch form one row of packed documents, without padding.  In fp32, the embedding of a sequence does
 not depend on the other sequences (`rows.py`).
@@ -80,8 +80,8 @@ def read_encoder(path: Path, *, precision: str = "fp32", context: int | None = N
 
     Args:
         precision: "fp32" or "bf16".
-        context: the maximum number of tokens of a sequence, by default the value of Sentence Transformers, or else the
-            model's context.
+        context: the maximum number of tokens of a sequence, by default the value in the Sentence Transformers files, or
+            else the model's context.
 
     Raises:
         FolderError: if a file is missing or damaged, or the folder has a module that is not supported.

@@ -49,7 +49,7 @@ SPECULATE = ("off", "lookup", "draft")
 
 
 class QueueFullError(Exception):
-    """Raised if the queue is full; the client should try again after `retry_after` seconds."""
+    """Raised if the queue is full or the first token would miss the target; try again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -104,7 +104,8 @@ class GenerationEngine:
         max_waiting: the maximum number of sequences that wait to join the batch.
         token_budget: the maximum number of tokens per step, at least `max_running`.
         ttft, tpot: target latencies in seconds; see `admission.py`.
-        speculate: how tokens are proposed for speculative decoding, "lookup", "draft" or "off"; see `speculation/speculator.py`.
+        speculate: how tokens are proposed for speculative decoding: "lookup", "draft" or "off"; see
+            `speculation/speculator.py`.
         draft: the draft model for "draft".
 
     Raises:
@@ -331,7 +332,7 @@ class GenerationEngine:
     @torch.inference_mode()
     @core_threads()
     def step(self) -> list[Output]:
-        """Advance the batch by one step, and return the changes."""
+        """Advance the batch by one step, and return the outputs of the sequences that changed."""
         start = time.perf_counter()
         begin = start if self._last_step is None else self._last_step
         self._last_step = None
@@ -494,7 +495,7 @@ class GenerationEngine:
         return list(zip(tokens, logprobs_of(raw, tokens, wanted), strict=True))
 
     def _extend(self, sequence: _Sequence, token: int, logprob: Logprob | None, now: float) -> Output:
-        """Add a token to a sequence, and end the sequence if the token is the last."""
+        """Add a token to a sequence, and end the sequence if this is its last token."""
         sampling, text = sequence.sampling, ""
         prompt_logprobs = tuple(sequence.prompt_logprobs)
         sequence.prompt_logprobs = []

@@ -106,7 +106,7 @@ def read_model(
     if is_hugging_face(path):
         model, tokenizer, limit, choice = _hugging_face(path, precision, lazy)
     else:
-        from farandole.train.text import load_model  # which imports the trainer
+        from farandole.train.text import load_model  # imported here, because it imports the trainer
 
         loaded, tokenizer, config = load_model(path)
         model = cast(Transformer, loaded.to(PRECISIONS[precision]))

@@ -1,8 +1,9 @@
 """Compute each row of a batch so that every bit of the result is independent of the other rows.
 
 A library selects the algorithm of a matrix product by the number of rows, and algorithms sum in different orders.
-Vectorized functions such as `exp` compute the last elements of a tensor with a different approximation.  Therefore, the
-logits of a request would depend on the other requests in its batch.  Within `IndependentRows`, for fp32,
+Vectorized functions such as `exp` compute the last elements of a tensor with a different approximation.  Without
+`IndependentRows`, the logits of a request would therefore depend on the other requests in its batch.  Within
+`IndependentRows`, for fp32,
 
 - `F.linear` sums in an order that depends on the weight only, and adds the updates of the rows' LoRA adapters;
 - activations and trigonometric functions run on whole vectors.
@@ -38,10 +39,10 @@ from farandole.serve.threads import thread_count, torch_threads
 BLOCK = 16
 """The number of rows in each product of torch."""
 VECTOR = 64
-"""A multiple of the elements that an iteration of a vectorized function computes."""
+"""A multiple of the number of elements that an iteration of a vectorized function computes."""
 PIECE = 1 << 14
 """The maximum number of elements for which torch computes a function in one thread."""
-_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last on Arm
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # "bf16" is the flag on Arm
 MAX_BF16_ROWS: int | None = 32 if read_processor().flags & _BF16_FLAGS else None
 """The largest number of rows for which the core computes bf16 products faster than torch, which uses the processor's
 instructions for bf16.  None if the processor has no such instructions."""
@@ -125,7 +126,7 @@ class IndependentRows(TorchFunctionMode):
 
     def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return rows weight^T + bias, of shape (rows, outputs), for `rows` of shape (rows, inputs)."""
-        # a weight that this step computes, such as a router's weight in fp32, exists only once
+        # do not pack a weight that only this step uses, such as a router's weight converted to fp32
         if not self._use_core or weight.is_inference():
             return (_block_linear if rows.dtype == torch.float32 else F.linear)(rows, weight, bias)
         if rows.dtype not in (torch.float32, torch.bfloat16):

@@ -142,8 +142,8 @@ class Runner:
         adapters: LoRA adapters by name.
         weights: "int8" computes products with int8 weights and a scale per output.  "" uses the weights of `model`.
         owned: whether the runner may free the weights of `model` that it keeps in another format.
-        largest: for "int8", the largest absolute weights of the outputs of complete matrices, by parameter name, if
-            this rank stores only a part of their inputs.
+        largest: for "int8", the result of `ModelShards.largest_weights`, if this rank stores only a part of the inputs
+            of some matrices.
 
     Raises:
         RequestError: if the model's results would depend on the other sequences in a batch, or its weights cannot be

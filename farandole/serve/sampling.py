@@ -26,7 +26,7 @@ class Draw:
         choice: the index of the sequence in its request.
         generated: the number of generated tokens.
         table_row: the sequence's row in the sampler's tables, from `Sampler.add`.
-        ends: the tokens that may not be selected before the minimum number of tokens.
+        ends: the tokens that may not be selected before the minimum number of tokens has been generated.
         matcher: the constraint of the text.
     """
 
@@ -186,7 +186,7 @@ class Sampler:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """Return the index of the largest value of each row; numpy uses vector instructions."""
+    """Return the index of the largest value of each row, with numpy, because numpy uses vector instructions."""
     return torch.from_numpy(logits.numpy().argmax(-1))
 
 

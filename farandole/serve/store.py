@@ -66,7 +66,7 @@ class Memory:
     """The tensors of a store.
 
     Args:
-        shapes: the keys and values of each layer.
+        shapes: the shapes of the keys and values of each layer.
     """
 
     def __init__(self, shapes: Sequence[LayerShape]) -> None:

@@ -249,7 +249,7 @@ class CheckpointSection(_Section):
 
 
 class EvaluateSection(_Section):
-    """When to measure the validation loss."""
+    """When to measure the validation loss, and with how many samples."""
 
     every: CountOrZero
     samples: Count
@@ -318,7 +318,7 @@ class TrainConfig(_Section):
         """Return the number of micro-batches per rank and step, and the number of samples in each micro-batch.
 
         Raises:
-            ConfigError: if the batch is not divisible by `ranks`, `micro_batch` or `plan.micro_batches`.
+            ConfigError: if the batch cannot be divided equally, or both `micro_batch` and `plan.micro_batches` are set.
         """
         together = self.plan.ranks_per_sample
         replicas = max(1, ranks // together)

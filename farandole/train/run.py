@@ -2,8 +2,8 @@
 
 Rank 0 prints and writes.  All ranks make the same decisions at the same steps.
 
-Under farandole's launcher, each rank runs `python -m farandole.train.run JOB_SPEC` after the launching process has checked
-JOB_SPEC.  Under another launcher, each rank parses the command itself and calls `join`.
+Under farandole's launcher, each rank runs `python -m farandole.train.run JOB_SPEC` after the launching process has
+checked JOB_SPEC.  Under another launcher, each rank parses the command itself and calls `join`.
 """
 
 from __future__ import annotations

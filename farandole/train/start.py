@@ -100,8 +100,8 @@ class Start:
 def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
     """Return the configuration for creating a task.
 
-    A resumed run uses the tokenizer of its checkpoint, and the files of the model folder that the run has copied, so the
-    original folders may have been moved.
+    A resumed run uses the tokenizer of its checkpoint, and its own copies of the model folder's files, so the original
+    folders may have been moved.
     """
     if checkpoint is None:
         return config

@@ -204,7 +204,8 @@ class Trainer:
         mesh = self.engine.mesh
         own = chosen[mesh.replica_of(self._comm.rank) :: mesh.replicas]
         batches = [(batch, True) for batch in self._batches(self.task.validation, own, np.zeros_like(own))]
-        # ranks that share experts must run the same number of micro-batches, so some repeat a sample that does not count
+        # ranks that share experts must run the same number of micro-batches, so some repeat a sample that does not
+        # count
         missing = math.ceil(math.ceil(wanted / mesh.replicas) / self._size) - len(batches)
         first = np.zeros(1, np.int64)
         batches += [(batch, False) for batch in self._batches(self.task.validation, first, first)] * missing

@@ -1,4 +1,4 @@
-"""The benchmark of collectives: its tables add up, a wrong value is found, and what cannot be done is refused."""
+"""The benchmark of collectives: consistent tables, detection of wrong values, and refusal of unsupported options."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_percentage_of_hidden_communication():
 
 
 def _break_all_reduce(rank: int, size: int) -> None:
-    """Of every all-reduce of the benchmark one element is wrong."""
+    """Make one element wrong in every fp32 all-reduce of the benchmark."""
     right = dist.all_reduce
 
     def wrong(tensor: torch.Tensor, *args, **kwargs):
@@ -125,7 +125,7 @@ def test_a_wrong_element_is_found(ranks):
 @pytest.mark.parametrize("ranks_", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", [name for name, each in OPERATIONS.items() if not each.messages])
 def test_expected_values(name, ranks_):
-    """Against all ranks' inputs, put together by hand."""
+    """Compare with results that are computed by hand from the inputs of all ranks."""
     operation, count = OPERATIONS[name], 30 * ranks_
     if not operation.sized:
         return

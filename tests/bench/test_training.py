@@ -51,7 +51,7 @@ def test_the_report_is_consistent(ranks, tmp_path, size):
 def _gradients(
     rank: int, size: int, implementation: str, half: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The weights after one step of an implementation, and after a step with the mean of the ranks' gradients."""
+    """Return the weights after a step of an implementation, and after a step with the mean of all ranks' gradients."""
     torch.manual_seed(0)
     models = [build_resnet(resnet_config("tiny")) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

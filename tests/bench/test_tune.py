@@ -1,4 +1,4 @@
-"""`farandole tune`: what it measures is there, and can be used."""
+"""`farandole tune`: the table that it writes contains the measurements, and a group can use the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`farandole bench`: what it says to people, before anything runs."""
+"""`farandole bench`: help and error messages, before any rank starts."""
 
 from __future__ import annotations
 

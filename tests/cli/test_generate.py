@@ -1,4 +1,4 @@
-"""`farandole generate`: what it cannot read it names.  That it writes is shown in tests/train/test_resume."""
+"""`farandole generate` names what it cannot read.  tests/train/test_resume.py tests that it generates text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands to type next are spelled as the user spelled the one that printed them."""
+"""Suggested commands name `farandole` as in the command that prints them."""
 
 from __future__ import annotations
 

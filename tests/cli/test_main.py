@@ -1,4 +1,4 @@
-"""The command line: what it says, and what it says to mistakes."""
+"""The command line: help, versions, and messages for mistakes."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_as_a_module():
 
 
 def test_info_finds_launchers_next_to_the_interpreter(tmp_path):
-    """In an environment that is not activated, nothing of it is on the path."""
+    """If the virtual environment is not activated, none of its commands is on the path."""
     bare = {**os.environ, "PATH": str(tmp_path)}
     told = subprocess.run(
         [sys.executable, "-m", "farandole", "info"], capture_output=True, text=True, check=True, env=bare

@@ -1,4 +1,4 @@
-"""`farandole plan`: what it says before anything runs, and that it is true."""
+"""`farandole plan`: its messages and tables, and predictions that match measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that need not be measured."""
+    """Replace the measurements of this machine by fixed values."""
     flops = {"fp32": 5e10, "bf16": 1e11, "fp16": 5e10}
     found = Speeds(flops, 3e9, 5e9, process=225 * MIB, libraries=110 * MIB)
     monkeypatch.setattr(planning, "speeds", lambda ranks, remeasure: found)
@@ -107,7 +107,7 @@ def test_plans_for_accelerators_on_another_machine() -> None:
 
 @pytest.mark.parametrize("words", [("--accelerators", "tiny"), ("tiny", "--accelerators", "a100")])
 def test_accelerators_have_published_speeds(words: tuple[str, ...], tmp_path: Path) -> None:
-    """Of the named accelerator, or of a default, in full hosts; given values replace them."""
+    """The speeds are those of the named accelerator or of the default, on full hosts; given values replace them."""
     one = ACCELERATORS[DEFAULT if words[-1] == "tiny" else "a100"]
     chosen = (
         "batch=24",
@@ -219,7 +219,7 @@ def test_all_plans_are_tried_if_none_fits(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_predictions_match_measurements(tmp_path: Path) -> None:
-    """On real ranks.  What a process has without a model depends on the machine, and is left out of the comparison."""
+    """Compare with real ranks.  The memory of a process without a model depends on the machine, and is not compared."""
     words = (
         "tiny",
         "model.width=256",
@@ -246,7 +246,7 @@ def _launch_forked(target: str, arguments: list[str], *, ranks: int, module: boo
 def test_predictions_match_the_measurements_of_each_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a mixture of experts in stages, whose experts are on several ranks."""
+    """The model is a mixture of experts in two stages, and two ranks share the experts of a stage."""
     monkeypatch.setattr(planning, "launch", _launch_forked)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
     folder = model_with_tokenizer(tmp_path / "base", "mixtral", **sizes)
@@ -331,7 +331,7 @@ def test_adapters_have_the_only_states(tmp_path: Path) -> None:
 
 
 def test_pipelines_are_compared_with_other_plans(tmp_path: Path) -> None:
-    """All meshes with 1F1B, and the best of them with several schedules."""
+    """The table has pipelines of every size, with their micro-batches and idle time."""
     file, picture = tmp_path / "plans.json", tmp_path / "plans.png"
     words = ("batch=16", "micro_batch=1", "model.layers=8", "--tensor", "1", "--precision", "bf16")
     files = ("--memory", "1GiB", "--json", str(file), "--picture", str(picture))

@@ -1,4 +1,4 @@
-"""`farandole train`: everything that can be refused is refused before a rank starts."""
+"""`farandole train` refuses invalid runs before a rank starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.launch.jobs import run
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[TrainingJobSpec, int]]:
-    """Orders that would have been launched, in an empty folder."""
+    """Return a list of the job specifications that `farandole train` would launch; run in a folder with a text."""
     job_specs: list[tuple[TrainingJobSpec, int]] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "_launch", lambda job_spec, ranks: job_specs.append((job_spec, ranks)) or 0)

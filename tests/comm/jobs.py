@@ -156,7 +156,7 @@ class Job:
 
 
 def left_behind() -> set[str]:
-    """Files in shared memory, without those of Python and MPI, which other tests use at the same time."""
+    """Return the files in shared memory, except those of Python and MPI, which other tests use at the same time."""
     others = ("sem.mp-", "pym-", "psm_", "mpich_")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 

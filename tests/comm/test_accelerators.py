@@ -1,4 +1,4 @@
-"""CUDA tensors: which group takes them, and what happens where ranks share a device.  No GPU is needed."""
+"""CUDA tensors: which group receives them, and what happens if ranks share a device.  No GPU is needed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_ranks_share_devices_if_a_host_has_fewer_devices_than_ranks(
         (None, 2, ["0", "1"]),
         ("", 0, []),
         ("3,1", 2, ["3", "1"]),
-        ("3, 9", 1, ["3"]),  # torch counts those before the first that does not exist
+        ("3, 9", 1, ["3"]),  # torch counts the devices before the first one that does not exist
         ("GPU-a", 1, ["GPU-a"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every algorithm on every transport, against what one process computes from all ranks' inputs."""
+"""Every algorithm on every transport, compared with one process that has the inputs of all ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Letter:
 
 
 class ThreadTransport:
-    """Ranks are threads of this process, and each pair has a queue for either direction."""
+    """A transport whose ranks are threads of this process; each pair of ranks has a queue for each direction."""
 
     def __init__(self, rank: int, boxes: list[list[queue.Queue[Tensor]]]) -> None:
         self.rank, self.size = rank, len(boxes)
@@ -84,7 +84,7 @@ def in_threads(size: int, steps_of: Callable[[Transport], Steps]) -> None:
 
 
 def inputs(size: int, length: int, reduction: str, seed: int) -> Tensor:
-    """All ranks' tensors: whole numbers for bits, so small ones for products that they stay exact."""
+    """Return the tensors of all ranks: integers for bitwise reductions, small integers for exact products."""
     generator = torch.Generator().manual_seed(seed)
     if reduction in ("and", "or", "xor"):
         return torch.randint(-(2**31), 2**31 - 1, (size, length), generator=generator, dtype=torch.int32)
@@ -192,7 +192,7 @@ def test_broadcast_among_threads(broadcast, size):
 
 
 def over_messages(rank: int, size: int, way: str) -> None:
-    """All algorithms among processes, over TCP between hosts, memory inside one, or Gloo."""
+    """Run all algorithms between processes, over TCP, shared memory or Gloo."""
     if way == "wire":
         group = hierarchical_group(list(range(size)), rank)
         transport: Transport = group.between(range(size), 16)
@@ -224,7 +224,7 @@ def test_all_reduce_among_processes(ranks, way, size):
 
 
 def counted_messages(size: int, steps_of: Callable[[Transport], Steps]) -> tuple[int, int]:
-    """How many messages, and elements, the busiest rank sends."""
+    """Return the largest number of messages, and of elements, that a rank sends."""
     sent: dict[int, list[int]] = {rank: [] for rank in range(size)}
 
     class Counting(ThreadTransport):

@@ -43,7 +43,7 @@ KEY = bytes(range(32))
 
 
 class Process:
-    """A process of a job of 2 ranks on 2 hosts; several may live in this process."""
+    """A simulated process of a job of 2 ranks on 2 hosts; this process can contain several."""
 
     def __init__(self, rank: int, peer_port: int, key: bytes = KEY) -> None:
         _arena(os.getpid())
@@ -88,7 +88,7 @@ def acceptor() -> Iterator[Process]:
 
 
 def refused(peer: socket.socket) -> bool:
-    """Whether the other end closes the connection."""
+    """Return whether the other end closes the connection."""
     peer.settimeout(3)
     with contextlib.suppress(ConnectionResetError):
         return peer.recv(1) == b""
@@ -164,7 +164,7 @@ def server() -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def connecting_to(server: socket.socket) -> Iterator[tuple[Process, list]]:
-    """A process that sends to `server` in the background."""
+    """Yield a process that sends to `server` in the background, and the list that receives its result."""
     process, outcomes = Process(1, server.getsockname()[1]), []
     sender = threading.Thread(target=lambda: outcomes.append(process.move(3.0, sends=True)))
     sender.start()
@@ -218,7 +218,7 @@ def test_a_process_without_the_key_gets_no_data(server, answer):
 
 
 def test_a_relay_at_another_address_is_refused(acceptor, server):
-    """A program that can change the addresses in the store passes on what both processes say."""
+    """A program that can change the addresses in the store relays the messages of both processes."""
     with connecting_to(server) as (_, outcomes):
         victim, _ = server.accept()
         with victim, socket.create_connection(acceptor.address, timeout=3) as real:
@@ -234,7 +234,7 @@ def test_a_relay_at_another_address_is_refused(acceptor, server):
 
 
 def join(rank: int, port: int, key: str | None, pipe: Connection) -> None:
-    """One of two ranks on two hosts."""
+    """Run one of two ranks on two hosts."""
     if key is not None:
         os.environ[_job_key.VARIABLE] = key
     store = dist.TCPStore(LOOPBACK, port, is_master=False)

@@ -1,6 +1,6 @@
 """Collectives through `torch.distributed` on the backend, on tensors of every kind, against Gloo's result.
 
-Reductions of every type and size are in test_collectives.py; here it is about what torch's callers pass.
+test_collectives.py tests reductions of every type and size; this file tests the tensors that callers of torch pass.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def like(make, rank: int, value: float = -1) -> Tensor:
 
 
 def check_kinds(rank: int, size: int) -> None:
-    group = dist.group.WORLD  # its methods: torch's functions refuse lazy conjugates before they come to us
+    group = dist.group.WORLD  # use its methods, because torch's functions refuse lazy conjugates
     for make in KINDS:
         own = fresh(make, rank).detach()
         everyone = [fresh(make, r).detach() for r in range(size)]
@@ -145,11 +145,11 @@ def check_shapes_beyond_gloo(rank: int, size: int) -> None:
     output = torch.zeros(6 // size)
     dist.reduce_scatter_tensor(output, one[: 6 // size * size])
     assert (output == sum(range(1, size + 1))).all()
-    stacked = torch.zeros(size, 2, 3)  # Gloo refuses this form; the documentation has it
+    stacked = torch.zeros(size, 2, 3)  # Gloo refuses this form, which torch documents
     dist.all_gather_into_tensor(stacked, torch.full((2, 3), float(rank)))
     assert all((stacked[r] == r).all() for r in range(size))
     tensor = one if rank == 0 else torch.zeros(6)
-    dist.broadcast(tensor, 0)  # its values are only read on the root
+    dist.broadcast(tensor, 0)  # only the values on the root are read
     assert (tensor == 1).all()
 
 
@@ -159,7 +159,7 @@ def test_expanded_inputs_and_stacked_outputs(ranks, size):
 
 
 def check_reduce_in_place(rank: int, size: int) -> None:
-    """Output of a reduce-scatter inside its own input, small and large."""
+    """Write the output of a reduce-scatter into its own input, for small and large tensors."""
     for count in (8, 100_000):
         whole = torch.arange(float(size * count)).view(size, count) * (rank + 1)
         expected = torch.arange(float(size * count)).view(size, count)[rank] * sum(range(1, size + 1))
@@ -192,7 +192,7 @@ def test_results_of_functional_collectives_are_accepted(ranks):
 
 
 def check_inference_mode(rank: int, size: int) -> None:
-    """What was made in inference mode, and is written by the thread of the group, which is not in it."""
+    """The thread of a group, which is not in inference mode, writes tensors that were created in inference mode."""
     for group in (dist.group.WORLD, hierarchical_group(range(size), rank)):
         with torch.inference_mode():
             transposed = torch.full((2, 3), float(rank)).t()
@@ -223,7 +223,7 @@ def test_inference_mode(ranks):
 
 
 def check_refusals(rank: int, size: int) -> None:
-    """Mistakes that one rank sees alone, all in the same call, so that nobody waits."""
+    """Every rank detects these mistakes by itself, and all ranks make the same mistake, so that no rank waits."""
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
     with pytest.raises(ValueError, match="got 7 for the input and 6 for all outputs together"):
@@ -264,7 +264,7 @@ def test_sparse_tensors_go_through_gloo(ranks):
 
 
 def check_large(rank: int, size: int, count: int) -> None:
-    """Counts and offsets beyond 32 bits, all_reduce and broadcast, in place."""
+    """Run all_reduce and broadcast in place with counts and offsets that do not fit in 32 bits."""
     tensor = torch.full((count,), rank + 1, dtype=torch.uint8)
     tensor[-3:] = 10 * (rank + 1)
     dist.all_reduce(tensor)

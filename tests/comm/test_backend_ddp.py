@@ -1,4 +1,4 @@
-"""DistributedDataParallel over the backend: gradients equal Gloo's, or those of one process on all the data."""
+"""DistributedDataParallel over the backend: the gradients of Gloo, or of one process with all the data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def batch(rank: int, step: int, rows: int = 8) -> torch.Tensor:
 def train(
     group: dist.ProcessGroup, prepare: Callable[[DDP], None] | None = None, steps: int = 3, **options
 ) -> list:
-    """The weights after some steps of SGD."""
+    """Return the weights after some steps of SGD."""
     parallel = DDP(make_model(), process_group=group, bucket_cap_mb=0.05, **options)
     if prepare is not None:
         prepare(parallel)
@@ -47,7 +47,7 @@ def train(
 
 
 def train_alone(size: int, steps: int = 3) -> list:
-    """The same steps on the batches of all ranks, in one process."""
+    """Return the weights after the same steps in one process, on the batches of all ranks."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
@@ -120,7 +120,7 @@ def check_no_sync(rank: int, size: int) -> None:
 
 
 class Branches(nn.Module):
-    """Uses one of two branches, another on each rank."""
+    """Uses one of two branches; each rank uses a different branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def check_unused_parameters(rank: int, size: int) -> None:
 
 
 def check_join(rank: int, size: int) -> None:
-    """Ranks with fewer batches end earlier."""
+    """Ranks with fewer batches finish earlier."""
     gloo = gloo_group()
     results = []
     for group in (dist.group.WORLD, gloo):
@@ -172,7 +172,7 @@ def check_sparse_gradients(rank: int, size: int) -> None:
 
 
 def make_wide_model() -> nn.Sequential:
-    """Several buckets of 1 MiB, the least with which DDP can be compiled."""
+    """Return a model with several buckets of 1 MiB, the smallest bucket size for which DDP can be compiled."""
     torch.manual_seed(4)
     return nn.Sequential(
         nn.Linear(WIDTH, 3000), nn.Tanh(), nn.Linear(3000, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)

@@ -1,4 +1,4 @@
-"""Groups of the backend: sub-groups, several at once, and asynchronous work in them."""
+"""Groups of the backend: subgroups, several groups at once, and asynchronous work on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from farandole.comm.backend.process_group import FarandoleProcessGroup
 
 
 def check_sub_groups(rank: int, size: int) -> None:
-    """Overlapping groups, in each a collective, in the order of the groups."""
+    """Run a collective on each of several overlapping groups, in the order of the groups."""
     members = [[0, 1], list(range(1, size)), list(range(size))[::-1], [size - 1]]
     groups = [dist.new_group(ranks) for ranks in members]
     for ranks, group in zip(members, groups, strict=True):
@@ -36,7 +36,7 @@ def check_sub_groups(rank: int, size: int) -> None:
 
 
 def check_interleaved(rank: int, size: int) -> None:
-    """Asynchronous works on several groups, begun and waited for in another order on every rank."""
+    """Start asynchronous work on several groups, and wait for it, in a different order on every rank."""
     groups = [dist.new_group() for _ in range(4)]
     generator = random.Random(rank)
     for turn in range(20):
@@ -45,7 +45,7 @@ def check_interleaved(rank: int, size: int) -> None:
         generator.shuffle(order)
         works = []
         position = [0] * 4
-        for g in order:  # inside a group all ranks keep one order
+        for g in order:  # within a group, all ranks keep the same order
             works.append(dist.all_reduce(tensors[g][position[g]], group=groups[g], async_op=True))
             position[g] += 1
         generator.shuffle(works)
@@ -63,7 +63,7 @@ def check_interleaved(rank: int, size: int) -> None:
 
 
 def check_threads(rank: int, size: int) -> None:
-    """Each thread has a group of its own; all communicate at once."""
+    """Several threads, each with its own group, communicate at the same time."""
     groups = [dist.new_group() for _ in range(3)]
     errors = []
 
@@ -93,13 +93,13 @@ def check_callbacks_that_communicate(rank: int, size: int) -> None:
     results = []
     for step in range(10):
         if (step + rank) % 3 == 0:
-            time.sleep(0.002)  # on each rank other works are complete before their callbacks come
+            time.sleep(0.002)  # each rank completes different works before it adds their callbacks
         tensor = torch.full((2000,), float(rank + 1))
         future = dist.all_reduce(tensor, async_op=True).get_future()
 
         def again(future: torch.futures.Future, step: int = step) -> torch.Tensor:
             (value,) = future.value()
-            dist.all_reduce(value)  # now
+            dist.all_reduce(value)  # synchronously
             dist.all_reduce(value, async_op=True).get_future().wait()
             work = dist.all_reduce(value, async_op=True)
             work.wait()
@@ -143,21 +143,21 @@ def check_work_api(rank: int, size: int) -> None:
     works = [dist.barrier(async_op=True) for _ in range(3)]
     deadline = time.monotonic() + 10
     while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
-        time.sleep(0.001)  # nobody waits, and yet they complete
+        time.sleep(0.001)  # they complete although no rank waits
     assert all(work.is_completed() for work in works)
 
 
 def check_many_async(rank: int, size: int) -> None:
     tensors = [torch.full((1 + 37 * i,), float(rank)) for i in range(300)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    dist.all_reduce(torch.ones(1))  # a synchronous one behind them
+    dist.all_reduce(torch.ones(1))  # a synchronous collective after them
     assert all(work.is_completed() for work in works)
     for tensor in tensors:
         assert (tensor == sum(range(size))).all()
 
 
 def check_timeouts(rank: int, size: int) -> None:
-    """The timeout of a group, of a call, and a new one: the late rank is named, the group is broken."""
+    """Timeouts of a group and of a call, and a changed timeout: the late rank is named, and the group is broken."""
     for how in ("group", "call", "set", "torch"):
         group = dist.new_group(timeout=timedelta(seconds=0.3 if how == "group" else 50))
         if how == "set":
@@ -174,7 +174,7 @@ def check_timeouts(rank: int, size: int) -> None:
             assert time.monotonic() - start < 2
         dist.barrier()
         if rank == 1:
-            with pytest.raises(RankLate):  # it comes, too late
+            with pytest.raises(RankLate):  # rank 1 arrives too late
                 dist.barrier(group=group)
         dist.destroy_process_group(group)
 

@@ -1,4 +1,4 @@
-"""Groups leave nothing behind when they end: on one host, on several hosts, and with forked workers."""
+"""Destroyed groups leave no resources behind: on one host, on several hosts, and with forked workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.comm.jobs import Job
 
 
 def resources() -> Counter[str]:
-    """Descriptors, memory maps and threads of this process."""
+    """Return the numbers of descriptors by kind, of memory maps and of threads of this process."""
     gc.collect()
     with open("/proc/self/maps") as lines:
         maps = sum("memfd:farandole" in line for line in lines)
@@ -27,7 +27,7 @@ def resources() -> Counter[str]:
         try:
             counts[os.readlink(f"/proc/self/fd/{entry}").split(":")[0]] += 1
         except FileNotFoundError:
-            continue  # the one of the listing itself
+            continue  # the descriptor of the listing itself
     return counts
 
 
@@ -80,7 +80,7 @@ def check_destroyed_group(rank: int, size: int) -> None:
         group.allreduce([torch.ones(1)])
     with pytest.raises(RuntimeError, match="was destroyed; create a new group"):
         group.barrier()
-    group.set_timeout(timedelta(seconds=5))  # of no effect
+    group.set_timeout(timedelta(seconds=5))  # has no effect
     group.abort()
     group.shutdown()
 
@@ -102,7 +102,7 @@ def check_world_of_one(rank: int, size: int) -> None:
 
 
 def check_several_hosts(rank: int, size: int) -> None:
-    """Ranks that say that they are on two hosts: some groups have both, others one."""
+    """Ranks claim to be on two hosts: some groups span both hosts, others are on one host."""
     identity = endpoint.host_identity
     endpoint.host_identity = lambda: f"{identity()}-{rank % 2}"
     try:
@@ -152,7 +152,7 @@ class Squares(torch.utils.data.Dataset):
 
 
 def check_forked_workers(rank: int, size: int) -> None:
-    """A DataLoader forks the rank while its group lives, and works are under way."""
+    """A DataLoader forks the rank while the group exists and asynchronous work is in flight."""
     loader = torch.utils.data.DataLoader(
         Squares(), batch_size=2, num_workers=2, multiprocessing_context="fork"
     )
@@ -163,7 +163,7 @@ def check_forked_workers(rank: int, size: int) -> None:
         assert total == size * sum(i * i for i in range(8))
         for work in works:
             work.wait()
-    dist.barrier()  # the workers' end was nobody's end
+    dist.barrier()  # no rank treats the exit of a worker as a failure
 
 
 @pytest.mark.parametrize("check", [check_nothing_leaks, check_several_hosts])
@@ -182,7 +182,7 @@ def test_a_world_of_one(ranks):
 
 
 def init_again(rank: int, size: int, tell: Callable) -> None:
-    store = dist.distributed_c10d._get_default_store()  # kept: the job's own store
+    store = dist.distributed_c10d._get_default_store()  # keep the job's own store
     stale = dist.group.WORLD
     sizes = []
     for turn in range(10):
@@ -202,7 +202,8 @@ def init_again(rank: int, size: int, tell: Callable) -> None:
         with pytest.raises(RuntimeError, match="was destroyed; create a new group"):
             stale.allreduce([torch.ones(1)])
         del model
-    # an endpoint is freed when the next one is opened, if the peers have closed theirs by then: a map and a descriptor for each
+    # an endpoint, with a map and a descriptor for each peer, is freed only when the next endpoint is opened, and only
+    # if the peers have closed theirs by then
     grown = {
         kind: (sizes[0][kind], count)
         for kind, count in sizes[-1].items()

@@ -16,7 +16,7 @@ BEYOND_THE_RING = 300_000  # floats: more than a ring of 256 KiB holds
 
 
 def check_both_directions(rank: int, size: int) -> None:
-    """Everybody sends to everybody before anybody receives, small and large."""
+    """Every rank sends small and large messages to every other rank before any rank receives."""
     for count in (1, 1000, BEYOND_THE_RING):
         peers = [r for r in range(size) if r != rank]
         sends = [dist.isend(torch.full((count,), float(rank * 10 + peer)), peer) for peer in peers]
@@ -35,13 +35,13 @@ def check_receives_first(rank: int, size: int) -> None:
         buffer = torch.zeros(count)
         receive = dist.irecv(buffer, source)
         assert not receive.is_completed() or buffer[0] == source
-        dist.send(torch.full((count,), float(rank)), peer)  # blocking, after everybody's irecv
+        dist.send(torch.full((count,), float(rank)), peer)  # blocks; all ranks have called irecv
         receive.wait()
         assert (buffer == source).all() and receive.is_completed()
 
 
 def check_batch(rank: int, size: int) -> None:
-    """Many tags in both directions in one batch, received in another order than sent."""
+    """Send many tags in both directions in one batch, and receive them in a different order."""
     peer, source = (rank + 1) % size, (rank - 1) % size
     tags = list(range(20))
     buffers = [torch.zeros(50 * tag) for tag in tags]
@@ -64,7 +64,7 @@ def check_tags_out_of_order(rank: int, size: int) -> None:
         dist.send(torch.tensor([10.0]), 1, tag=10)
     if rank == 1:
         last = torch.zeros(1)
-        dist.recv(last, 0, tag=10)  # all other messages are buffered, also those that the ring cannot hold
+        dist.recv(last, 0, tag=10)  # all other messages are buffered, even those that exceed the ring
         assert last == 10
         large = torch.zeros(BEYOND_THE_RING)
         dist.recv(large, 0, tag=9)
@@ -85,7 +85,7 @@ def check_any_source(rank: int, size: int) -> None:
         assert seen == {r: float(r) for r in range(1, size)}
     else:
         dist.send(torch.full((4,), float(rank)), 0)
-    group = dist.new_group([size - 1, 0])  # sources are global ranks also in a group
+    group = dist.new_group([size - 1, 0])  # sources are global ranks, even in a group
     if rank == 0:
         assert dist.recv(torch.zeros(2), group=group) == size - 1
     if rank == size - 1:
@@ -96,7 +96,7 @@ def check_any_source(rank: int, size: int) -> None:
 
 
 def check_progress_while_nobody_waits(rank: int, size: int) -> None:
-    """A message larger than the ring moves while both ends do something else."""
+    """A message larger than the ring is transferred while both ranks do something else."""
     tensor = torch.full((4 * BEYOND_THE_RING,), float(rank))
     work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
     deadline = time.monotonic() + 10
@@ -118,7 +118,7 @@ def check_futures_and_results(rank: int, size: int) -> None:
 
 
 def check_works_from_threads(rank: int, size: int) -> None:
-    """Several threads talk at once, each with tags of its own."""
+    """Several threads communicate at the same time, each with its own tag."""
     errors = []
 
     def talk(thread: int) -> None:
@@ -141,7 +141,7 @@ def check_works_from_threads(rank: int, size: int) -> None:
 
 
 def check_unwaited(rank: int, size: int) -> None:
-    """Messages that nobody ever waits for arrive, and are not kept."""
+    """Messages for which no rank waits arrive, and are not kept."""
     count = 500
     if rank == 0:
         for i in range(count):
@@ -151,7 +151,7 @@ def check_unwaited(rank: int, size: int) -> None:
             buffer = torch.zeros(1)
             dist.recv(buffer, 0)
             assert buffer == i
-    dist.barrier()  # all have arrived: each further message now forgets two
+    dist.barrier()  # all messages have arrived, and each further message frees two of them
     for _ in range(count // 2 + 10):
         if rank == 0:
             dist.send(torch.zeros(1), 1)
@@ -161,7 +161,7 @@ def check_unwaited(rank: int, size: int) -> None:
 
 
 def check_wait_with_timeout(rank: int, size: int) -> None:
-    """A wait that ends early is no failure of the group: the message still comes."""
+    """A wait that times out does not break the group: the message still arrives."""
     if rank == 0:
         buffer = torch.zeros(2)
         work = dist.irecv(buffer, 1)

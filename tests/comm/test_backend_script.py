@@ -50,7 +50,7 @@ open(f"{sys.argv[1]}-{rank}.json", "w").write(json.dumps(report))
 
 
 def test_a_script_that_does_not_import_the_package(tmp_path):
-    """Eleven worlds one after another, at the one store that torchrun keeps, with nothing left of any."""
+    """The script creates eleven worlds in sequence on torchrun's single store, and none leaves resources behind."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

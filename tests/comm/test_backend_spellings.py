@@ -1,4 +1,4 @@
-"""Every collective in each of torch's spellings, old and new, against Gloo's result."""
+"""Every collective through each of torch's functions for it, old and new, compared with Gloo's result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from tests.comm.next_to_gloo import gloo_group, same_on_both
 
-# each of torch's spellings, on one group; the default arguments are those of both versions
+# each of torch's functions for a collective, on one group; the default arguments work for old and new functions
 
 
 def all_reduce_spellings(group, rank, size):
@@ -25,7 +25,7 @@ def reduce_spellings(group, rank, size):
     a, b = torch.arange(10.0) + rank, torch.arange(10.0) * rank
     dist.reduce(a, dist.get_world_size() - 1, group=group)
     group.reduce(b, 0, dist.ReduceOp.MIN).wait()
-    # what other ranks than the root hold afterwards is undefined in Gloo
+    # with Gloo, the result on ranks other than the root is undefined
     return [a if rank == size - 1 else None, b if rank == 0 else None]
 
 
@@ -106,7 +106,7 @@ def all_to_all_spellings(group, rank, size):
         output = torch.zeros(2 * size, 3)
         getattr(dist, spelling)(output, whole, group=group)
         results.append(output)
-    # rank r sends r + 1 rows to everybody
+    # rank r sends r + 1 rows to every rank
     uneven = torch.arange(3.0 * size * (rank + 1)).view(-1, 3) + 100 * rank
     received, sent = [r + 1 for r in range(size)], [rank + 1] * size
     output = torch.zeros(sum(received), 3)
@@ -118,7 +118,7 @@ def all_to_all_spellings(group, rank, size):
         if method is not None:
             method(output, uneven, received, sent).wait()
             results.append(output)
-    # some ranks send nothing to some
+    # some ranks send nothing to some other ranks
     received, sent = [2 * ((r + rank) % 2) for r in range(size)], [2 * ((r + rank) % 2) for r in range(size)]
     output = torch.zeros(sum(received), 3)
     dist.all_to_all_single(output, whole[: sum(sent)], received, sent, group=group)
@@ -151,7 +151,7 @@ def coalesced(group, rank, size):
 
 
 def in_place(group, rank, size):
-    """Output and input share memory, as in sharded training."""
+    """Run collectives whose output and input share memory, as in sharded training."""
     whole = torch.arange(8.0 * size) * (rank + 1)
     own = whole[8 * rank : 8 * rank + 8]
     dist.reduce_scatter_tensor(own, whole.clone(), group=group)
@@ -207,7 +207,7 @@ def test_every_call_and_spelling_equals_gloo(ranks, size):
 
 
 def check_gather_single(rank: int, size: int) -> None:
-    """Gloo has no such call."""
+    """Gloo has no such call, so compare with the expected values."""
     group, root = dist.group.WORLD, size - 1
     own = torch.arange(6.0).view(2, 3) + rank
     expected = torch.cat([torch.arange(6.0).view(2, 3) + r for r in range(size)])

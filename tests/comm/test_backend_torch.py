@@ -1,4 +1,4 @@
-"""What torch builds on process groups, over the backend: meshes, sharding, functional collectives, pipelines.
+"""Features that torch builds on process groups, over the backend: meshes, sharding, functional collectives, pipelines.
 
 Each is compared with one process, or with Gloo.
 """
@@ -256,7 +256,7 @@ def check_checkpoints(rank: int, size: int, folder: str) -> None:
         dist.barrier()
         expected = [p.full_tensor() for p in model.parameters()]
 
-        restored = nn.Sequential(*make_model())  # in one piece, on every rank
+        restored = nn.Sequential(*make_model())  # unsharded, on every rank
         state = {"model": restored.state_dict(), "step": 0}
         dcp.load(state, checkpoint_id=path)
         assert state["step"] == 7

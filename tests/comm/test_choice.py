@@ -1,4 +1,4 @@
-"""Tables of measurements: what is read from them, what is predicted beyond them, and what is no table."""
+"""Tables of measurements: reading, predictions for unmeasured sizes and hosts, and invalid tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seconds(name: str, hosts: int, size: int) -> float:
 
 
 def made_up(hosts: range | list[int], name: str = "made up", scale: float = 1.0) -> Link:
-    """Measurements that follow the models exactly."""
+    """Return measurements that follow the models exactly."""
     times = {n: {s: {a: scale * seconds(a, n, s) for a in COSTS} for s in SIZES} for n in hosts}
     return Link(name, times)
 
@@ -76,7 +76,7 @@ def test_unmeasured_hosts_are_predicted_by_the_models(hosts, size):
 
 
 def test_the_best_algorithm_has_the_smallest_worst_case_slowdown():
-    """By the first link alone "ring" would be best; on the second it takes ten times as long as "doubling"."""
+    """The first link favors "ring", which takes ten times as long as "doubling" on the second link."""
     first = Link("first", {2: {64: {"ring": 1.0, "doubling": 1.2, "rabenseifner": 3.0}}})
     second = Link("second", {2: {64: {"ring": 10.0, "doubling": 1.0, "rabenseifner": 3.0}}})
     assert Table((first,)).best(2, 64) == "ring"

@@ -17,7 +17,7 @@ SIZES = [1, 15, 256, 257, 5000]
 
 
 def by_torch(codec: Codec, y: Tensor) -> Tensor:
-    """What a message says of y."""
+    """Return the values that the receiver of `y` decodes, computed by torch."""
     if codec.dtype is not torch.int8:
         return y.to(codec.dtype).float()
     decoded = []
@@ -30,7 +30,7 @@ def by_torch(codec: Codec, y: Tensor) -> Tensor:
 
 @pytest.fixture(params=list(VectorLevel), ids=lambda level: level.name)
 def level(request: pytest.FixtureRequest) -> Iterator[VectorLevel]:
-    """Each vector level of this processor."""
+    """Use each vector level of this processor."""
     if request.param > native.vector_level():
         pytest.skip(f"this processor has no {request.param.name}")
     native.library().frd_use_vector_level(request.param)
@@ -65,7 +65,7 @@ def test_infinities_and_nan_are_decoded_as_such(codec: Codec, bad: float, level:
     message = codec.encode(x, 1.0, residual, decoded)
     assert not decoded[300].isfinite()
     assert residual.isfinite().all()
-    assert residual[300] == 0.25  # as it was
+    assert residual[300] == 0.25  # unchanged
     out = torch.zeros(600)
     codec.decode(message, out)
     assert torch.equal(out.isfinite(), decoded.isfinite())
@@ -98,7 +98,7 @@ def test_orthonormalization_and_outer_products(rows: int, columns: int, rank: in
     before = p.clone()
     core.frd_orthonormalise(p.data_ptr(), rows, rank)
     assert torch.allclose(p @ p.T, torch.eye(rank), atol=1e-5)
-    assert torch.allclose(p.T @ (p @ before.T), before.T, atol=1e-3)  # they span the same
+    assert torch.allclose(p.T @ (p @ before.T), before.T, atol=1e-3)  # both span the same space
     x = torch.empty(rows, columns)
     core.frd_outer(x.data_ptr(), p.data_ptr(), q.data_ptr(), rows, columns, rank)
     assert torch.allclose(x, p.T @ q, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Every collective of the core against what one process computes: all types, reductions and sizes.
+"""Every collective of the core, compared with one process: all types, reductions and sizes.
 
 The reference is torch on one process: values of all ranks are made from a seed, and reduced from rank 0 to
 rank n-1 (16-bit floats in fp32, rounded once), so results must be equal to the bit.
@@ -30,7 +30,7 @@ ON_FLOATS = ["sum", "avg", "product", "min", "max"]
 ON_INTEGERS = [*ON_FLOATS, "and", "or", "xor"]
 ON_BOOLS = ["sum", "product", "min", "max", "and", "or", "xor"]
 
-# around every border of the algorithms: nothing, one element, a cache line, one phase, one and more windows
+# around every threshold of the algorithms: no element, one element, a cache line, a phase, one or more windows
 COUNTS = st.one_of(
     st.integers(0, 300),
     st.sampled_from([4095, 4096, 4097, 8191, 16384, 65536, 65537]),
@@ -44,7 +44,7 @@ PROPERTY = settings(
 
 
 def values(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """What rank `rank` brings; integers over the whole range of their type, floats of all sizes."""
+    """Return the input of rank `rank`: integers from the whole range of their type, or normally distributed floats."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     if dtype is torch.bool:
         return torch.rand(count, generator=generator) < 0.5
@@ -61,7 +61,7 @@ def values(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def reduced(parts: list[Tensor], op: str) -> Tensor:
-    """The reduction of all ranks' values, by torch."""
+    """Return the reduction of all ranks' values, computed by torch."""
     dtype = parts[0].dtype
     if dtype is torch.bool:
         op = {"sum": "or", "product": "and", "min": "and", "max": "or"}.get(op, op)
@@ -303,7 +303,7 @@ def test_nan_and_infinity_are_reduced_as_in_torch(ranks: Borrow, size: int) -> N
 
 
 def check_many_in_a_row(rank: int, size: int) -> None:
-    """Sizes that take one, two and many phases, back to back, so that halves of the staging are reused."""
+    """Run sizes of one, two and many phases back to back, so that the halves of the staging buffer are reused."""
     comm = Communicator(dist.group.WORLD)
     for turn in range(300):
         count = [1, 7000, 40_000, 100][turn % 4]

@@ -1,6 +1,6 @@
-"""The communicator's own operations: persistent, out of place, uneven, scans, arrays, objects, batches, refusals.
+"""The communicator's own operations: persistent, out of place, uneven, scans, arrays, objects, batches, invalid calls.
 
-Each group runs on one host, on several (pretended) hosts, and on Gloo, against torch on one process.
+Each operation runs on one host, on simulated hosts and on Gloo, and is compared with torch in one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COUNTS = [0, 1, 3, 100, 5000, 70_001]
 
 
 def communicators(rank: int, size: int) -> list[tuple[str, Communicator]]:
-    """One on this host, one on pretended hosts, one on Gloo."""
+    """Return communicators on this host, on simulated hosts and on Gloo."""
     made = [("native", Communicator(dist.group.WORLD)), ("gloo", Communicator(gloo_group()))]
     if size > 1:
         made.append(("hierarchical", Communicator(hierarchical_group([r % 2 for r in range(size)], rank))))
@@ -37,7 +37,7 @@ def everyones(seed: int, size: int, counts: list[int], dtype: torch.dtype) -> li
 
 
 def check_persistent(rank: int, size: int, seed: int) -> None:
-    """Every operation prepared once and run on changing values; the same on all implementations."""
+    """Prepare every operation once, and run it on changing values, with the same results on all implementations."""
     draw = random.Random(seed)
     for name, comm in communicators(rank, size):
         for turn in range(8):
@@ -114,7 +114,7 @@ def test_persistent_operations(ranks, size, seed):
 
 
 def check_persistent_order(rank: int, size: int) -> None:
-    """A persistent operation keeps its place behind asynchronous work, also in a callback."""
+    """A persistent operation runs after the asynchronous work that precedes it, even in a callback."""
     comm = Communicator(dist.group.WORLD)
     tensor = torch.ones(50_000)
     op = comm.all_reduce_init(tensor)
@@ -304,7 +304,7 @@ def check_split(rank: int, size: int) -> None:
 
 
 def check_splits_with_different_histories(rank: int, size: int) -> None:
-    """Groups that only some ranks have do not change how the others recognize the next ones."""
+    """Groups that only some ranks are in do not affect the groups that are created next."""
     draw = random.Random(size)
     for comm in (Communicator(dist.group.WORLD), Communicator(dist.new_group())):
         for _ in range(12):
@@ -322,7 +322,7 @@ def check_splits_with_different_histories(rank: int, size: int) -> None:
 
 
 def check_invalid(rank: int, size: int) -> None:
-    """Mistakes that all ranks see alike; nothing is sent, and the group stays usable."""
+    """All ranks detect the same mistake; nothing is sent, and the group stays usable."""
     three, four = torch.zeros(3), torch.zeros(4)
     for name, comm in communicators(rank, size):
         cases = [
@@ -360,7 +360,7 @@ def check_invalid(rank: int, size: int) -> None:
 
 
 def check_direct_path(rank: int, size: int) -> None:
-    """The direct path is taken exactly where it applies: otherwise the general path gives the same results."""
+    """The direct path is used exactly where it applies; elsewhere, the general path gives the same results."""
     comm = Communicator(dist.group.WORLD)
     direct = comm.dispatcher.direct
     assert direct.all_reduce(torch.ones(3), "sum") and direct.broadcast(torch.ones(3), 0) and direct.barrier()

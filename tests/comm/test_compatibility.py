@@ -1,4 +1,4 @@
-"""Names of backends, ways to make groups, debug modes and other parts of torch that other people's programs use."""
+"""Backend names, ways to create groups, debug modes and other parts of torch that user programs rely on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.launch.jobs import run
 
 
 def check_sharded_tensor(rank: int, size: int) -> None:
-    """`ShardedTensor.gather` takes the device that the backend prefers."""
+    """`ShardedTensor.gather` uses the device that the backend prefers."""
     metadata = ShardMetadata(shard_offsets=[2 * rank, 0], shard_sizes=[2, 3], placement=f"rank:{rank}/cpu")
     tensor = init_from_local_shards([Shard(torch.full((2, 3), rank + 1.0), metadata)], (2 * size, 3))
     whole = torch.zeros(2 * size, 3) if rank == 0 else None
@@ -34,7 +34,7 @@ def test_sharded_tensors_are_gathered_on_the_cpu(ranks, size):
 
 
 def check_local_synchronization(rank: int, size: int) -> None:
-    """Only the members call `new_group`; torch wants as many groups on every rank."""
+    """Only the members of a group call `new_group`; torch expects the same number of groups on every rank."""
     for division in ([[0, 1], [2]], [[0], [1, 2]], [[0, 2], [1]]):
         members = next(each for each in division if rank in each)
         group = dist.new_group(members, use_local_synchronization=True)

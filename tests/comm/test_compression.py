@@ -1,4 +1,4 @@
-"""Compression between hosts: what arrives is near what was sent, what is missing is remembered, all ranks agree."""
+"""Compression between hosts: results are close to the exact sums, residuals are kept, and all ranks agree."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_results_are_close_to_the_exact_sum_with_every_option(ranks, options):
 
 
 def nothing_is_lost(rank: int, size: int, host_of: list[int]) -> None:
-    """All that came out, and all that leaders still remember, is all that went in; twice the same bits."""
+    """The results plus the residuals of all leaders equal the inputs, and a second run gives the same bits."""
     group = hierarchical_group(host_of, rank)
     comm = Communicator(group)
     shapes = [(0, (90, 40)), (3600, (7,)), (3616, (30, 5, 20)), (6700, (200, 100))]
@@ -130,7 +130,7 @@ def test_infinities_and_nan_arrive_and_do_not_enter_the_residual(ranks):
 
 
 def low_rank(rank: int, size: int) -> None:
-    """Matrices of rank 2 arrive whole, and what is none exactly, whatever the leaders' shares."""
+    """Matrices of rank 2 arrive completely, and other tensors exactly, for any division among the leaders."""
     group = hierarchical_group([0, 0, 1, 1], rank)
     comm = Communicator(group)
     generator = torch.Generator().manual_seed(3)
@@ -159,7 +159,7 @@ def test_matrices_of_low_rank_are_reduced_exactly(ranks):
 
 
 def large(rank: int, size: int) -> None:
-    """Many windows, under way together."""
+    """Transfer many windows at the same time."""
     group = hierarchical_group([0, 0, 1, 1], rank)
     inputs = everyones(size, 5, (5_000_000,), torch.float32)
     expected = inputs.sum(0)
@@ -177,7 +177,7 @@ def test_tensors_of_many_windows(ranks):
 
 
 def remembered(rank: int, size: int) -> None:
-    """State that was saved and loaded goes on with the same bits."""
+    """A compressor with a loaded state continues with the same bits."""
     group = hierarchical_group([0, 1], rank)
     comm = Communicator(group)
     for compression in LOSSY:

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks: every rank that waits is told, soon, who, where and what."""
+"""Failures of ranks: every waiting rank soon reports which rank failed, where and why."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run_mixture(turn: int, rank: int, size: int) -> None:
 
 
 def run_messages(turn: int, rank: int, size: int) -> None:
-    """Around a ring, so that each rank only knows its neighbours."""
+    """Send messages around a ring, so that each rank communicates only with its neighbors."""
     works = [
         dist.isend(torch.ones(LARGE), (rank + 1) % size),
         dist.irecv(torch.ones(LARGE), (rank - 1) % size),
@@ -114,7 +114,7 @@ def test_a_rank_killed_during_a_call(size, body, calls):
 
 
 def send_on(turn: int, rank: int, size: int) -> None:
-    """Messages of some 20 ms each, so that a signal finds one of them under way."""
+    """Send a message that takes about 20 ms, so that a signal arrives during a transfer."""
     tensor = torch.ones(10 * LARGE)
     if rank:
         dist.recv(tensor, 0)

@@ -1,4 +1,4 @@
-"""Ranks that call something else, or call too late: everyone is told who, and both calls."""
+"""Ranks that make a different call, or a late call: every rank names that rank and both calls."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def check_disagreements(rank: int, size: int) -> None:
         assert time.monotonic() - start < SOON_S
         assert message.startswith(f"rank {odd} (process {pids[odd]}) "), message
         assert re.search(saying, message) and difference in message, message
-        with pytest.raises(CallMismatch):  # the group stays broken, and says so at once
+        with pytest.raises(CallMismatch):  # the group stays broken, and raises at once
             dist.barrier(group=group)
         dist.barrier()
         dist.destroy_process_group(group)
-    assert segments() <= before  # buffers of earlier tests may be there
+    assert segments() <= before  # buffers of earlier tests may still exist
 
 
 def segments() -> set[tuple[str, str]]:
-    """The shared memory that this process has open."""
+    """Return the shared memory that this process has open."""
     return {(fd, link(fd)) for fd in os.listdir("/proc/self/fd") if "memfd" in link(fd)}
 
 

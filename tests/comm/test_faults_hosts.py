@@ -1,4 +1,4 @@
-"""What goes wrong between hosts is named on all of them, in the same words."""
+"""Failures between hosts are reported on all hosts, with the same message."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_different_calls_of_two_hosts_are_named(name, layout):
     with Job(len(layout), differ, name, layout, hosts=layout) as job:
         ends = [job.end(rank) for rank in range(len(layout))]
     assert {end.kind for end in ends} == {"CallMismatch"}, [end.trace for end in ends]
-    assert len({end.text for end in ends}) == 1  # the same words everywhere
+    assert len({end.text for end in ends}) == 1  # the same message on all ranks
     assert re.search(
         rf"rank \d \(process \d+ on host\d\) called .*, but rank \d .* called .*{name}", ends[0].text
     )
@@ -131,7 +131,7 @@ def test_a_late_rank_is_named_at_the_deadline(layout):
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 class TestNamespaces:
-    """Hosts with networks of their own."""
+    """Hosts with separate networks."""
 
     def test_collectives(self):
         with two_hosts() as hosts, Job(4, agree, hosts=[0, 0, 1, 1], namespaces=hosts) as job:
@@ -166,7 +166,7 @@ def send_and_leave(rank: int, size: int, tell: Callable) -> float | None:
     """Rank 1 ends while its last message is still on the link."""
     tensor = torch.full((1 << 20,), float(rank))
     if rank == 1:
-        dist.recv(torch.empty(1), 0)  # so that there is a connection in each direction
+        dist.recv(torch.empty(1), 0)  # establishes a connection in each direction
         dist.send(tensor, 0)
         dist.destroy_process_group()
         return None
@@ -217,13 +217,13 @@ def test_unauthenticated_connections_are_closed():
 
 def wait_for_anybody(rank: int, size: int, tell: Callable) -> None:
     received, victim = torch.zeros(2), size - 1
-    if rank == victim:  # its hosts know each other
+    if rank == victim:  # connects to all other ranks
         for other in range(victim):
             dist.send(torch.ones(2), other)
         tell("here")
         time.sleep(60)
     dist.recv(received)
-    dist.recv(received)  # nobody sends, and only the victim has ended
+    dist.recv(received)  # no rank sends, and only the victim has ended
 
 
 @pytest.mark.parametrize("layout", [[0, 0, 0], [0, 0, 1], [0, 1, 1]])

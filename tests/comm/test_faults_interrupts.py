@@ -45,12 +45,12 @@ def test_ctrl_c_ends_a_wait(how):
         end = job.end(0)
         assert end.kind == "KeyboardInterrupt", end.trace
         assert end.at - since < 1
-        assert job.exit_code(0) == 0  # its process ends, with a work under way
+        assert job.exit_code(0) == 0  # its process ends although work is in flight
         job.kill(1)
 
 
 def test_ctrl_c_in_a_script(tmp_path):
-    """The exit of an interrupted script is Python's own, and the other rank is told."""
+    """An interrupted script exits as usual in Python, and the other rank reports the failure."""
     body = """
 if dist.get_rank() == 0:
     print("waiting", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Forked processes: a child has none of its parent's groups, may make its own, and hides no death."""
+"""Forked processes: a child cannot use its parent's groups, may create its own, and hides no failed rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.comm.jobs import SOON_S, Job
 
 
 def in_child(function: Callable[[], object], timeout_s: float = 20.0) -> str:
-    """What the function returns or raises in a forked child, as text."""
+    """Call a function in a forked child, and return its result or traceback as text."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
@@ -68,7 +68,7 @@ def check_child_calls(rank: int, size: int) -> None:
         dist.barrier()
     assert in_child(lambda: shared.sum().item()) == repr(1000.0 * (rank + 1))  # readable
     total = torch.ones(5)
-    dist.all_reduce(total)  # the parent's phases are as they were
+    dist.all_reduce(total)  # the parent's phases are unchanged
     dist.all_reduce(shared)
     assert total.tolist() == [size] * 5
     assert shared.eq(size * (size + 1) / 2).all()
@@ -82,7 +82,7 @@ def test_a_forked_child_cannot_use_groups(ranks):
 
 
 def new_world(port: int, rank: int, size: int) -> list[float]:
-    """In a child: another world, of the children of all ranks."""
+    """Create another world in a child, with the children of all ranks."""
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
@@ -121,7 +121,7 @@ def keep_a_child(rank: int, size: int, tell: Callable[[object], None]) -> None:
     if rank == 1:
         child = os.fork()
         if child == 0:
-            time.sleep(60)  # as a DataLoader's worker
+            time.sleep(60)  # like a DataLoader's worker
             os._exit(0)
         tell(child)
     else:

@@ -1,4 +1,4 @@
-"""Collectives of groups on several hosts, against what one process computes from all ranks' inputs."""
+"""Collectives of groups on several hosts, compared with one process that has the inputs of all ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def reductions(rank: int, size: int, host_of: list[int], options: dict, seed: in
         assert close(tensor, expected, size), (dtype, op, length)
         copies = [torch.empty_like(tensor) for _ in range(size)]
         dist.all_gather(copies, tensor, group=group)
-        assert all(torch.equal(copy, tensor) for copy in copies)  # the same bits everywhere
+        assert all(torch.equal(copy, tensor) for copy in copies)  # the same bits on all ranks
         root = chance.randrange(size)
         tensor = inputs[rank].clone()
         dist.reduce(tensor, root, op, group=group)
@@ -207,7 +207,7 @@ def test_the_algorithm_can_be_selected_and_queried(ranks):
 
 
 def messages(rank: int, size: int, host_of: list[int]) -> None:
-    """To every other rank, on this host or another, tags out of order, from any sender."""
+    """Send to every other rank, on this host or another, and receive tags out of order from any sender."""
     group = hierarchical_group(host_of, rank)
     length = 300_000  # more than any buffer holds
     for tag in (1, 2):

@@ -1,4 +1,5 @@
-"""Calls that torch.distributed allows or other backends refuse: each gives Gloo's result or an error that names the mistake."""
+"""Calls that torch.distributed allows or other backends refuse: each gives Gloo's result or an error that names the
+mistake."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.comm.next_to_gloo import gloo_group, same_on_both
 
 
 def keyword_calls(group: dist.ProcessGroup, rank: int, size: int) -> list[object]:
-    """Every method by the keywords that torch documents."""
+    """Call every method with the keywords that torch documents, and return the results."""
     own = torch.arange(4.0) + rank
     parts = [torch.arange(3.0) + 10 * rank + r for r in range(size)]
     a, b, c, d = (own.clone() for _ in range(4))

@@ -42,7 +42,7 @@ def refuse(rank: int, size: int) -> None:
             for name, call in calls.items():
                 for bad in (size, 7, -3, 10**6):
                     tensor = torch.ones(count)
-                    # torch itself refuses some of them, in other words
+                    # torch itself refuses some of them, with other messages
                     with pytest.raises(
                         (ValueError, RuntimeError), match=rf"(?i){name}.*between 0 and 1|rank"
                     ):

@@ -1,4 +1,4 @@
-"""What others on the machine may see, and that jobs do not disturb each other."""
+"""A job shares no memory with other users of the machine, and jobs do not disturb each other."""
 
 from __future__ import annotations
 

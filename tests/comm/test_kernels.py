@@ -44,7 +44,7 @@ def test_every_vector_level_equals_plain_code(
 
 
 def every_half(rank: int, size: int, dtype: torch.dtype) -> None:
-    """All 65,536 patterns of a 16-bit float, plus zero: conversion there and back changes no value."""
+    """Add zero to all 65,536 bit patterns of a 16-bit float: the conversion to fp32 and back changes no value."""
     core = native.library()
     patterns = torch.arange(-32768, 32768).to(torch.int16).view(dtype)
     for level in range(native.vector_level() + 1):
@@ -63,7 +63,7 @@ def test_every_16_bit_float_survives_a_round_trip(ranks: Callable[[int], Ranks],
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("level", list(VectorLevel))
 def test_sums_of_random_bits_round_as_in_torch(dtype: torch.dtype, op: str, level: VectorLevel) -> None:
-    """Subnormal numbers, infinities and NaN included; lengths that leave a rest after the last vector."""
+    """Include subnormal numbers, infinities and NaN, and lengths that leave a remainder after the last vector."""
     if level > native.vector_level():
         pytest.skip(f"this processor has no {level.name}")
     core, generator = native.library(), torch.Generator().manual_seed(level)

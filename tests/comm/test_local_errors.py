@@ -1,4 +1,4 @@
-"""Errors of one rank alone, such as a lack of memory in the middle of a call: neither this rank nor the others may miss them."""
+"""Errors on one rank only, such as a lack of memory during a call: all ranks must detect them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fail_once(rank: int, size: int, tell: Callable, operation: str) -> None:
             dist.all_reduce(tensor)
         elif operation == "broadcast":
             dist.broadcast(tensor, 0)
-            dist.barrier()  # the root waits for nobody
+            dist.barrier()  # the root does not wait
         else:
             dist.all_to_all_single(torch.empty_like(tensor), tensor)
     finally:
@@ -88,7 +88,7 @@ def drop_work(rank: int, size: int, tell: Callable, how: str) -> None:
     if how in calls:
         with pytest.raises(CommunicationError, match=message):
             calls[how]()
-    for call in calls.values():  # it is raised once, and the group is whole
+    for call in calls.values():  # the error is raised once, and the group stays usable
         call()
     assert tensor.tolist() == [8.0, 8.0]
     if how == "kept":

@@ -24,7 +24,7 @@ def without_gloo(ranks: list[int]) -> Pair:
 
 
 def run_operations(rank: int, size: int, tell: Callable, seed: int) -> None:
-    """Random operations on the groups of a mesh, and now and then on all ranks, until a rank fails."""
+    """Run random operations on the groups of a mesh, and sometimes on all ranks, until a rank fails."""
     groups = mesh_groups(rank, without_gloo)
     order = random.Random(seed)
     dist.barrier()

@@ -24,7 +24,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Pair:
-    """A group of ours and the same ranks in Gloo."""
+    """A group of this package, and a Gloo group with the same ranks."""
 
     ours: dist.ProcessGroup
     gloo: dist.ProcessGroup
@@ -32,7 +32,7 @@ class Pair:
 
 
 def mesh_groups(rank: int, make: Callable[[list[int]], Pair]) -> dict[tuple[str, ...], Pair]:
-    """The groups of this rank: for every set of axes, the ranks that differ on these axes only."""
+    """Return the groups of this rank: for each set of axes, the ranks that differ only on these axes."""
     mine = {}
     for count in range(1, len(AXES) + 1):
         for axes in itertools.combinations(range(len(AXES)), count):
@@ -50,18 +50,18 @@ def mesh_groups(rank: int, make: Callable[[list[int]], Pair]) -> dict[tuple[str,
 
 
 def with_gloo(ranks: list[int]) -> Pair:
-    """A group of ours and one of Gloo."""
+    """Create both groups for the given ranks."""
     return Pair(dist.new_group(ranks), dist.new_group(ranks, backend="gloo"), ranks)
 
 
 def values(source: random.Random, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Another tensor on every rank, the same whenever it is asked for."""
+    """Return a tensor that differs between ranks, and is the same for a source in the same state."""
     generator = torch.Generator().manual_seed(source.randrange(1 << 30) + rank)
     return torch.randint(0, 3, (count,), generator=generator).to(dtype)
 
 
 class Step:
-    """One operation: begun on our group, then compared with Gloo's result when it has been waited for."""
+    """An operation that starts on this package's group, and is compared with Gloo's result after the wait."""
 
     def __init__(self, seed: int, pair: Pair, rank: int) -> None:
         self.source = random.Random(seed)
@@ -77,16 +77,16 @@ class Step:
         self.seed = seed
 
     def tensor(self, count: int, which: int = 0) -> Tensor:
-        """This rank's values."""
+        """Return this rank's values."""
         return values(random.Random(f"{self.seed} {which}"), self.rank, count, self.dtype)
 
     def begin(self, group: dist.ProcessGroup, *, async_op: bool) -> tuple[list[Tensor], list[dist.Work]]:
-        """Results and the works that write them."""
+        """Return the results, and the works that write them."""
         results, works = KINDS[self.kind](self, group, async_op)
         return results, [work for work in works if work is not None]
 
     def check(self, results: list[Tensor]) -> None:
-        """Compare with Gloo."""
+        """Compare the results with Gloo."""
         expected, _ = self.begin(self.pair.gloo, async_op=False)
         for found, right in zip(results, expected, strict=True):
             assert torch.equal(found, right), f"step {self.seed}: {self.kind} of {self.count} x {self.dtype}"
@@ -103,7 +103,7 @@ def all_reduce(step: Step, group: dist.ProcessGroup, async_op: bool) -> Begun:
 def reduce(step: Step, group: dist.ProcessGroup, async_op: bool) -> Begun:
     tensor = step.tensor(step.count)
     work = dist.reduce(tensor, group_dst=step.root, op=step.op, group=group, async_op=async_op)
-    return [tensor] if step.rank == step.root else [], [work]  # elsewhere Gloo leaves anything
+    return [tensor] if step.rank == step.root else [], [work]  # Gloo's result is undefined on other ranks
 
 
 def broadcast(step: Step, group: dist.ProcessGroup, async_op: bool) -> Begun:
@@ -161,7 +161,7 @@ def all_to_all_uneven(step: Step, group: dist.ProcessGroup, async_op: bool) -> B
 
 
 def messages(step: Step, group: dist.ProcessGroup, async_op: bool) -> Begun:
-    """Around a ring, several at once."""
+    """Send several messages around a ring at once."""
     right, left = (step.rank + 1) % step.size, (step.rank - 1) % step.size
     received = [torch.zeros(step.count, dtype=step.dtype) for _ in range(3)]
     works: list[dist.Work | None] = []
@@ -201,7 +201,7 @@ KINDS: dict[str, Callable[[Step, dist.ProcessGroup, bool], Begun]] = {
 
 
 def run_steps(rank: int, size: int, steps: int) -> int:
-    """Operations begun in one order in every group, waited for in another order on every rank."""
+    """Start operations in the same order in every group, and wait for them in a different order on every rank."""
     groups = mesh_groups(rank, with_gloo)
     classes = list(groups)
     order, own = random.Random(5), random.Random(rank)

@@ -1,4 +1,5 @@
-"""The programs that users of torch.distributed run, on other versions of torch; each installs its own environment."""
+"""The programs that users of torch.distributed run, on other versions of torch; each version is installed in a separate
+environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives whose input and output overlap in memory: the result is that of separate tensors."""
+"""Collectives whose input and output overlap in memory: the result is the same as with separate tensors."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from farandole.comm import CommunicationError, Communicator
 
 
 def waits(shape: str) -> Callable[[], object]:
-    """A call of the default group, over one of the paths that hold its queue."""
+    """Return a call on the default group that takes one of the paths that hold the group's queue."""
     comm, t = Communicator(dist.group.WORLD), torch.ones(3)
     prepared = comm.all_reduce_init(torch.ones(3))
     return {
@@ -51,8 +51,8 @@ def check_handler(rank: int, size: int, shape: str) -> None:
     else:
         time.sleep(0.8)
         call()
-    # The thread of the queue may have begun the work before the main thread waited for it. The call of the handler then
-    # waits for that thread, and follows the work.
+    # The thread of the queue may have started the work before the main thread waits for it.  The handler's call then
+    # waits for that thread, and runs after the work.
     followed = shape == "work" and heard[:1] == [size]
     if not followed:
         assert rank != 0 or "a signal handler used a group while it interrupted another call" in str(heard[0])

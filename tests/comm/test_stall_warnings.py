@@ -32,7 +32,7 @@ def test_a_late_rank_is_named_within_five_seconds(size, hosts):
     with Job(size, be_late, hosts=hosts) as job:
         said = [job.hear(rank) for rank in range(size)]
         late = job.pid(size - 1)
-    assert [len(lines) for lines in said] == [1] + [0] * (size - 1), said  # one rank says it, once
+    assert [len(lines) for lines in said] == [1] + [0] * (size - 1), said  # one rank logs one line
     (line,) = said[0]
     rank = rf"rank {size - 1} \(process {late}( on host1)?\)"
     assert re.search(

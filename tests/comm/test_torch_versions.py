@@ -1,4 +1,4 @@
-"""Versions of torch other than the one that the suite is usually run with."""
+"""Versions of torch other than the version with which the tests usually run."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_only_rank_0_reports_an_untested_version(monkeypatch, caplog):
 
 def check_default_backend(rank: int, size: int) -> None:
     """torch 2.15 attaches its flight recorder to a new group, which needs the group's default backend."""
-    group = dist.new_group()  # that of all ranks has served other tests
+    group = dist.new_group()  # the default group has already been used by other tests
     assert group.rank() == rank and group.size() == size
     for question in ("supports_abort_hooks", "supports_completion_hooks", "supports_window"):
         if hasattr(dist.ProcessGroup, question):
@@ -158,7 +158,7 @@ def check_default_backend(rank: int, size: int) -> None:
     if hasattr(dist, "get_backend_impl"):
         assert dist.get_backend_impl(group).name() == "farandole"
         assert dist.get_backend_impl(group, torch.device("cpu")).name() == "farandole"
-    assert group._fallback._group is None  # made for none of these questions
+    assert group._fallback._group is None  # none of these queries creates it
     dist.destroy_process_group(group)
 
 
@@ -167,7 +167,7 @@ def test_default_backend(ranks):
 
 
 def test_default_backend_is_registered_where_python_can_make_one(monkeypatch):
-    """As torch 2.14 and later can, simulated for earlier ones."""
+    """Python can create a backend with torch 2.14 and later; the test simulates this for earlier versions."""
 
     class Backend:
         def __init__(self, rank: int, size: int) -> None:
@@ -195,7 +195,7 @@ def test_default_backend_is_registered_where_python_can_make_one(monkeypatch):
 
 
 def check_capabilities(rank: int, size: int) -> None:
-    """One rank alone gets an answer about every optional feature that a backend of torch may have."""
+    """A single rank can query every optional feature of a backend, without the other ranks."""
     if rank == 0:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         capabilities = [

@@ -1,4 +1,4 @@
-"""Connections and bytes from programs that are not of the job, or broken: no crash, no spin, and the job goes on."""
+"""Connections and bytes from broken or foreign programs: no crash, no busy loop, and the job continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONTEXT = 7
 
 
 class Listener:
-    """Rank 0 of two hosts in this process, whose peer is a raw socket."""
+    """Rank 0 of a job on two hosts, in this process; its peer is a raw socket."""
 
     def __init__(self) -> None:
         _arena(os.getpid())
@@ -73,7 +73,7 @@ class Listener:
         self.peer.sendall(header + payload)
 
     def receive(self, count: int, tag: int = 0, timeout_s: float = 3.0) -> tuple[int, list[float]]:
-        """Receive floats from the peer; the status, and the values."""
+        """Receive floats from the peer, and return the status and the values."""
         data = torch.zeros(count)
         message = self.core.frd_post_recv(self.group, data.data_ptr(), 4 * count, FLOAT, 1, tag)
         outcome = self.core.frd_message_wait(self.group, message, timeout_s, TRY)
@@ -121,10 +121,10 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
 def test_an_invalid_frame_closes_the_connection(listener: Listener, bad: Callable[[Listener], None]) -> None:
-    """A frame that another one cannot follow: the receive that waits fails, at once."""
+    """No frame can follow an invalid frame, so a waiting receive fails at once."""
     listener.say(EAGER, 8, tag=1, payload=floats(3, 4))
     bad(listener)
-    assert listener.receive(2, tag=1) == (Status.OK, [3.0, 4.0])  # it came before
+    assert listener.receive(2, tag=1) == (Status.OK, [3.0, 4.0])  # it arrived before the invalid frame
     start = time.monotonic()
     assert listener.receive(2, timeout_s=2.0)[0] == Status.CLOSED
     assert time.monotonic() - start < 1.5
@@ -188,7 +188,7 @@ IDLE = 1_100
 def keep_working(rank: int, size: int, tell: Callable[[object], None]) -> str:
     if rank == 1:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))  # far fewer than connections that come
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))  # far fewer than the incoming connections
     tell((own_address(None, None), ports_of_this_process()))
     total, used = torch.ones(1), []
     dist.barrier()

@@ -9,7 +9,8 @@ import pyarrow as arrow
 
 
 def save_to_disk(folder: Path, table: arrow.Table, shards: int = 1) -> Path:
-    """Write the files of `datasets.Dataset.save_to_disk` (version 4): Arrow streams, `state.json` and `dataset_info.json`."""
+    """Write the files of `datasets.Dataset.save_to_disk` (version 4): Arrow streams, `state.json` and
+    `dataset_info.json`."""
     folder.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
     rows = -(-len(table) // shards)

@@ -15,7 +15,8 @@ from farandole.models.llama import LlamaConfig, build_llama
 
 
 def write_llama(name: str, text: str) -> None:
-    """Write a small Llama with a tokenizer as folder `name`, and a text, if this is rank 0; return when both are complete."""
+    """Write a small Llama with a tokenizer as folder `name`, and a text, if this is rank 0; return when both are
+    complete."""
     folder = Path(name)
     if int(os.environ.get("RANK", "0")) == 0:
         torch.manual_seed(0)

@@ -1,12 +1,14 @@
 """The Python programs and the command lines of the documentation run.
 
-A page's Python blocks form one program, in order, on 2 ranks.  Comments in the page, which readers do not see, say otherwise:
+A page's Python blocks form one program, in order, on 2 ranks.  Comments in the page, which readers do not see, can
+change this:
 
     <!-- setup ... -->                   code that the next blocks need
     <!-- program: NAME, ranks: N -->     the next block is a program of its own
     <!-- not run: REASON -->             the next block is not run
 
-The first two take `, launcher: mpiexec`, and the second `, prints the same as: NAME`, an earlier program of the page.
+The first two comments accept `, launcher: mpiexec`.  The second also accepts `, prints the same as: NAME`, where NAME
+is an earlier program of the page.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ PAGES = [path.relative_to(ROOT) for path in tracked("README.md", "docs/*.md")]
 
 @dataclass(frozen=True)
 class Program:
-    """A program of a page, the number of its ranks, and the program of the page that prints the same."""
+    """A program of a page, its number of ranks, and the earlier program that prints the same."""
 
     page: Path
     name: str

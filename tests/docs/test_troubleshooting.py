@@ -16,7 +16,7 @@ HEADINGS = re.findall(r"^### (.*)", TEXT, re.MULTILINE)
 SOURCE = re.sub(r'"\s*f?"', "", "\n".join(path.read_text() for path in tracked("farandole/*.py")))
 
 SYMPTOMS = {"The loss is NaN", "The training is slower than with Gloo"}
-"""Sections that describe an observation in place of a message."""
+"""Sections that describe an observation instead of a message."""
 
 NOT_LINKED = {
     "not available, please use gloo": "Accelerate prints this message",

@@ -30,7 +30,7 @@ FAST = [
     "precision.stochastic_rounding",
     "memory.limits_of_ranks",
 ]
-"""The others take seconds each; `python -m benchmarks.gpu --device cpu` runs them."""
+"""The other checks take seconds each; `python -m benchmarks.gpu --device cpu` runs them."""
 NUMBERS = itertools.count()
 
 

@@ -37,7 +37,7 @@ def _wheel(folder: Path, name: str, source: str, version: str = "1.0") -> Path:
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where wheels are installed, for this test only."""
+    """Return the folder in which wheels are installed during this test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     return tmp_path / "packages"
@@ -53,7 +53,7 @@ def test_wheels_are_installed_without_a_network(tmp_path: Path, target: Path) ->
     import carried_module  # type: ignore[import-not-found]
 
     assert carried_module.VALUE == 42
-    code = "import carried_module; print(carried_module.VALUE)"  # processes that are started have it too
+    code = "import carried_module; print(carried_module.VALUE)"  # child processes can import it, too
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "42\n"
     assert install(tmp_path / "wheels", target) == []
 

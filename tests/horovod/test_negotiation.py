@@ -75,7 +75,7 @@ def test_any_order_through_gloo(ranks):
 
 
 def with_variables(rank, size, variables, function, *arguments):
-    """Call a function of ranks with environment variables set."""
+    """Call `function(rank, size, *arguments)` with environment variables set."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)

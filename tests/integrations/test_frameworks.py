@@ -12,10 +12,11 @@ from farandole._autoload import REPLACE_GLOO
 from tests.launch.jobs import run, write
 
 PROGRAMS = Path(__file__).parent / "programs"
-# The same ranks run a program over Gloo and then over farandole, because most of the time is spent on imports.  A second
-# group over Gloo would read the addresses of the first, which stay in torchrun's store: each program has its own job.
+# The same ranks run a program over Gloo and then over farandole, because most of the time is spent on imports.  A
+# second group over Gloo would read the addresses of the first, which stay in torchrun's store: each program has its own
+# job.
 # The programs' objects are kept, because DDP's reducer destroys its Gloo group while it holds the GIL, for which the
-# thread of the group can wait for ever.
+# thread of the group can wait forever.
 # The operators of torchvision's wheel for CUDA do not load next to torch for the CPU: see tests/torchvision_models.py.
 START = f"""
 import os, runpy, sys

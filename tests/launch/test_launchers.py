@@ -81,7 +81,7 @@ def test_torchrun_with_an_existing_group_and_repeated_init(tmp_path):
 
 
 def mpi(flavour: str) -> list[str]:
-    """Return the mpiexec of this flavour from the environment of the tests or the path; skip the test without one."""
+    """Return this kind of mpiexec, from the tests' environment or the path; skip the test if there is none."""
     for name in (str(Path(sys.executable).with_name("mpiexec")), "mpiexec", "mpirun"):
         path = shutil.which(name)
         if path is None:

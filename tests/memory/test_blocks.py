@@ -70,7 +70,7 @@ def test_blocks_of_torch_and_of_meta_models() -> None:
 
 
 class Tied(nn.Module):
-    """Two blocks that share a weight, an embedding in no block, and a block with nothing of its own."""
+    """Two blocks that share a weight, an embedding outside of the blocks, and a block without parameters."""
 
     def __init__(self) -> None:
         super().__init__()

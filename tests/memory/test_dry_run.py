@@ -1,4 +1,4 @@
-"""Bytes kept for the backward pass: counted without memory, and the same as really are."""
+"""Bytes kept for the backward pass: a dry run without memory counts as many bytes as a real pass keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.memory.models import CASES, small_gpt, small_resnet, step
 
 
 class Storages(TorchDispatchMode):
-    """Every storage that an operation makes: those that are alive after a forward pass are what it keeps."""
+    """Records every storage that an operation creates; a forward pass keeps the storages that are alive after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Storages(TorchDispatchMode):
 
 
 def alive_after_forward(model: nn.Module, example: Any) -> int:
-    """What is alive while the graph of the outputs is, and nothing else: it does not ask autograd."""
+    """Return the bytes that only the graph of the outputs keeps alive, without asking autograd."""
     inputs = example if isinstance(example, tuple) else (example,)
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *inputs)}
     with Storages() as storages:
@@ -56,7 +56,7 @@ def test_fake_and_real_tensors_agree_with_live_memory(name: str, way: Any) -> No
     torch.manual_seed(0)
     model, example = CASES[name]()
     apply_recompute(model, way)
-    step(model, example)  # a selective recomputation has learned how far it goes
+    step(model, example)  # selective recomputation learns in the first step how far it must go
     for autocast in (False, True) if name in ("gpt", "resnet") else (False,):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
             fake, real = saved_bytes(model, example), saved_bytes(model, example, real=True)
@@ -66,8 +66,8 @@ def test_fake_and_real_tensors_agree_with_live_memory(name: str, way: Any) -> No
                 assert real.total - fake.total in (0, 2 * 2 * channels)
                 fake = real
             assert fake == real
-            # Buffers that a recomputation has copied (batch norms) and random states are small change, which no
-            # saved tensor holds.
+            # Copies of buffers (batch norms) and random states for a recomputation are small, and are not saved
+            # tensors.
             extra = alive_after_forward(model, example) - fake.total
             calls = 3 if name == "keywords" else len(fake.blocks)
             buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -76,11 +76,11 @@ def test_fake_and_real_tensors_agree_with_live_memory(name: str, way: Any) -> No
 
 
 def test_a_linear_layer_by_hand() -> None:
-    """x (4, 8) to 16 values: relu keeps its output for itself, the second layer its input, which is the same."""
+    """ReLU keeps its output (4, 16), and the second layer keeps its input, which is the same tensor."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     x = torch.randn(4, 8)
     kept = saved_bytes(model, x)
-    assert kept.blocks == {"0": 0, "1": 4 * 16 * 4, "2": 0} and kept.outside == 0  # x is the caller's
+    assert kept.blocks == {"0": 0, "1": 4 * 16 * 4, "2": 0} and kept.outside == 0  # x belongs to the caller
     assert saved_bytes(model, x, loss=lambda out: out.square().sum()).outside == 4 * 2 * 4
     wide = nn.Sequential(nn.Linear(8, 16), nn.GELU())
     assert saved_bytes(wide, x).total == 4 * 16 * 4
@@ -102,7 +102,7 @@ def test_parameters_views_and_dead_branches_do_not_count() -> None:
             return first.sin() * second.sin()
 
     x = torch.randn(3, 8)
-    # hidden once; the masked weight is kept for x only if x asks for a gradient; both sines for the product.
+    # `hidden` counts once; the masked weight is kept only if x requires a gradient; the product keeps both sines.
     assert saved_bytes(Model(), x).total == 3 * 8 * 4 + 2 * 3 * 4 * 4
     assert saved_bytes(Model(), x.requires_grad_()).total == 3 * 8 * 4 + 2 * 3 * 4 * 4 + 8 * 8 * 4
 
@@ -117,7 +117,7 @@ def test_billions_of_parameters_on_the_meta_device() -> None:
     kept = saved_bytes(model, tokens, loss=lambda out: F.cross_entropy(out.view(4 * 2048, -1), targets))
     per_token = kept.blocks["2"] / (4 * 2048)
     assert kept.blocks["2"] == kept.blocks["3"] == kept.blocks["4"]
-    tables = 2 * 2048 * 128 * 4  # sines and cosines of positions, which the first block computes for all
+    tables = 2 * 2048 * 128 * 4  # sines and cosines, which the first block computes for all blocks
     assert kept.blocks["1"] == kept.blocks["2"] + tables
     assert 15 < per_token / (4 * config.width) < 25  # about 20 values of fp32 per value of the stream
     assert (

@@ -1,4 +1,4 @@
-"""Stores: what is read is what was written, space is reserved and used again, errors say what and where."""
+"""Stores: reads return the written values, space is reserved and reused, and errors name the problem and the place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES = [1, 0, ALIGNMENT, 3 * PART_BYTES + 17, ALIGNMENT + 1]
 
 
 def check_round_trip(store: OffloadStore, sizes: Sequence[int] = SIZES) -> None:
-    """Every record gets bytes of its own and keeps them, from memory that is aligned and memory that is not."""
+    """Write different bytes to all records, from aligned and unaligned memory, and read the same bytes."""
     records = store.allocate(sizes)
     for offset in (0, 1):
         data = [aligned_buffer(n + offset)[offset:].random_() for n in sizes]
@@ -186,7 +186,7 @@ def test_a_disk_error_is_raised_by_the_wait_for_the_record(tmp_path: Path) -> No
     with (
         in_memory(tmp_path / "below", "4m") as below,
         ext4(below / "image", tmp_path / "disk", "64m") as disk,
-        # There is room on this disk, but none below it.
+        # This disk has free space, but the disk below it has none.
         contextlib.closing(DiskStore(disk, "things")) as file,
     ):
         first, second = file.allocate([4096, 16 << 20])
@@ -265,7 +265,7 @@ def test_the_space_of_dropped_records_is_reused(tmp_path: Path) -> None:
         records = [*file.allocate([9000]), *file.allocate([5000])]
         assert file.nbytes == length
     del records
-    records = file.allocate([14_000, 100])  # other sizes, where nothing is in use
+    records = file.allocate([14_000, 100])  # other sizes, after all records are freed
     assert file.nbytes == 5 * ALIGNMENT
     data = torch.arange(14_000).to(torch.uint8)
     moving = file.write(records[0], data)
@@ -349,6 +349,6 @@ def test_the_offload_benchmark_reports_its_bandwidth(tmp_path: Path) -> None:
     result = offload.compare(str(tmp_path), 48 << 20, 8 << 20, turns=1)
     assert result["records"] == 6
     assert result["moved_bytes"] == pytest.approx(2 * 48 << 20, rel=1e-4)
-    assert result["share_of_plain"] > 0.1  # far below what is seen: others may use the machine
+    assert result["share_of_plain"] > 0.1  # far below the usual value, as others may use the machine
     assert "AdamW, state on disk" in offload.table(result)
     assert "of the bandwidth of the plain test" in offload.notes(result)

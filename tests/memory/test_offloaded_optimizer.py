@@ -1,4 +1,4 @@
-"""An optimizer whose state is offloaded does what torch's own does, to the bit."""
+"""An optimizer whose state is offloaded gives the results of torch's own optimizer, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Pair:
-    """The same parameters twice: under torch's optimizer, and under the same one with its state elsewhere."""
+    """The same parameters twice: with torch's optimizer, and with the same optimizer whose state is offloaded."""
 
     def __init__(self, make: Make, records: Any, weights: bool = True, sizes: Sequence[int] = SIZES) -> None:
         values = [torch.randn(n) for n in sizes]
@@ -57,7 +57,7 @@ class Pair:
         return make([{"params": shards[:1] + shards[3:]}, {"params": shards[1:3], "lr": 0.003}])
 
     def step(self, absent: Sequence[int] = (), rate: float = 0.9) -> None:
-        """One step of both; the shards in `absent` have no gradient."""
+        """Run a step of both optimizers; the shards in `absent` have no gradient."""
         for at, (own, away) in enumerate(zip(self.own, self.away, strict=True)):
             own.grad = None if at in absent else torch.randn(own.shape)
             away.grad = None if own.grad is None else own.grad.clone()
@@ -68,7 +68,7 @@ class Pair:
         self.offloaded.step()
 
     def check(self) -> None:
-        """Everything is equal."""
+        """Check that all weights and states are equal."""
         seen = 0
         for unit, shards in self.offloaded.saved():
             for shard, found in zip(self.offloaded.units[unit], shards, strict=True):
@@ -84,7 +84,7 @@ class Pair:
 
 @pytest.fixture(params=["disk", "memory"])
 def records(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """What makes each kind."""
+    """Return a function that creates records on the disk or in memory."""
     return partial(disk_records, tmp_path) if request.param == "disk" else host_records
 
 
@@ -96,7 +96,7 @@ def test_results_are_bitwise_equal_to_torch(make: Make, records: Any) -> None:
         pair.step()
         pair.check()
     pair.step(absent=[0, 4])
-    pair.step(absent=[2, 3])  # a whole unit
+    pair.step(absent=[2, 3])  # all shards of a unit
     pair.step(absent=range(5))
     pair.check()
     assert not pair.offloaded.optimizer.state
@@ -201,7 +201,7 @@ def test_existing_state_is_preserved(records: Any) -> None:
 
 def test_schedulers_and_counts_in_groups_work(records: Any) -> None:
     class Counting(SGD):
-        """Keeps a count in its groups, which its rate depends on, as some optimizers do."""
+        """Counts steps in its groups, and derives its learning rate from the count, as some optimizers do."""
 
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
@@ -240,7 +240,7 @@ def test_a_checkpoint_unit_by_unit(records: Any) -> None:
         group["lr"] = wanted["lr"]
     other.step()
     other.check()
-    assert saved[2][0].state["step"] == 1  # the checkpoint is not stepped along
+    assert saved[2][0].state["step"] == 1  # the later step does not change the checkpoint
     pair.offloaded.close()
     other.offloaded.close()
 

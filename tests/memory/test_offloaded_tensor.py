@@ -1,4 +1,4 @@
-"""A tensor in a record of a store is what was written last, or an error."""
+"""A tensor in a record of a store has the values that were written last, or raises an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_last_written_values_are_read(tensors: OffloadedTensors, numel: int,
     for value in (1.0, 2.0):
         _write(tensor, value)
         assert torch.equal(tensor.read(), torch.full((numel,), value, dtype=dtype))
-        tensor.prefetch()  # is of no use, as other values are written
+        tensor.prefetch()  # useless, because other values are written
     _write(tensor, 3.0)
     tensor.prefetch()
     assert torch.equal(tensor.read(), torch.full((numel,), 3.0, dtype=dtype))
@@ -68,7 +68,7 @@ def test_reading_an_unwritten_tensor_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="cannot write record 0 of gradients: No space left on device"):
         one.read()
     _write(others[0], 1.0)
-    with pytest.raises(OffloadError, match="cannot write record 0"):  # who writes the next ones is told, too
+    with pytest.raises(OffloadError, match="cannot write record 0"):  # the next write raises the error, too
         _write(others[1], 1.0)
     _write(one, 2.0)
     assert (one.read() == 2).all()

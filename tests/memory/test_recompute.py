@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept and nothing else: gradients are those of plain torch, to the bit."""
+"""Recomputation changes only which activations are kept: gradients equal those of plain torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS = ("block", "selective", "attention")
 
 
 def steps(case: tuple[nn.Module, Any], way: str, **more: Any) -> None:
-    """Two steps of a model and of a copy that recomputes agree; then the copy is plain again."""
+    """Compare two steps of a model and of a copy that recomputes; then make the copy plain again."""
     model, example = case
     twin = copy.deepcopy(model)
     plain = {type(module) for module in model.modules()}
@@ -54,7 +54,7 @@ def test_results_are_bitwise_equal(name: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_under_autocast(way: str) -> None:
     torch.manual_seed(0)
-    with torch.autocast("cpu", torch.bfloat16):  # attention is written out there
+    with torch.autocast("cpu", torch.bfloat16):  # attention uses explicit products there
         steps(small_gpt(), way)
 
 
@@ -115,7 +115,7 @@ def test_second_derivatives() -> None:
 
 
 def calls_counted(module: nn.Module) -> list[bool]:
-    """For each call of the forward pass of `module` inside, whether it is a recomputation."""
+    """Return a list that receives, for each forward call of `module`, whether the call is a recomputation."""
     calls: list[bool] = []
     module.register_forward_pre_hook(lambda *_: calls.append(recomputing()))
     return calls
@@ -137,7 +137,7 @@ def test_nothing_is_recomputed_without_gradients() -> None:
 
 
 def test_pre_hooks_run_in_the_recomputation_before_parameters_are_used() -> None:
-    """As ZeRO-3 does it: parameters are there from a forward pre-hook to a forward hook and empty in between."""
+    """As with ZeRO-3, parameters have values from a forward pre-hook to a forward hook, and are empty otherwise."""
     torch.manual_seed(0)
     model, tokens = small_gpt()
     wanted = step(model, tokens)
@@ -191,7 +191,7 @@ def test_a_block_that_changes_its_input_is_named() -> None:
 
 
 class Overwritten(nn.Module):
-    """Products whose outputs are overwritten inside, and one that is overwritten by the caller."""
+    """Linear layers whose outputs the module overwrites; the caller overwrites the last output."""
 
     def __init__(self) -> None:
         super().__init__()

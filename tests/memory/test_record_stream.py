@@ -1,4 +1,4 @@
-"""Records that pass through buffers: right order, nothing lost, at rest after whatever happens."""
+"""Records that pass through buffers: in order, without loss, and without pending transfers after any failure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_one(record: int, content: Tensor) -> None:
 
 
 def failing(at: int, error: BaseException) -> object:
-    """Work that changes the record and then raises at one of them."""
+    """Return work that changes each record, and then raises `error` for record `at`."""
 
     def work(record: int, content: Tensor) -> None:
         content.add_(1)
@@ -48,7 +48,7 @@ def failing(at: int, error: BaseException) -> object:
 
 @pytest.fixture(params=["disk", "memory"])
 def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RecordStream]:
-    """Both kinds."""
+    """Yield records on the disk and in memory."""
     made: RecordStream = disk_records(tmp_path, SIZES) if request.param == "disk" else host_records(SIZES)
     yield made
     made.close()
@@ -57,14 +57,14 @@ def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RecordSt
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[DiskStore]:
-    """A disk, for records of `SIZES`."""
+    """Yield a store on the disk."""
     made = DiskStore(tmp_path, "things")
     yield made
     made.close()
 
 
 def contents(records: RecordStream) -> list[set[int]]:
-    """The different bytes in each record."""
+    """Return the different bytes in each record."""
     return [set(bytes(content.numpy())) for _, content in records.visit(range(len(records.record_bytes)))]
 
 
@@ -237,7 +237,7 @@ def test_ctrl_c_at_any_time_leaves_no_running_transfer(tmp_path: Path, delay_s: 
     assert all(transfer.done for transfer in file._moving)
     assert all(not slot.held and slot.record is None for slot in stream._slots)
     for _, content in stream.visit(range(8)):
-        assert content.eq(content[0]).all()  # whole, old or new
+        assert content.eq(content[0]).all()  # completely old or completely new
     stream.close()
 
 
@@ -264,7 +264,7 @@ def test_a_write_that_fails_is_raised_by_the_next_calls(tmp_path: Path) -> None:
 
 
 def endless(folder: Path, ready: int) -> None:
-    """Stream until killed."""
+    """Update the records until the process is killed."""
     records = disk_records(folder, [1 << 20] * 8)
 
     def work(record: int, content: Tensor) -> None:

@@ -84,9 +84,7 @@ def test_places_in_the_file_are_reused(tmp_path: Path) -> None:
             step(model, x)
             model(x)  # a graph that is never used
             gc.collect()
-        assert (
-            length() <= 4 * one_pass
-        )  # of 21; what a thread is still at when it is let go is free a little later
+        assert length() <= 4 * one_pass  # not 21; a thread frees the space of its current transfer later
         held.sum().backward()
 
 
@@ -167,7 +165,7 @@ print(peak() - before, digest)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_peak_memory_is_lower(tmp_path: Path) -> None:
-    """288 MiB of activations: without swapping they are all in memory, with it those on the way are."""
+    """Without swapping, all 288 MiB of activations are in memory; with swapping, only those in transfer are."""
 
     def run(to: str) -> tuple[int, str]:
         done = subprocess.run([sys.executable, "-c", PEAK, to], capture_output=True, text=True)
@@ -199,7 +197,7 @@ def test_a_full_disk_is_reported(small_disk: Path) -> None:
     model, tokens = small_gpt()
     wanted = step(model, tokens)
     with swap_activations(model, disk(small_disk), threshold_bytes=0, behind_bytes=1):
-        for _ in range(2):  # the second time as well, nothing is taken for swapped
+        for _ in range(2):  # after an error, no activation counts as swapped
             with pytest.raises(NoSpace, match=r"needed in .*/disk, .* free \(tmpfs of .*\); free .* more"):
                 step(model, tokens)
     assert_same(step(model, tokens), wanted)
@@ -218,7 +216,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     if sys.platform == "linux":
         with pytest.raises(
             OffloadError, match="cannot create a file for activations: .* in /proc .* user 0 can write"
-        ):  # nobody can write there, root included
+        ):  # even root cannot write there
             swap_activations(model, "disk:/proc")
     assert not any("_farandole_wrappers" in vars(module) for module in model.modules())
 

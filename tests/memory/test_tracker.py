@@ -1,4 +1,4 @@
-"""The memory of a device is counted by kind, and its limit is kept."""
+"""Device memory is counted by kind, and its limit is enforced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_storage_is_counted_once_until_it_is_freed() -> None:
         second = torch.ones(500, dtype=torch.bfloat16)
         assert memory.total == 4000 + 1000
         del first
-        assert memory.total == 5000  # the view is there
+        assert memory.total == 5000  # the view keeps the memory
         del view, second
         assert memory.total == 0
         assert memory.peak == 5000
@@ -55,12 +55,12 @@ def test_kinds_and_memory_shared_by_ranks() -> None:
         assert memory.in_use["weights"] == common.nbytes // 4
         assert memory.in_use["gradients"] == own.nbytes
         assert before == 0
-        assert memory.in_use["masters and states"] == 2 * 400 + 4  # two averages and the number of the step
+        assert memory.in_use["masters and states"] == 2 * 400 + 4  # two moments and the step count
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_activations_match_the_tensors_saved_by_autograd(recompute: str) -> None:
-    """Of a chain of n blocks x -> tanh(x): n outputs, or with recomputation n inputs and one more at a time."""
+    """In a chain of tanh layers, every output is saved, or with recomputation only the inputs of the blocks."""
     model = nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh()) for _ in range(4)))
     apply_recompute(model, recompute)  # type: ignore[arg-type]
     x = torch.ones(1000, requires_grad=True)
@@ -134,6 +134,6 @@ def test_the_limit_names_the_parameter() -> None:
             memory_tag("gradients", list(model.parameters())),
         ):
             torch.empty(10, 10)
-    torch.empty(10, 10)  # the limit is gone
+    torch.empty(10, 10)  # the limit no longer applies
     with pytest.raises(ValueError, match="expected at least 1"):
         DeviceMemory(0, CPU)

@@ -1,6 +1,7 @@
 /* Fuzzes both sides of the handshake between hosts: handshake.c, over socket pairs.
  *
- * The other side sends the right message, changed at places that the input names, in pieces of sizes that the input names.
+ * The other side sends the correct message with changes, in pieces.  The input specifies the changes and the sizes of
+ * the pieces.
  */
 #include <stdio.h>
 
@@ -19,7 +20,7 @@ static unsigned next(void)
     return *input++;
 }
 
-/* Changes a message as the input says; returns whether it still is what it was. */
+/* Changes a message as the input specifies; returns whether the message is the same as before. */
 static bool change(void *message, size_t bytes)
 {
     char original[sizeof(struct response)];
@@ -38,7 +39,7 @@ static void deliver(int *socket, const void *message, size_t bytes, void (*read_
     const unsigned kind = next();
     const bool truncated = kind & 1, reads_early = kind & 2, closes = (kind & 12) == 4, ends = (kind & 12) == 8;
     if (truncated) bytes -= smaller(bytes, kind >> 4);
-    if (reads_early) read_it(); /* nothing has come yet */
+    if (reads_early) read_it(); /* nothing has arrived yet */
     for (size_t sent = 0, piece; sent < bytes; sent += piece) {
         piece = closes ? bytes : smaller(1 + next(), bytes - sent);
         if (send(*socket, (const char *)message + sent, piece, MSG_NOSIGNAL) < 0) return;
@@ -46,7 +47,7 @@ static void deliver(int *socket, const void *message, size_t bytes, void (*read_
     }
     if (ends) shutdown(*socket, SHUT_WR);
     if (closes) {
-        close(*socket); /* with an error for the other side, if there is something that was not read */
+        close(*socket); /* an error for the other side if data is unread */
         *socket = -1;
         read_it();
     }
@@ -75,23 +76,23 @@ static void accept_one(void)
     struct challenge received;
     size_t moved = 0;
     struct handshake other = {.socket = -1};
-    if (next() % 2) { /* that came later */
+    if (next() % 2) { /* a later handshake */
         other.next = handshake;
         tcp.handshakes = &other;
     }
     if (read_message(pair[1], &received, sizeof received, &moved) != COMPLETE) abort();
-    if (next() % 8 == 0 && !send_message(pair[0], &received, sizeof received)) abort(); /* what is not read makes a close an error */
+    if (next() % 8 == 0 && !send_message(pair[0], &received, sizeof received)) abort(); /* unread data would cause an error */
     const int rank = (int)next() % 5 - 1;
     struct response response = {.magic = MAGIC, .rank = rank, .ranks = RANKS};
     for (int i = 0; i < NONCE_BYTES; i++) response.nonce[i] = (unsigned char)next();
     prove(&tcp, false, rank, 0, RANKS, &tcp.listens_at, received.nonce, response.nonce, response.proof);
     const bool valid = change(&response, sizeof response) && (rank == 1 || rank == 2);
-    if (is_rank(rank, RANKS) && next() % 8 == 0) connections[rank].in = 0; /* it has connected before */
+    if (is_rank(rank, RANKS) && next() % 8 == 0) connections[rank].in = 0; /* the rank has connected before */
     const bool first = is_rank(rank, RANKS) && connections[rank].in < 0;
     deliver(&pair[1], &response, sizeof response, serve);
     for (int r = 1; r < RANKS; r++) {
         if (connections[r].in <= 0) continue;
-        if (!valid || !first || r != rank) abort(); /* let in without a proof */
+        if (!valid || !first || r != rank) abort(); /* accepted without a proof */
         close(connections[r].in);
     }
     if (pair[1] >= 0) close(pair[1]);

@@ -1,8 +1,9 @@
 /* Fuzzes the parser of messages from other processes: matching.c, with a transport whose bytes come from the input.
  *
- * This process is rank 0 of 3.  Rank 1 is on another host.  Rank 2 is one whose large payloads wait for their receive, as on this
- * host.  The input is a list of operations: frames with chosen fields, raw bytes, receives, sends, groups that open and close, the
- * end of a stream, allocations that fail.  The entry point is libFuzzer's; `replay_corpus` runs stored inputs without it.
+ * This process is rank 0 of 3.  Rank 1 is on another host.  Rank 2 is like a rank on this host: its large payloads wait
+ * for their receive.  The input is a list of operations: frames with chosen fields, raw bytes, receives, sends, groups
+ * that open and close, the end of a stream, and allocations that fail.  The entry point is libFuzzer's; `replay_corpus`
+ * runs stored inputs without it.
  */
 #define _GNU_SOURCE
 #include <stdio.h>

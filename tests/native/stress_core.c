@@ -28,8 +28,8 @@
 #define OPERATIONS 60 /* on one group */
 #define TIMEOUT_S 60.0
 
-/* A staging slot may pass from one thread's group to another's after a peer has finished with it.  That peer is another process,
- * whose part in this ThreadSanitizer does not see.  So there only one thread makes collective calls. */
+/* A staging slot may pass from one thread's group to another's after a peer has finished with it.  ThreadSanitizer does not see
+ * the accesses of the peer, which is another process.  With ThreadSanitizer, therefore, only one thread makes collective calls. */
 #ifdef __SANITIZE_THREAD__
 #define DIVIDED true
 #else
@@ -40,7 +40,7 @@
 static int ranks, hosts, rank;
 static uint64_t seed;
 
-/* What the processes tell each other before they have groups. */
+/* Data that the processes share before they have groups. */
 static struct shared {
     _Atomic int arrived;
     int descriptors[MAX_RANKS];
@@ -192,7 +192,7 @@ static bool wait_for(struct worker *w, struct frd_message *m, double *deadline)
     return check(w, outcome & 0xff);
 }
 
-/* Every rank sends to every other rank; sends and receives are posted in an order of this rank alone. */
+/* Every rank sends to every other rank; this rank posts its sends and receives in its own random order. */
 static bool messages(struct worker *w, uint64_t *order)
 {
     struct frd_group *g = w->group;
@@ -203,7 +203,7 @@ static bool messages(struct worker *w, uint64_t *order)
     struct frd_message *sends[MAX_RANKS] = {NULL}, *receives[MAX_RANKS] = {NULL}, *never = NULL;
     double deadline = now() + TIMEOUT_S;
     float unused;
-    if (draw(order) % 2) never = frd_post_recv(g, &unused, sizeof unused, FLOAT, (me + 1) % n, 1000); /* nobody sends it */
+    if (draw(order) % 2) never = frd_post_recv(g, &unused, sizeof unused, FLOAT, (me + 1) % n, 1000); /* never sent */
     for (int turn = 0; turn < 2; turn++) {
         for (int k = 0; k < n; k++) {
             const int peer = (me + k) % n;
@@ -248,7 +248,7 @@ static struct frd_group *open_group(int thread, uint64_t context, uint64_t block
 }
 
 struct task {
-    int thread, groups, victim;  /* victim: -1, or who ends in the first group */
+    int thread, groups, victim;  /* victim: -1, or the rank that ends in the first group */
     uint64_t epoch;
 };
 

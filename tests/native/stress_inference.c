@@ -39,7 +39,7 @@ static float from_bf16(uint16_t bits)
     return value;
 }
 
-/* Cuts the values off to bf16, and returns their bits. */
+/* Truncates the values to bf16, and returns their bits. */
 static uint16_t *to_bf16(float *values, size_t count)
 {
     uint16_t *halves = malloc(count * sizeof *halves);

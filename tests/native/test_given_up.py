@@ -1,4 +1,4 @@
-"""A message that is given up half-way breaks its group; nobody takes its rest for something else."""
+"""A message that is abandoned halfway breaks its group; no rank reads the rest as another message."""
 
 from __future__ import annotations
 

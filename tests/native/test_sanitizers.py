@@ -1,6 +1,6 @@
-"""The C core in builds with sanitizers: fuzzed parsers of what comes from the network, and a load of random operations.
+"""The C core in builds with sanitizers: fuzzing of the parsers of network data, and a load of random operations.
 
-The ordinary tests replay a corpus of inputs and run the load for a second.  `make sanitize` runs the long ones:
+The ordinary tests replay a corpus of inputs and run the load for a second.  `make sanitize` runs the long tests:
 coverage-guided fuzzing with libFuzzer (Debian: apt install clang), and the load under ASan, UBSan and TSan.
 """
 
@@ -86,7 +86,7 @@ def build(folder: Path, program: str, sources: Sequence[str], *flags: str, compi
 
 
 def branches_taken(folder: Path, name: str, functions: str) -> tuple[int, int]:
-    """Return how many branches of functions of a C file were taken in the runs so far, and how many there are."""
+    """Return how many branches in functions of a C file the runs so far have taken, and how many there are."""
     data = next(folder.glob(f"*{'matching' if name == 'matching.c' else 'fuzz_handshake'}.gcda"))
     run(["gcov", "--json-format", "--branch-probabilities", data], folder)
     for path in folder.glob("*.gcov.json.gz"):
@@ -103,9 +103,9 @@ def branches_taken(folder: Path, name: str, functions: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_corpus_covers_the_parser(target: str, tmp_path: Path) -> None:
-    """Inputs that the fuzzer has found: at least 95 % of the branches, and no error."""
+    """The inputs that the fuzzer has found cover at least 95 % of the branches, without an error."""
     sources = [f"fuzz_{target}.c", "replay_corpus.c"]
-    for flags in (MEMORY, ["--coverage"]):  # apart: a check of a sanitizer is a branch, too
+    for flags in (MEMORY, ["--coverage"]):  # separately, because sanitizers add branches
         program = build(tmp_path, f"replay_{target}", sources, *flags)
         run([program, HERE / f"{target}.corpus"], tmp_path)
     taken, branches = branches_taken(tmp_path, *TARGETS[target])

@@ -1,7 +1,7 @@
 """ZeRO stages and backends for tests of a feature that does not depend on the transport.
 
-With Gloo, ranks share no memory, so stage 3 gathers the weights of each block.  `test_zero.py` trains in all stages with
-both backends; other tests use Gloo in stage 3, and in all stages if they are slow tests.
+With Gloo, ranks share no memory, so stage 3 gathers the weights of each block.  `test_zero.py` trains in all stages
+with both backends; other tests use Gloo in stage 3, and in all stages if they are slow tests.
 """
 
 from __future__ import annotations

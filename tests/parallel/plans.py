@@ -53,7 +53,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank found: losses, gradient norms, logits, and complete parameters."""
+    """The results of a rank: losses, gradient norms, logits, and complete parameters."""
 
     losses: list[float]
     norms: list[float]

@@ -1,7 +1,8 @@
-"""Every combination of axes gives the loss, gradients, norms and weights of one process, and loads the others' checkpoints.
+"""Every combination of axes gives the loss, gradients, norms and weights of one process, and loads the others'
+checkpoints.
 
-The reference is a loop in plain PyTorch.  The optimizer is SGD with momentum, whose momentum after the first step equals
-the gradient.  Checkpoints are read with `torch.distributed.checkpoint`.
+The reference is a loop in plain PyTorch.  The optimizer is SGD with momentum, whose momentum after the first step
+equals the gradient.  Checkpoints are read with `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -247,9 +248,9 @@ def alone(name: str, lora: LoRA | None = None) -> Alone:
 def relative_error(model: nn.Module, dtype: torch.dtype) -> float:
     """Return the relative error of a gradient that another order of its additions may cause: 4 eps sqrt(n).
 
-    The rounding errors of n additions add up like a random walk, to eps sqrt(n) relative to the terms.  For a gradient, n
-    is the number of tokens, and the length of every row (forward) and every column (backward) of all matrices.  Both of
-    the compared results have this error, and we allow twice the expected difference.
+    The rounding errors of n additions add up like a random walk, to eps sqrt(n) relative to the terms.  For a gradient,
+    n is the number of tokens, and the length of every row (forward) and every column (backward) of all matrices.  Both
+    of the compared results have this error, and we allow twice the expected difference.
     """
     tokens = sum(inputs.numel() for inputs, _ in batches_of(range(BATCHES)))
     terms = tokens + sum(sum(p.shape[-2:]) for p in model.parameters() if p.dim() > 1)
@@ -339,7 +340,8 @@ def contents(folder: Path) -> dict[str, Tensor]:
 
 
 def check(expected: Alone, found: Sequence[tuple[float, float]], folder: Path) -> dict[str, Tensor]:
-    """Compare the losses and norms of all ranks, and a checkpoint, with one process; return the checkpoint's contents."""
+    """Compare the losses and norms of all ranks, and a checkpoint, with one process; return the checkpoint's
+    contents."""
     for pair in found:
         assert pair == pytest.approx((expected.loss, expected.norm), rel=expected.error)
     saved = contents(folder)
@@ -428,8 +430,8 @@ def test_axes_in_low_precision(
 ) -> None:
     """Compare with one process in the same precision.
 
-    The outputs and gradients of all modules are rounded.  These n errors add up like a random walk, to u sqrt(n) with the
-    unit roundoff u = eps / 2.  We allow 4 times this error.
+    The outputs and gradients of all modules are rounded.  These n errors add up like a random walk, to u sqrt(n) with
+    the unit roundoff u = eps / 2.  We allow 4 times this error.
     """
     roundings = 2 * sum(1 for _ in make(name).modules())
     error = 4 * torch.finfo(TYPES[precision]).eps / 2 * math.sqrt(roundings)

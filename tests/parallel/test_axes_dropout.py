@@ -27,7 +27,7 @@ def test_adapters_outside_of_regions_drop_the_same_inputs(ranks: Any) -> None:
 def test_context_parallel_ranks_drop_the_elements_of_one_process(
     ranks: Any, name: str, recompute: Any
 ) -> None:
-    """9 positions, so that ranks have different numbers of positions; dropout of blocks, embeddings and adapters."""
+    """Use 9 positions, so that ranks have different numbers of them, and dropout in blocks, embeddings and adapters."""
     lora = None if name == "gpt" else LoRA(4, 8.0, dropout=0.3)
     (expected,) = ranks(1).run(_dropped, name, Plan(lora=lora))
     for plan in (

@@ -64,7 +64,7 @@ def _send_all_to_two(model: nn.Module) -> None:
 
 
 def _padded(number: int) -> Tensor:
-    """Return documents, of which a sequence has only padding, and numbers that no position has."""
+    """Return document numbers with gaps, and in every second batch a sequence of padding only."""
     return (
         torch.tensor([[0, 0, 3, 3, 3, 7, 7, -1, -1], [-1] * 9])
         if number % 2

@@ -99,7 +99,7 @@ def test_passes_of_different_shapes_overlap(ranks: Any, plan: Plan) -> None:
 
 
 def _in_chunks(rank: int, size: int, rows: int) -> list[float]:
-    """Return losses, computed in chunks of which the number depends on the rank's words: 15 or 14."""
+    """Return losses that are computed in chunks; the ranks' vocabulary shards have different sizes, 15 and 14."""
     tokens, targets = inputs_of("gpt", 0, 0)
     engine = farandole.parallelize(build("gpt"), Plan(tensor=size))
     before, loss.LOGITS_BYTES = loss.LOGITS_BYTES, rows * 15 * 4

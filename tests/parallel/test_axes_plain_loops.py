@@ -1,4 +1,5 @@
-"""Plain PyTorch loops with axes that split the model: the result of one process, or an error that names the call to use."""
+"""Plain PyTorch loops with axes that split the model: the result of one process, or an error that names the call to
+use."""
 
 from __future__ import annotations
 

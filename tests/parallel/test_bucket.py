@@ -1,4 +1,4 @@
-"""Slots for gradients on their way: small parameters share buckets, and neighbours take turns."""
+"""Double-buffered memory for gradients in reduction, with buckets that small parameters share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_buffer_is_as_long_as_its_longest_bucket() -> None:
 
 
 def _gradients(rank: int, size: int, zero: int) -> list[Tensor]:
-    """What a model of small and long parameters has learnt after two steps."""
+    """Return the parameters of a model with small and large layers after two steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(one, other) for one, other in pairwise((64, 256, 8, 8, 16, 1024))))
     comm = Communicator(torch.distributed.group.WORLD)
@@ -30,7 +30,7 @@ def _gradients(rank: int, size: int, zero: int) -> list[Tensor]:
         several = [bucket for bucket in engine.buckets if len(bucket.parameters) > 1]
         pool = several[0]._pool
         assert pool is not None
-        assert 0 < pool.nbytes <= 2 * (2 * 600 + 4 * 64)  # two buckets of small ones, with gaps
+        assert 0 < pool.nbytes <= 2 * (2 * 600 + 4 * 64)  # two buckets of small parameters, with gaps
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(2):
         optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""Ranks that compute different blocks gather the same weights in the same order, and get the gradients of one process."""
+"""Ranks that compute different blocks gather the same weights in the same order, and get the gradients of one
+process."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ GATHERS, ITEMS, PASSES = 5, 8, 12
 
 
 def _random_passes(rank: int, size: int, seed: int) -> list[list[int]]:
-    """What each pass has launched."""
+    """Return the items that each pass has launched."""
     assert torch.distributed.group.WORLD is not None
     common, own = random.Random(seed), random.Random(100 * seed + rank)
     launched: list[int] = []
@@ -83,7 +84,7 @@ def test_blocks_are_gathered_ahead(ranks: Any) -> None:
 
 
 class Optional(nn.Module):
-    """A tied embedding, and blocks of which each call says which are computed, in which order."""
+    """A model with a tied embedding; each call specifies which blocks are computed, and in which order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Optional(nn.Module):
         )
 
     def forward(self, tokens: Tensor, blocks: list[int]) -> Tensor:
-        """Logits (..., 12)."""
+        """Return logits (..., 12)."""
         x = self.embedding(tokens)
         for number in blocks:
             x = x + self.blocks[number](x)
@@ -101,7 +102,7 @@ class Optional(nn.Module):
 
 
 def _choices(step: int, rank: int) -> list[int]:
-    """Rank 1 skips blocks, leaves early, computes a block twice or none at all; rank 0 does so in the last steps."""
+    """Return the blocks of a step: rank 1 skips, repeats or reorders blocks, and rank 0 does so in the last steps."""
     every = list(range(6))
     odd = [[0, 2, 5], [0, 1], [3, 3, 1], [], [5, 4, 3, 2, 1, 0], every]
     return odd[(step + rank) % 6] if rank % 2 or step > 4 else every
@@ -117,7 +118,7 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _train(rank: int, size: int, recompute: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = Optional().double()  # roundings add up in fp32
+    model = Optional().double()  # rounding errors add up in fp32
     engine = farandole.parallelize(model, Plan(zero=3, recompute=recompute))
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.3))
     for step in range(9):
@@ -137,7 +138,7 @@ def _train(rank: int, size: int, recompute: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_may_compute_different_blocks(ranks: Any, size: int, recompute: str) -> None:
     torch.manual_seed(0)
-    model = Optional().double()  # roundings add up in fp32
+    model = Optional().double()  # rounding errors add up in fp32
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for step in range(9):
         for rank in range(size):
@@ -151,7 +152,7 @@ def test_ranks_may_compute_different_blocks(ranks: Any, size: int, recompute: st
 
 
 def _calls_of_steps(rank: int, size: int) -> list[tuple[int, int]]:
-    """Rounds of negotiation and reductions of each step, of a model that all ranks compute alike."""
+    """Return the rounds of negotiation and the reductions in each step, for a model that all ranks compute alike."""
     counts = [0, 0]
 
     def counted(place: int, function: Any) -> Any:
@@ -187,7 +188,7 @@ def test_ranks_negotiate_in_the_first_step_only(ranks: Any) -> None:
 
 
 def _activations(rank: int, size: int, recompute: Any) -> int:
-    """The bytes of activations when the loss is known."""
+    """Return the bytes of activations after the forward pass."""
     with DeviceMemory(None, torch.device("cpu")) as memory:
         model = nn.Sequential(
             *(nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(8))

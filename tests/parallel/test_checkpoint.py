@@ -1,4 +1,4 @@
-"""A checkpoint of an engine under any plan is one of every other, bit for bit."""
+"""A checkpoint that is saved under any plan loads under every other plan, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from tests.comm.hosts import hierarchical_group, on_hosts
 
 STEPS = 3
 Way = tuple[int, str, int, str, str]
-"""Number of ranks, the backend and `data_shard`, or the host of each rank with `data_shard="host"`, stage of ZeRO, precision,
-offload: the place, and what is offloaded besides states of the optimizer."""
+"""The number of ranks; the backend with an optional `data_shard`, or the host of each rank (for `data_shard="host"`);
+the ZeRO stage; the precision; and the place of offloading, followed by what is offloaded in addition to optimizer
+states."""
 
 
 class Net(nn.Module):
-    """A channels_last convolution, statistics, a frozen layer, a tied weight, a scalar, a buffer that is not saved."""
+    """A channels_last convolution, a BatchNorm, a frozen layer, a tied weight, a scalar and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def _backend(way: Way) -> str:
 
 
 def _train(engine: Engine, optimizer: torch.optim.Optimizer, first: int, steps: int) -> list[float]:
-    """The same samples on every rank: gradients do not depend on their number, but for rounding."""
+    """Train on the same samples on every rank, so that gradients depend on the number of ranks only by rounding."""
     losses = []
     for step in range(first, first + steps):
         batch = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(step))
@@ -104,7 +105,7 @@ def _train(engine: Engine, optimizer: torch.optim.Optimizer, first: int, steps: 
 
 
 def _contents(engine: Engine) -> dict[str, Tensor]:
-    """All that the checkpoint holds, whole, from the parts of all ranks."""
+    """Return the complete contents of the checkpoint, assembled from the parts of all ranks."""
     state = {
         name: value
         for name, value in engine_state.state_of(engine, engine.rank).items()
@@ -143,7 +144,7 @@ def _save(rank: int, size: int, way: Way, folder: Path) -> tuple[dict[str, Tenso
 
 
 def _output(engine: Engine) -> Tensor:
-    """What the model computes with: all weights, whole."""
+    """Return an output of the model, which depends on all weights."""
     batch = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(99))
     engine.model.eval()
     with torch.no_grad():
@@ -157,7 +158,7 @@ Loaded = tuple[dict[str, Tensor], list[float]]
 
 
 def _load(rank: int, size: int, way: Way, *folders: Path) -> list[Loaded]:
-    """Load checkpoints one after another into an engine with states of its own."""
+    """Load checkpoints one after another into an engine that has other states."""
     engine, optimizer = _make(way, seed=2)
     results = []
     for folder in folders:
@@ -194,7 +195,7 @@ WAYS: list[Way] = [
 
 @pytest.fixture(scope="module")
 def checkpoints(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Way, tuple[Path, Loaded]]:
-    """A checkpoint of every plan, with its contents and the losses of the next steps."""
+    """Return a checkpoint of every plan, with its contents and the losses of the next steps."""
     saved = {}
     for way in WAYS:
         folder = tmp_path_factory.mktemp("checkpoint")
@@ -242,7 +243,7 @@ def test_offloaded_states_in_files(ranks: Any, tmp_path: Path) -> None:
 
 
 def _flat(engine: Engine, rank: int) -> engine_state.State:
-    """As versions up to 2026-11 saved it: flat tensors, and neither buffers nor frozen parameters."""
+    """Return the state as versions up to 2026-11 saved it: flat tensors, and neither buffers nor frozen parameters."""
     state: engine_state.State = {}
     left_out = {f"model.{name}" for name, _ in engine.model.named_buffers()}
     left_out |= {f"model.{n}" for n, p in engine.model.named_parameters() if not p.requires_grad}
@@ -336,7 +337,7 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="state: "):
         engine.load(folder / "state")
     after = _contents(engine)
-    assert all(torch.equal(changed[name], after[name]) for name in changed)  # nothing was loaded in part
+    assert all(torch.equal(changed[name], after[name]) for name in changed)  # nothing was partially loaded
     assert not all(torch.equal(before[name], after[name]) for name in before)
     assert sorted(path.name for path in folder.iterdir()) == ["file", "state"]
 

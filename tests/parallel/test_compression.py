@@ -1,4 +1,4 @@
-"""Training with compressed gradients learns nearly as well, and forgets nothing that training relies on."""
+"""Training with compressed gradients: nearly the same loss, the given number of threads, and gradients of any size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def network(seed: int) -> nn.Module:
 
 
 def losses(rank: int, size: int, compressions: list[Compression | None]) -> list[float]:
-    """Of a student of one network that another one teaches, after some steps with each compression."""
+    """Return the test loss of a student network that learns from another network, for each compression."""
     group = hierarchical_group([0, 1], rank)
     comm = Communicator(group)
     teacher, test = network(1), torch.randn(2000, 20, generator=torch.Generator().manual_seed(2))
@@ -69,7 +69,7 @@ def threads_outside_python() -> int:
 
 
 def added_threads(rank: int, size: int) -> int:
-    """How many threads of OpenMP a compressed reduction starts."""
+    """Return the number of threads outside of Python that compressed reductions start."""
     group = hierarchical_group([0, 1], rank)
     model = network(1)
     replica = Engine(model, Communicator(group), compression=PowerSGD(2))
@@ -86,12 +86,12 @@ def added_threads(rank: int, size: int) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_reductions_use_the_given_number_of_threads(ranks):
-    """The ranks of these tests have set it to 1."""
+    """The ranks of these tests use one thread."""
     assert ranks(2).run(added_threads) == [0, 0]
 
 
 class Sometimes(nn.Module):
-    """A layer that rank 0 uses, one that nobody uses, large gradients next to small ones."""
+    """A layer that only some calls use, a layer that is never used, and large gradients next to small ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ STEPS, CLIP = 3, 0.5
 def _train_alone(
     batches: list[Tensor], share: int, uses: Callable[[int], bool], clip: float
 ) -> dict[str, Any]:
-    """One process: the mean over the ranks' shares of the loss of each."""
+    """Train in one process with the mean of the losses of all ranks' shares."""
     model = make_odd(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for batch in batches:
@@ -40,7 +40,7 @@ def _train_alone(
 def _train_parallel(
     rank: int, size: int, batches: list[Tensor], accumulate: int, user: int | None, bucket_bytes: int
 ) -> dict[str, Any]:
-    model = make_odd(seed=rank)  # rank 0's must win
+    model = make_odd(seed=rank)  # the parameters of rank 0 are used
     replica = Engine(model, world(), bucket_bytes)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for batch in batches:
@@ -78,14 +78,14 @@ def test_training_matches_one_process(
 
 
 def _reductions(rank: int, size: int) -> tuple[int, int]:
-    """How many collectives an accumulated step makes, and how many buckets there are."""
+    """Return the number of reductions in a step with accumulation, and the number of buckets."""
     comm = world()
     calls = 0
     reduce = comm.all_reduce
 
     def counted(*args: Any, **options: Any) -> Any:
         nonlocal calls
-        calls += args[0].is_floating_point()  # the others tell who has a gradient
+        calls += args[0].is_floating_point()  # other calls exchange which ranks have a gradient
         return reduce(*args, **options)
 
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
@@ -117,7 +117,7 @@ def _alone_is_silent(rank: int, size: int) -> bool:
 
 
 def _several_passes(rank: int, size: int, zero: int) -> None:
-    """Passes that are reduced one by one add up, also where ranks use parameters in different passes."""
+    """Gradients of passes that are reduced separately add up, even if ranks use parameters in different passes."""
     model, reference = make_odd(0), make_odd(0)
     replica = Engine(model, world(), zero=zero)
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1))
@@ -231,7 +231,7 @@ def test_only_memory_of_the_cpu_is_shared(ranks: Any) -> None:
 
 
 class Reentrant(nn.Module):
-    """Checkpointed the old way: the backward pass of `inner` runs within that of the model."""
+    """Uses reentrant checkpointing: the backward pass of `inner` runs within the model's backward pass."""
 
     def __init__(self, *, twice: bool) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def test_a_nested_backward_pass_is_correct_or_refused(ranks: Any, zero: int) -> 
 
 
 class Failing(torch.autograd.Function):
-    """What it is given; its backward pass fails while `broken` is true."""
+    """The identity; its backward pass fails while `broken` is true."""
 
     broken = True
 

@@ -1,4 +1,4 @@
-"""A model made block by block, where ranks keep its parts, is the one that is made whole."""
+"""A model that is initialized block by block on sharded ranks equals a model that is initialized as a whole."""
 
 from __future__ import annotations
 

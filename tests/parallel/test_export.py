@@ -127,7 +127,7 @@ def _asynchronous(rank: int, size: int, way: Way, folder: Path) -> None:
     pending.wait()
     assert pending.done
     engine.save(folder / "second", asynchronous=True)
-    assert engine.load(folder / "first") == {"position": 3}  # waits for the second one
+    assert engine.load(folder / "first") == {"position": 3}  # waits for the second checkpoint
     assert (folder / "second" / "engine.json").exists()
     for name, value in _contents(engine).items():
         assert torch.equal(value, expected[name]), name
@@ -144,7 +144,7 @@ def _asynchronous(rank: int, size: int, way: Way, folder: Path) -> None:
 
 
 def _failure(engine: Engine, folder: Path) -> str:
-    """What is said of a checkpoint that cannot be written: by its own call, or by the next one."""
+    """Return the error of a checkpoint that cannot be written, which its own call or the next call raises."""
     try:
         engine.save(folder / "full", asynchronous=True)
         engine.save(folder / "next")

@@ -1,4 +1,4 @@
-"""Products of 8-bit floats: emulated here, where nothing multiplies them, and refused by name."""
+"""Products of 8-bit floats: emulated here, because this processor cannot multiply them, and refused if unsupported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
 def test_suitable_layers_are_converted_and_keep_their_parameters() -> None:
     model = _model()
     before = list(model.parameters())
-    assert use_float8(model, emulate=True) == ["0", "2"]  # 5 outputs are no multiple of 16
+    assert use_float8(model, emulate=True) == ["0", "2"]  # 5 outputs are not a multiple of 16
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
 
 
@@ -73,7 +73,8 @@ def test_each_expert_scales_its_rows_and_weights() -> None:
 
 
 def _learn_with_experts(rank: int, size: int, plan: Plan) -> tuple[list[float], list[float]]:
-    """Train a mixture whose experts multiply 8-bit floats; all samples are one micro-batch, which has one scale per expert."""
+    """Train a mixture whose experts multiply 8-bit floats; all samples are one micro-batch, which has one scale per
+    expert."""
     torch.manual_seed(0)
     model: Any = build_mixtral(MixtralConfig(29, 2, 4, 16, 32, experts=4, top=2))
     for block in model[1:3]:
@@ -113,7 +114,7 @@ def test_sizes_that_accelerators_cannot_multiply_are_refused() -> None:
 
 
 def _learn(rank: int, size: int, zero: int, recompute: Any) -> list[Tensor]:
-    """The bf16 weights after some steps, whole; a scale is that of a micro-batch, so that all ranks have the same one."""
+    """Return the bf16 weights after some steps; all ranks have the same micro-batches, and therefore equal scales."""
     model = _model()
     use_float8(model, emulate=True)
     plan = Plan(zero=zero, precision="bf16", recompute=recompute)

@@ -27,7 +27,7 @@ def _train(
     accumulate: int,
     dtype: torch.dtype | None,
 ) -> tuple[dict[str, Tensor], int]:
-    """The parameters at the end, and the elements that this rank updates."""
+    """Return the parameters at the end, and the number of elements that this rank updates."""
     comm = Communicator(hierarchical_group(hosts, rank)) if hosts else world()
     model = make_odd(seed=rank)
     model.offset = model.offset.to(dtype)

@@ -23,7 +23,7 @@ WIDTH, HIDDEN, WORDS, STEPS, CLIP = 6, 8, 11, 4, 0.4
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks; its gradient is that of each summand."""
+    """The sum over ranks; the gradient of the sum is the gradient of each summand."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, comm: Communicator | None) -> Tensor:
@@ -40,7 +40,7 @@ class Sum(torch.autograd.Function):
 
 
 class Copy(torch.autograd.Function):
-    """A value that all ranks have; its gradient is the sum of theirs."""
+    """A value that all ranks have; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, comm: Communicator | None) -> Tensor:
@@ -58,7 +58,7 @@ class Copy(torch.autograd.Function):
 
 
 class Perceptron(nn.Module):
-    """A tied embedding, a norm, and two layers of which each rank of `comm` has the columns and the rows of its hidden units."""
+    """A tied embedding, a norm, and two layers; each rank of `comm` stores the weights of its hidden units."""
 
     def __init__(self, hidden: Sequence[int] = range(HIDDEN), comm: Communicator | None = None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Perceptron(nn.Module):
         self.down = nn.Parameter(down.weight[:, own].detach().clone())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (..., WORDS)."""
+        """Return logits (..., WORDS)."""
         x = self.embedding(tokens)
         inner = torch.tanh(F.linear(Copy.apply(self.norm(x), self.comm), self.up, self.bias))
         x = x + Sum.apply(F.linear(inner, self.down), self.comm)
@@ -164,7 +164,7 @@ def test_tensor_parallel_layers_train_as_in_one_process(
 
 
 WAYS = [(1, 1, 0), (2, 2, 1), (4, 2, 2), (4, 2, 3), (4, 4, 0), (2, 1, 1)]
-"""Number of ranks, how many of them divide each layer, stage of ZeRO."""
+"""The number of ranks, the number of ranks that share each layer, and the ZeRO stage."""
 
 
 def test_a_checkpoint_of_any_layout_loads_into_any_other(ranks: Any, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_any_layout_loads_into_any_other(ranks: Any, tmp_path: P
         alone = ranks(1).run(_parallel, 1, 0, None, folder)[0]
         for other_size, other_tensor, other_zero in WAYS:
             if other_size // other_tensor > 1:
-                continue  # other batches
+                continue  # more replicas have other batches
             for _, norms, losses in ranks(other_size).run(_parallel, other_tensor, other_zero, None, folder):
                 assert losses == pytest.approx(alone[2], rel=1e-5)
                 assert norms == pytest.approx(alone[1], rel=1e-4)
@@ -218,7 +218,7 @@ def _chain_layouts(stages: int) -> dict[str, Layout]:
 
 
 def _contributions(chain: Chain, stages: int, tokens: Tensor) -> list[dict[str, Tensor]]:
-    """For each stage its part of the gradient of the loss, by the names of parameters."""
+    """Return each stage's contribution to the gradient of the loss, by parameter name."""
     first, last = (chain.embedding.detach().clone().requires_grad_() for _ in range(2))
     x = F.embedding(tokens, first)
     for number in range(stages):
@@ -238,7 +238,7 @@ def _contributions(chain: Chain, stages: int, tokens: Tensor) -> list[dict[str, 
 
 
 def _staged(rank: int, size: int, sizes: dict[str, int], zero: int) -> tuple[dict[str, Tensor], float]:
-    """Two steps with the gradients that each stage would have after its part of the backward pass."""
+    """Run two steps with the gradients that each stage would have after its part of the backward pass."""
     assert dist.group.WORLD is not None
     comm, stages = Communicator(dist.group.WORLD), sizes["pipeline"]
     mesh = Mesh.box(size, factors=None, **sizes)

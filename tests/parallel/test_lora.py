@@ -43,7 +43,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def disturb(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Give every adapter some B, as training does."""
+    """Set B of every adapter to random values, as training would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,7 +60,7 @@ def adapted(lora: LoRA | None = None) -> nn.Sequential:
 
 
 class Dense(nn.Module):
-    """The formula, with one dense weight: x (W + s B A)^T + b, for gradients by autograd alone."""
+    """The formula with one dense weight, x (W + s B A)^T + b, whose gradients come from autograd alone."""
 
     def __init__(self, linear: LoRALinear, scaling: float) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_removing_restores_plain_layers(merged: bool) -> None:
     assert torch.equal(expected, base) != merged
     with pytest.raises(ValueError, match="no LoRA"):
         remove(model)
-    add_lora(model, LoRA())  # and it can be begun again
+    add_lora(model, LoRA())  # adapters can be added again
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -267,7 +267,7 @@ def test_parameters_may_become_views_of_one_tensor() -> None:
         torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.5).step()
     expected = same(tokens())
     torch.testing.assert_close(model(tokens()), expected)
-    everything = torch.cat([p.detach().flatten() for p in model.parameters()])  # and frozen ones with them
+    everything = torch.cat([p.detach().flatten() for p in model.parameters()])  # includes frozen ones
     start = 0
     for parameter in model.parameters():
         parameter.data = everything[start : start + parameter.numel()].view(parameter.shape)
@@ -526,7 +526,7 @@ def _train(model: nn.Module, batches: list[Tensor], shares: int) -> dict[str, Te
 
 
 def _train_parallel(rank: int, size: int, batches: list[Tensor]) -> tuple[dict[str, Tensor], int]:
-    model = gpt(seed=rank)  # rank 0's must win, of the base and of the adapters
+    model = gpt(seed=rank)  # the base and the adapters of rank 0 are used
     add_lora(model, LoRA(rank=4, alpha=8, targets=TARGETS))
     disturb(model, seed=rank)
     assert dist.group.WORLD is not None

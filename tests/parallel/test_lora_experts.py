@@ -1,4 +1,5 @@
-"""LoRA of stacked experts: adapters are sharded with their experts, and PEFT reads and writes them as `target_parameters`."""
+"""LoRA of stacked experts: adapters are sharded with their experts, and PEFT reads and writes them as
+`target_parameters`."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""What an adapter is on the disk, as a description of PEFT's format has it, and what is refused when it is read.
+"""The files of an adapter, compared with a description of PEFT's format, and files that are refused.
 
 The description, of PEFT 0.21 (`save_pretrained` of a LoRA adapter):
 
 - `adapter_model.safetensors`, metadata {"format": "pt"}: for a layer at PATH in the base model the tensors
-  `base_model.model.PATH.lora_A.weight` (r, in) and `base_model.model.PATH.lora_B.weight` (out, r); a trained bias of an
-  adapted layer is `base_model.model.PATH.base_layer.bias`; of modules in `modules_to_save` and other biases
-  the names are those of the model behind `base_model.model.`.
+  `base_model.model.PATH.lora_A.weight` (r, in) and `base_model.model.PATH.lora_B.weight` (out, r); a trained bias of
+  an adapted layer is `base_model.model.PATH.base_layer.bias`; modules in `modules_to_save` and other biases have
+  their names in the model, with the prefix `base_model.model.`.
 - `adapter_config.json`: an object with `peft_type` "LORA", `r`, `lora_alpha`, `lora_dropout`, `use_rslora`,
   `bias` ("none", "lora_only", "all"), `modules_to_save` (a list or null), `target_modules`: a list of paths or
   endings of paths, or a string, which is a regular expression for whole paths.
 
-`test_lora_peft` checks the same against the library itself.
+`test_lora_peft` compares adapters with the library itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def model(seed: int = 0) -> nn.Sequential:
 
 
 def trained(lora: LoRA) -> nn.Sequential:
-    """A model that an optimizer has changed wherever `lora` lets it."""
+    """Return a model whose trainable parameters have changed."""
     net = model()
     add_lora(net, lora)
     generator = torch.Generator().manual_seed(7)
@@ -341,11 +341,11 @@ def test_a_failed_save_keeps_the_previous_adapter(tmp_path: Path) -> None:
 
 
 class Cut(BaseException):
-    """The process ends here."""
+    """Raised where the process would end."""
 
 
 class Shears:
-    """Ends a process before the change of names number `allowed`; what is temporary may still be removed."""
+    """Raises `Cut` instead of rename or removal number `allowed`; removals of temporary files do not count."""
 
     def __init__(self, allowed: int, patch: pytest.MonkeyPatch) -> None:
         self.left = allowed
@@ -364,8 +364,8 @@ class Shears:
 def test_an_interrupted_save_never_mixes_weights_and_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ended between any two changes of names, it leaves one adapter whole, or a folder that is refused."""
-    first, other = trained(LORA), trained(LoRA(rank=2, alpha=50, targets=("qkv", "1.out")))  # alike in shapes
+    """A save that ends between any two renames leaves one complete adapter, or a folder that is refused."""
+    first, other = trained(LORA), trained(LoRA(rank=2, alpha=50, targets=("qkv", "1.out")))  # of equal shapes
     save_adapter(first, tmp_path / "first")
     outcomes = []
     for allowed in range(4):

@@ -19,7 +19,7 @@ peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: pip insta
 
 
 def same(ours: Tensor, theirs: Tensor) -> None:
-    """Equal but for the rounding of one more product (s times the update)."""
+    """Assert that outputs are equal, except for the rounding of one more product (s times the update)."""
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6)
 
 

@@ -1,4 +1,4 @@
-"""LoRA under every stage of ZeRO, with recomputation and offload: the same adapters, and a base that stays."""
+"""LoRA under every stage of ZeRO, with recomputation and offload: the same adapters, and an unchanged base model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _train(rank: int, size: int, plans: list[Plan]) -> list[tuple[list[float], d
 
 
 def _train_one(rank: int, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses, and the adapters at the end."""
+    """Return the losses, and the adapters at the end."""
     torch.manual_seed(0)
     model = build_gpt(GPT)
     torch.manual_seed(1)
@@ -106,7 +106,7 @@ def test_invalid_adapters_are_refused(ranks: Any, lora: LoRA, adapted: bool, met
 
 
 def _merge(rank: int, size: int, zero: int, folder: str) -> tuple[list[str], Tensor, Tensor]:
-    """The errors of a plain loop that saves and merges, and outputs before and after the merge that is offered."""
+    """Return the errors of a plain loop that saves and merges, and outputs before and after the supported merge."""
     torch.manual_seed(0)
     model = build_gpt(GPT)
     engine = farandole.parallelize(model, Plan(zero=zero, lora=ADAPTERS))

@@ -1,4 +1,4 @@
-"""Frozen weights in 8 and 4 bits through torchao.  Skipped where it is missing, but for what is said then."""
+"""Frozen weights in 8 and 4 bits through torchao.  Without torchao, only the error message is tested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ torchao = pytest.mark.skipif(
 )
 
 BASES: Any = [("int8", 0.01, 1.1), ("nf4", 0.12, 0.6)]
-"""Name, relative error of a weight (of normal values), bytes for a weight."""
+"""The name, the relative error of weights with a normal distribution, and the bytes per weight."""
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
 
@@ -51,7 +51,7 @@ def adapted(base: Any, dtype: torch.dtype = torch.float32, **options: Any) -> nn
 
 
 def as_dense(net: nn.Sequential) -> nn.Sequential:
-    """The same with the ordinary weights that the quantized ones stand for."""
+    """Return the same model with the ordinary weights that the quantized weights represent."""
     other = copy.deepcopy(net)
     for layer in other:
         if isinstance(layer, LoRALinear):
@@ -208,7 +208,7 @@ def _train(net: nn.Module, x: Tensor, shares: int) -> list[Tensor]:
 
 def _train_parallel(rank: int, size: int, base: Any) -> list[Tensor]:
     net = adapted(base)
-    if rank > 0:  # rank 0's must win
+    if rank > 0:  # the parameters of rank 0 are used
         for layer in (net[0], net[2]):
             other: Any = torch.randn_like(dense(layer.weight))
             net_layer = nn.Sequential(nn.Linear(other.shape[1], other.shape[0], bias=False))

@@ -1,4 +1,5 @@
-"""Loss functions that use parameters directly: the result of one process, or an error that names the parameter and `weight_decay`."""
+"""Loss functions that use parameters directly: the result of one process, or an error that names the parameter and
+`weight_decay`."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def _alone(name: str, kind: str) -> tuple[float, float, float]:
 
 
 def _with_term(kind: str, model: nn.Module, named: Parameters, errors: list[str]) -> Any:
-    """Return a loss function that adds a term, or without the term if it raises an error, which `errors` records."""
+    """Return a loss function that adds a term, or omits the term if it raises an error, which `errors` records."""
 
     def loss(output: Any, _: Any) -> Any:
         total, count = output

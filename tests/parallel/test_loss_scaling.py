@@ -1,4 +1,4 @@
-"""Loss scaling: torch's arithmetic, steps skipped by all ranks alike, and lines that say where an overflow came from."""
+"""Loss scaling: torch's arithmetic, steps skipped by all ranks alike, and messages with the origin of an overflow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def test_the_scale_matches_torch() -> None:
-    """Over a random series of overflows: the scale, and what is learned under it."""
+    """Compare the scales and the trained parameters over a random series of overflows."""
     chance = random.Random(0)
     ours = LossScaler(scale=2.0**16, growth_interval=3)
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
@@ -57,7 +57,7 @@ def test_the_scale_stays_at_its_minimum() -> None:
     assert "use bf16" in scaler.advice
     scaler.update(finite=True)
     assert not scaler.advice
-    scaler.scale = 0.25  # as somebody set it
+    scaler.scale = 0.25  # as a user may set it
     scaler.update(finite=False)
     assert scaler.scale == 0.25
 
@@ -110,7 +110,7 @@ def _blocks() -> Blocks:
 
 
 def _spoil(parameter: nn.Parameter, when: list[bool], value: float) -> None:
-    """Make one element of the parameter's gradient `value`, while `when[0]`."""
+    """Set one element of the parameter's gradient to `value` while `when[0]` is true."""
 
     def spoiled(gradient: Tensor) -> Tensor:
         if not when[0]:
@@ -123,7 +123,7 @@ def _spoil(parameter: nn.Parameter, when: list[bool], value: float) -> None:
 
 
 def _frozen_state(engine: Engine, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Copies of all that a step changes: the model's weights, masters, moments and counts."""
+    """Return copies of everything that a step changes: the model's weights, master weights, moments and counts."""
     pieces = [piece for _, piece, _ in engine.shards()]
     states = [value for piece in pieces for value in optimizer.state[piece].values()]
     whole = [value.clone() for _, value in engine.whole_parameters()]
@@ -142,7 +142,7 @@ def _pass(engine: Engine, rank: int, accumulate: int) -> None:
 
 
 def _skip(rank: int, size: int, zero: int, accumulate: int, clip: bool) -> list[str]:
-    """Steps 3 and 5 of 8 overflow on rank 1; returns the lines of both."""
+    """Run 8 steps, of which steps 3 and 5 overflow on rank 1; return the messages of these two steps."""
     model = _blocks()
     when = [False]
     if rank == 1:
@@ -189,7 +189,7 @@ def test_all_ranks_skip_and_report_the_overflow(ranks: Any, zero: int, accumulat
 
 
 def _skipped_steps(rank: int, size: int, zero: int) -> list[bool]:
-    """Whether each step is skipped, as `forward_backward` reports it before the update."""
+    """Return whether each step is skipped, as `forward_backward` reports before the update."""
     model = _blocks()
     when = [False]
     if rank == 1:
@@ -291,7 +291,7 @@ def test_several_ranks_and_parameters(ranks: Any) -> None:
 
 
 class Growing(Blocks):
-    """Its second block puts out infinities on rank 1."""
+    """A model whose second block returns infinities on rank 1."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -402,7 +402,7 @@ def test_training_matches_torch(ranks: Any) -> None:
 
 
 def _passes_add_up(rank: int, size: int) -> None:
-    """With zero=2 a second pass without no_sync adds to gradients that were handed out, and unscaled."""
+    """With zero=2, a second pass without no_sync adds to gradients that were already returned and unscaled."""
     model = _blocks()
     engine = Engine(model, world(), scaler=LossScaler(2.0**6), zero=2)
     _pass(engine, rank, 1)

@@ -1,4 +1,4 @@
-"""Fp32 matrix products with oneDNN, whose kernels a process of its own replaces."""
+"""Matrix products in fp32 with oneDNN, whose kernels are replaced in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masters and states that are kept elsewhere, and activations that are recomputed, change nothing that is learned."""
+"""Offloaded master weights and states, and recomputed activations, do not change the trained weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _train(
 
 
 def _train_one(rank: int, size: int, plan: Plan, accumulate: int, user: int | None) -> dict[str, Tensor]:
-    model = make_odd(seed=rank)  # rank 0's must win
+    model = make_odd(seed=rank)  # the parameters of rank 0 are used
     if plan.precision == "bf16":
         model.offset = model.offset.to(torch.bfloat16)
     engine = farandole.parallelize(model, plan)
@@ -99,7 +99,7 @@ def test_training_matches_one_process(
 
 
 def _adam(rank: int, size: int, folder: str, zero: int) -> None:
-    """AdamW, schedules and a closure work on what is kept on a disk, to the bit as on what is kept in memory."""
+    """AdamW, schedules and a closure give the same bits with states on a disk as with states in memory."""
     learned = []
     for offload in ("none", f"disk:{folder}"):
         model = make_odd(0)
@@ -132,7 +132,7 @@ def test_adam_and_schedules(ranks: Any, tmp_path: Path) -> None:
 
 
 def _auto(rank: int, size: int, precision: Any) -> tuple[int, float]:
-    """What is recomputed to keep half of the activations, and the loss of a step with it."""
+    """Return the number of recomputed blocks for half of the activations, and the loss of a step."""
     torch.manual_seed(0)
     model = build_gpt(GPT)
     tokens = torch.randint(
@@ -161,7 +161,7 @@ def test_recomputation_to_a_budget(ranks: Any, precision: str, backend: str) -> 
 
 
 def _learn(rank: int, size: int, plan: Plan) -> tuple[list[float], list[Tensor]]:
-    """Losses and weights of a training with two passes in each step, clipping, gradients that are scaled and looked at."""
+    """Return the losses and weights of training with two passes per step, clipping, and scaled gradients."""
     torch.manual_seed(0)
     model = build_gpt(GPT)
     engine = farandole.parallelize(model, plan)
@@ -200,7 +200,7 @@ def test_offloading_is_bitwise_exact(ranks: Any, precision: Any, tmp_path: Path)
     for zero, backend, others in (
         (2, "farandole", ["gradients"]),
         (3, "farandole", ["gradients"]),
-        (3, "gloo", ["gradients", "parameters"]),  # there weights are gathered, too
+        (3, "gloo", ["gradients", "parameters"]),  # Gloo also gathers weights
     ):
         run = ranks(2, backend).run
         expected = run(_learn, Plan(zero=zero, precision=precision, offload="host"))
@@ -215,7 +215,7 @@ def test_offloading_is_bitwise_exact(ranks: Any, precision: Any, tmp_path: Path)
 
 
 def _overflow(rank: int, size: int, plan: Plan) -> None:
-    """A step in which rank 1 overflows changes nothing of what is on the disk, nor of the model."""
+    """A step that overflows on rank 1 changes neither the states on the disk nor the model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
     engine = farandole.parallelize(model, plan)
@@ -291,7 +291,8 @@ def test_invalid_plans_are_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> N
 
 
 def _held(rank: int, size: int, folder: str) -> tuple[float, float, int]:
-    """Bytes of weights and gradients in files of this process, and the most in memory, by those of the model; and names of files."""
+    """Return file bytes and peak memory, relative to the model's weights and gradients, and the number of file
+    names."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(48)))
     plan = Plan(zero=3, offload=f"disk:{folder}", offloaded="parameters")
@@ -318,7 +319,8 @@ def test_weights_and_gradients_are_stored_in_files(ranks: Any, tmp_path: Path) -
     for size in (1, 2):
         for held, peak, names in ranks(size).run(_held, str(tmp_path)):
             assert held == pytest.approx(2 / size, rel=0.02)
-            # 3 blocks of weights and 2 that are read, 5 gradients on their way, 3 records of the optimizer, and what is written
+            # 3 blocks of weights, 2 blocks that are being read, 5 gradients in transfer, 3 records of the optimizer,
+            # and writes
             assert peak < 0.35, "few of 48 blocks are in memory together"
             assert names == 0
 

@@ -21,7 +21,7 @@ SHARE, STEPS = 3, 4
 
 
 class Lamb(torch.optim.Optimizer):
-    """You et al., 2020: the size of a step depends on the norm of the whole parameter."""
+    """LAMB (You et al., 2020), whose step size depends on the norm of the whole parameter."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -37,7 +37,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class GlobalNorm(torch.optim.Optimizer):
-    """A step that depends on all gradients together, as that of Prodigy does."""
+    """An optimizer whose step depends on all gradients together, like Prodigy."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -84,14 +84,14 @@ MADE = ELEMENTWISE | MATRICES | TOGETHER
 def _model(name: str = "") -> nn.Sequential:
     torch.manual_seed(0)
     convolution = nn.Conv2d(3, 4, 3, padding=1)
-    if name != "LBFGS":  # which takes contiguous gradients only
+    if name != "LBFGS":  # which requires contiguous gradients
         convolution = convolution.to(memory_format=torch.channels_last)
     return nn.Sequential(convolution, nn.Tanh(), nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 5))
 
 
 def _batches(name: str = "") -> Tensor:
     batches = torch.randn(STEPS, SHARE * 2, 3, 4, 4, generator=torch.Generator().manual_seed(7))
-    if name == "Muon":  # bf16 in it makes much of rounding errors: equal samples on both ranks have none
+    if name == "Muon":  # its bf16 arithmetic amplifies rounding errors; equal samples avoid them
         batches[:, SHARE:] = batches[:, :SHARE]
     return batches
 
@@ -121,7 +121,7 @@ def _parallel(
     make = MADE[name]
     optimizer = make(list(model.parameters()))
     batches = _batches(name)
-    if resumed:  # the first half alone: all ranks compute with all samples
+    if resumed:  # run the first half without an engine, on all samples
         _steps(model, optimizer, model, batches[:2], slice(None))
         batches = batches[2:]
     engine = farandole.parallelize(model, Plan(zero=zero, precision=precision))
@@ -156,7 +156,7 @@ def _alone(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("zero", "backend"), STAGES_AND_BACKENDS)
 def test_an_elementwise_optimizer_may_have_a_state(ranks: Any, name: str, zero: int, backend: str) -> None:
     expected = _alone(name)
-    # Rprop looks at signs, and the sums of two ranks are rounded in another way than those of one process
+    # Rprop depends on signs, and sums over two ranks are rounded differently from sums in one process
     tolerance = {"rtol": 1e-3, "atol": 1e-5}
     for resumed in (False, True):
         for result in ranks(2, backend).run(_parallel, name, zero, "fp32", resumed):
@@ -169,7 +169,7 @@ def test_an_optimizer_of_matrices_updates_whole_matrices(
     ranks: Any, name: str, zero: int, backend: str
 ) -> None:
     expected = _alone(name)
-    for resumed in (False, name != "Muon"):  # whose first steps alone would see other samples
+    for resumed in (False, name != "Muon"):  # whose first half would use other samples
         for result in ranks(2, backend).run(_parallel, name, zero, "fp32", resumed):
             _compare(result, expected, rtol=1e-3, atol=2e-5)
 
@@ -213,7 +213,8 @@ def test_optimizers_of_matrices_refuse_offload_and_rounding(
 
 
 class _Matrices(nn.Module):
-    """Matrices that lie within a shard and across shards of three ranks, one that is not trained, and one without a gradient."""
+    """Matrices that lie within a shard and across shards of three ranks, one that is not trained, and one without a
+    gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +230,7 @@ class _Matrices(nn.Module):
 def _mixed_optimizers(
     rank: int, size: int, ways: list[tuple[int, str]], folder: Path
 ) -> list[dict[str, Tensor]]:
-    """Adafactor for some matrices and AdamW for others; each way goes on from the checkpoint of the one before."""
+    """Train some matrices with Adafactor and others with AdamW; each way continues from the previous checkpoint."""
     states: list[dict[str, Tensor]] = []
     for number, (zero, precision) in enumerate(ways):
         torch.manual_seed(number)
@@ -278,7 +279,7 @@ def test_elementwise_optimizers_are_detected_in_two_steps(name: str) -> None:
     parameters = list(_model().parameters())
     optimizer = MADE[name](parameters)
     before = [parameter.detach().clone() for parameter in parameters]
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # has its own step of the optimizer
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces the optimizer's `step`
     assert bool(why_not_elementwise(optimizer)) == (name not in ELEMENTWISE)
     assert bool(why_not_by_parameter(optimizer)) == (name in TOGETHER)
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
@@ -287,7 +288,7 @@ def test_elementwise_optimizers_are_detected_in_two_steps(name: str) -> None:
 
 
 def _two_optimizers(rank: int, size: int, zero: int) -> tuple[list[float], list[int]]:
-    """fp16 with a step that overflows: each step counts once, whatever the number of optimizers."""
+    """Train in fp16 with a step that overflows: each step counts once, for any number of optimizers."""
     model = _model()
     engine = farandole.parallelize(model, Plan(zero=zero, precision="fp16"))
     halves = list(model.parameters())[:2], list(model.parameters())[2:]
@@ -316,7 +317,7 @@ def test_two_optimizers_are_one_step(ranks: Any, zero: int) -> None:
 
 
 def _loaded_in_bf16(rank: int, size: int, zero: int) -> dict[str, Tensor]:
-    """A model whose weights are bf16 gets masters, in which small updates add up."""
+    """A model with bf16 weights gets master weights, in which small updates add up."""
     model = nn.Linear(64, 64).bfloat16()
     nn.init.ones_(model.weight)
     engine = farandole.parallelize(model, Plan(zero=zero, precision="bf16"))
@@ -386,7 +387,7 @@ def test_statistics_of_batch_norm_are_the_mean_of_all_ranks(ranks: Any, zero: in
 
 
 def _alternate(rank: int, size: int, zero: int | None) -> dict[str, Tensor]:
-    """Two optimizers take turns, as those of a generator and its critic; each clears its own gradients."""
+    """Two optimizers take turns, like those of a generator and its critic; each clears its own gradients."""
     model, share = _model(), slice(rank * SHARE, (rank + 1) * SHARE)
     engine = None if zero is None else farandole.parallelize(model, Plan(zero=zero))
     compute = engine or model

@@ -1,4 +1,4 @@
-"""The lab that trains a BERT out of core, scaled down: it stops where memory runs out, and learns the same."""
+"""The lab that trains a BERT out of core, scaled down: it stops if memory runs out, and plans give equal losses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_offloaded_run_has_the_same_losses(ranks: Any, text: list[str], tmp_
     offloaded = ranks(2).run(_train, [*plan, "--offload", f"disk:{tmp_path}", "--device-memory", "4MiB"])
     assert in_memory == offloaded
     assert offloaded[0] == offloaded[1]
-    assert offloaded[0][0] == pytest.approx(math.log(300), rel=0.02)  # every token is as likely
+    assert offloaded[0][0] == pytest.approx(math.log(300), rel=0.02)  # all tokens are equally likely
     assert offloaded[0][-1] < offloaded[0][0]
     log = (tmp_path / "log").read_text()
     assert "offloaded: each step reads" in log
@@ -98,7 +98,7 @@ def test_a_run_that_does_not_fit_is_refused(ranks: Any, text: list[str]) -> None
 
 
 def _measured(rank: int, size: int, plan: Plan) -> tuple[dict[str, int], int, Estimate]:
-    """Bytes by kind after a step, the most there were, and what is predicted."""
+    """Return the bytes by kind after a step, the peak, and the estimate."""
     lab = _lab()
     runtime = farandole.init()
     options = lab.read_options(SMALL)
@@ -134,13 +134,13 @@ def test_the_prediction_matches_the_measurement(
             if offload == "none":
                 assert found["masters and states"] == pytest.approx(parts["optimizer"], rel=0.02), plan
                 assert peak == pytest.approx(expected.peak, rel=0.02), plan
-            else:  # they pass through buffers, which are there while they do
+            else:  # the states pass through temporary buffers
                 assert found["masters and states"] <= parts["optimizer"], plan
                 assert peak <= expected.peak, plan
 
 
 def test_the_error_names_plans_that_fit() -> None:
-    """For an eighth of the lab's layers, in an eighth of its memory."""
+    """The lab runs with an eighth of its layers, and with an eighth of its memory."""
     lab = _lab()
     machine = Machine(memory=12 << 27, disk=Bandwidth(1e9, 1e9, "any"), process=0, libraries=0, host=False)
     options = lab.read_options(["--layers", "24"])

@@ -1,4 +1,5 @@
-"""Test that collectives overlap: reductions start during the backward pass, and gathers of weights start before any is awaited."""
+"""Test that reductions start during the backward pass, and that gathers of weights start before any gather is
+awaited."""
 
 from __future__ import annotations
 

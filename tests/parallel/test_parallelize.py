@@ -1,4 +1,4 @@
-"""A model meets a plan: `farandole.parallelize`."""
+"""`farandole.parallelize`: the engine for a model and a plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _check_and_train(rank: int, size: int) -> None:
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     before = [value.float() for value in model.parameters()]
     for _ in range(2):
-        output = engine(torch.ones(3, 2))  # cast on its way in
+        output = engine(torch.ones(3, 2))  # the input is cast
         assert output.dtype == torch.bfloat16
         output.float().sum().backward()
         optimizer.step()

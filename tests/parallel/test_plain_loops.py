@@ -23,7 +23,7 @@ STEPS, SHARE, RATE, CLIP = 3, 4, 0.2, 0.05
 
 
 class Net(nn.Module):
-    """Two blocks of which one is a convolution, as images are made for."""
+    """A channels_last convolution for images, and a block of linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 @dataclass
 class Loop:
-    """What a training loop has in hand."""
+    """The objects that a training loop uses."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -68,7 +68,7 @@ def _clear(loop: Loop) -> None:
 
 @dataclass(frozen=True)
 class Idiom:
-    """Parts of a loop; each has the usual default.  `refused(zero, low, gathered)`: whether an error is expected."""
+    """Parts of a training loop, each with a default.  `refused(zero, low, gathered)`: whether an error is expected."""
 
     before_forward: Callable[[Loop], object] = _nothing
     loss: Callable[[Loop, Tensor], Tensor] = lambda loop, loss: loss
@@ -82,12 +82,12 @@ class Idiom:
 
 
 def _is_stored_elsewhere(zero: int, low: bool, gathered: bool) -> bool:
-    """Whether the optimizer updates other tensors than the model's parameters."""
+    """Return whether the optimizer updates tensors other than the model's parameters."""
     return zero > 0 or low
 
 
 def _is_gathered(zero: int, low: bool, gathered: bool) -> bool:
-    """Whether the values of parameters are not on this rank outside of forward and backward passes."""
+    """Return whether this rank lacks the values of parameters outside of forward and backward passes."""
     return gathered
 
 
@@ -186,7 +186,7 @@ def _values(loop: Loop) -> list[Tensor]:
 
 
 def _is_sharded(zero: int, low: bool, gathered: bool) -> bool:
-    """Whether ranks update different elements."""
+    """Return whether ranks update different elements."""
     return zero > 0
 
 
@@ -352,10 +352,10 @@ IDIOMS = {
 
 
 CHANGES_OF_MASTERS = ("engine.edit_parameters", "load_state_dict", "load_state_dict of a block")
-"""Refused where master weights of another type are offloaded."""
+"""The idioms that are refused if master weights of another dtype are offloaded."""
 
 STATES_OF_OPTIMIZERS = tuple(name for name in IDIOMS if name.startswith("optimizer.load_state_dict"))
-"""Refused where the states are offloaded."""
+"""The idioms that are refused if optimizer states are offloaded."""
 
 
 def _batches(size: int) -> Tensor:
@@ -378,7 +378,7 @@ def _train(idiom: Idiom, loop: Loop, batches: Tensor, rank: int, low: bool) -> l
 
 
 def _parallel(rank: int, size: int, name: str, plan: Plan) -> list[Tensor] | str:
-    model = _make(rank)  # rank 0's wins
+    model = _make(rank)  # the parameters of rank 0 are used
     engine = farandole.parallelize(model, plan)
     loop = Loop(model, engine.optimizer(_optimizer(model)), engine)
     try:
@@ -458,14 +458,14 @@ def test_an_idiom_with_gradients_and_weights_that_are_offloaded(
 
 @functools.cache
 def _alone(name: str, size: int, low: bool) -> list[Tensor]:
-    """Return what one process finds."""
+    """Return the result of one process."""
     model = _make()
     values = _train(IDIOMS[name], Loop(model, _optimizer(model), None), _batches(size), 0, low)
     return [value.detach().float() for value in values]
 
 
 def _compare(results: list[list[Tensor] | str], name: str, precision: str, refused: bool) -> None:
-    """Compare what ranks found with one process."""
+    """Compare the results of ranks with one process."""
     low = precision == "bf16"
     expected = [] if refused else _alone(name, len(results), low)
     for result in results:
@@ -479,7 +479,7 @@ def _compare(results: list[list[Tensor] | str], name: str, precision: str, refus
 
 
 def _load_differently(rank: int, size: int, what: str) -> list[str]:
-    comm = Communicator(torch.distributed.group.WORLD).create_group(range(size))  # it breaks
+    comm = Communicator(torch.distributed.group.WORLD).create_group(range(size))  # this group breaks
     model = _make()
     engine = farandole.parallelize(model, Plan(zero=1), comm=comm)
     optimizer = engine.optimizer(_optimizer(model))

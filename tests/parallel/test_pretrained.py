@@ -1,4 +1,5 @@
-"""Hugging Face folders under every plan: read by all ranks, trained like one process, and written for `transformers` and PEFT."""
+"""Hugging Face folders under every plan: read by all ranks, trained like one process, and written for `transformers`
+and PEFT."""
 
 from __future__ import annotations
 
@@ -201,7 +202,8 @@ AXES: list[tuple[int, Plan]] = [
 
 
 def folder_for_axes(tmp_path: Path, family: str) -> Path:
-    """Write a folder of a model with heads that 2 ranks divide unevenly, and with rotary positions for long contexts."""
+    """Write a folder of a model with heads that 2 ranks divide unevenly, and with rotary positions for long
+    contexts."""
     sizes: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3}
     if family != "deepseek_v3":
         sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}

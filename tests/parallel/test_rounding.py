@@ -68,7 +68,7 @@ def _gradient(rank: int, step: int, shape: torch.Size) -> Tensor:
 
 
 def _neighbours(rank: int, size: int, zero: int) -> None:
-    """After every step each weight is one of the two numbers around what torch makes of it in fp32."""
+    """After every step, each weight is one of the two bf16 numbers next to torch's fp32 result."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(9, 13), nn.Linear(13, 5))
     model[0].bias.requires_grad_(False)
@@ -97,7 +97,7 @@ def _neighbours(rank: int, size: int, zero: int) -> None:
         schedule.step()
         plain_schedule.step()
         for theirs, ours in zip(reference.parameters(), model.parameters(), strict=True):
-            # the step of bf16 at a value of exponent e is 2**(e - 8), where frexp gives e
+            # the spacing of bf16 numbers with exponent e (from frexp) is 2**(e - 8)
             unit = torch.ldexp(torch.ones(()), torch.frexp(theirs.detach()).exponent - 8)
             assert ((ours.float() - theirs).abs() <= unit * 1.001 + 1e-30).all()
         optimizer.zero_grad()
@@ -117,7 +117,7 @@ def test_the_update_matches_fp32(ranks: Any, zero: int) -> None:
 
 
 def _train(rank: int, size: int, zero: int, seed: int) -> dict[str, Tensor]:
-    torch.manual_seed(seed if rank == 0 else 1000 + rank)  # rank 0's counts
+    torch.manual_seed(seed if rank == 0 else 1000 + rank)  # the weights of rank 0 are used
     engine_seed = torch.initial_seed()
     model = Listed()
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_all_ranks_have_the_same_weights(ranks: Any, zero: int, backend: str) ->
 
 
 def _small_updates(rank: int, size: int) -> tuple[float, float]:
-    """The mean of weights after 400 updates of 1/4000 each, from 1 down to 0.9: rounded at random, and to the nearest."""
+    """Return the mean weight after 400 updates of 1/4000 each, from 1 to 0.9, with stochastic and nearest rounding."""
     model = nn.Linear(100, 20, bias=False)
     nn.init.ones_(model.weight)
     nearest = copy.deepcopy(model).to(BF16)
@@ -203,7 +203,7 @@ def test_a_step_with_a_closure_returns_the_mean_loss(ranks: Any) -> None:
 
 
 def _resumed(rank: int, size: int) -> None:
-    """With the weights, the optimizer's state and the count of steps, training goes on with the same bits."""
+    """With the same weights, optimizer state and number of steps, training continues with the same bits."""
 
     def step(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         engine(torch.ones(1, 6)).float().square().sum().backward()

@@ -1,4 +1,4 @@
-"""States of optimizers that update shards: a rank's own state and that of one process load, and others are refused."""
+"""States of optimizers that update shards: a rank's own state and a state of one process load; others are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _alone(name: str, steps: int) -> tuple[nn.Sequential, Optimizer]:
 
 
 def _resumed(rank: int, size: int, name: str, plan: Plan, saved: str, folder: str) -> dict[str, Tensor] | str:
-    """The weights after a run that was interrupted between two steps, or the error of `load_state_dict`."""
+    """Return the weights after a run that was interrupted between two steps, or the error of `load_state_dict`."""
     share = 4 // size
     mine = SAMPLES[:, rank * share : (rank + 1) * share]
     model = _make()

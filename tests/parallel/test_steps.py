@@ -24,7 +24,7 @@ def _model() -> nn.Sequential:
 
 
 def _batches(rank: int, step: int, numbers: tuple[int, ...], fixed: bool) -> list[Batch]:
-    """The micro-batches of a rank: `numbers` of them for each rank, of different sizes, with different masks."""
+    """Return the `numbers[rank]` micro-batches of a rank, with different sizes and masks."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     found = []
     for number in range(numbers[rank]):
@@ -66,7 +66,7 @@ def _parallel(
     engine = farandole.parallelize(model, Plan(zero=zero, precision=precision))
     optimizer = engine.optimizer(lambda parameters: torch.optim.SGD(parameters, 0.5, momentum=0.9))
     if precision == "fp16":
-        engine.scaler.scale = 2.0**10  # one that does not overflow
+        engine.scaler.scale = 2.0**10  # a scale that does not overflow
     losses = []
     for step in range(STEPS):
         found = engine.forward_backward(_batches(rank, step, numbers, fixed), _loss)
@@ -157,7 +157,7 @@ def test_arguments_of_the_model(ranks: Any) -> None:
 
 
 def _resumed(rank: int, size: int, folder: Path) -> tuple[list[float], list[float]]:
-    """The losses after a checkpoint, as it was written and in another engine."""
+    """Return the losses after a checkpoint, in the engine that saved it and in another engine."""
 
     def make() -> tuple[Any, torch.optim.Optimizer]:
         model = _model()

@@ -1,4 +1,4 @@
-"""Plans whose activations wait elsewhere: the same weights to the bit."""
+"""Plans that swap activations: the same weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _model() -> nn.Sequential:
 
 
 def _learn(rank: int, size: int, options: dict[str, Any]) -> tuple[list[Tensor], int]:
-    """The weights after two steps of activations of 2 and 4 MiB each, and the bytes that were written to the disk."""
+    """Return the weights after two steps with activations of 2 and 4 MiB each, and the bytes written to the disk."""
     model = _model()
     engine = farandole.parallelize(model, Plan(**options), Communicator(torch.distributed.group.WORLD))
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

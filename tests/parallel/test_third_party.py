@@ -1,4 +1,4 @@
-"""Models of other packages under `parallelize`: the losses of one process, of plain PyTorch."""
+"""Models of other packages under `parallelize`: the losses of one process in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, ROWS = 4, 2
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TORCHVISION = ("resnet", "mobilenet_v2", "mobilenet_v3_small")
-"""Models with BatchNorm: all ranks have the same samples, as statistics are those of a rank's own."""
+"""Models with BatchNorm: all ranks have the same samples, because each rank computes its own statistics."""
 NAMES = ("gpt2", "llama", "bert", "vit", "t5", "peft", "compiled", *TORCHVISION)
 
 
@@ -97,7 +97,7 @@ def _batch(name: str, step: int, size: int) -> Tensor:
 def _train(
     rank: int, size: int, name: str, zero: int | None, precision: Any, samples: int, steps: int = STEPS
 ) -> list[float]:
-    """The losses of some steps over all samples; under no plan if `zero` is None."""
+    """Return the losses of some steps over all samples, without a plan if `zero` is None."""
     model = _build(name)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, 0.002 if name in TORCHVISION else 0.1)

@@ -1,4 +1,5 @@
-"""Test how many unsharded gradients a rank holds with `zero` 2 and 3, and that reductions start during the backward pass."""
+"""Test how many unsharded gradients a rank holds with `zero` 2 and 3, and that reductions start during the backward
+pass."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ class Reversed(nn.Module):
 
 
 class Sparse(nn.Module):
-    """A model that uses other blocks on each rank and in each step."""
+    """A model that uses different blocks on each rank and in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Measured:
-    """The peak of unsharded gradients in a step, as a part of all gradients, and the reductions during and after the backward pass."""
+    """The peak share of unsharded gradients in a step, and the reductions during and after the backward pass."""
 
     peak: float
     during: int

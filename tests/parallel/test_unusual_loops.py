@@ -1,4 +1,4 @@
-"""Loops and models that few write: the result of one process, or an error that names the cause."""
+"""Unusual loops and models: the result of one process, or an error that names the cause."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_the_error_names_the_cause(ranks: Any, loop: Any, zero: int, backend: st
 
 
 class _CommonMemory(nn.Module):
-    """Two parameters that overlap."""
+    """Two parameters that overlap in memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def _batches(size: int) -> list[Tensor]:
 
 
 def _grouped(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD with momentum, matrices and vectors apart, as people group them."""
+    """Return SGD with momentum, with the usual separate groups for matrices and vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1},
@@ -39,7 +39,7 @@ def _grouped(model: nn.Module) -> torch.optim.Optimizer:
 def _train_alone(
     size: int, accumulate: int, user: int | None, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """One process: gradients of each rank's share, in `dtype` if there is one, averaged in fp32 for a fp32 master."""
+    """Train in one process: average the ranks' gradients, in `dtype` if given, for fp32 master weights."""
     master, model = make_odd(0), make_odd(0)
     if dtype is not None:
         model.to(dtype)
@@ -73,7 +73,7 @@ def _train(
     dtype: torch.dtype | None,
     bucket_bytes: int,
 ) -> dict[str, Tensor]:
-    model = make_odd(seed=rank)  # rank 0's must win
+    model = make_odd(seed=rank)  # the parameters of rank 0 are used
     model.offset = model.offset.to(dtype)
     replica = Engine(model, world(), bucket_bytes, zero=zero, dtype=dtype)
     optimizer = replica.optimizer(_grouped(model))
@@ -113,7 +113,7 @@ GPT = GPTConfig(vocabulary=64, context=16, layers=2, heads=2, width=32)
 
 
 def _gpt_losses(rank: int, size: int, zero: int | None, dtype: torch.dtype | None) -> list[float]:
-    """Losses of a GPT under one stage, or under FSDP2."""
+    """Return the losses of a GPT under one stage of ZeRO, or under FSDP2."""
     torch.manual_seed(0)
     model = build_gpt(GPT)
     torch.manual_seed(rank)
@@ -148,7 +148,7 @@ def test_fsdp2_has_the_same_losses(ranks: Any, dtype: torch.dtype | None) -> Non
 
 
 def _adam_matches_torch(rank: int, size: int, zero: int) -> None:
-    """AdamW on pieces makes what AdamW makes on whole parameters."""
+    """AdamW on shards gives the results of AdamW on whole parameters."""
     model, reference = make_odd(0), make_odd(0)
     replica = Engine(model, world(), 300, zero=zero)
     optimizer = replica.optimizer(torch.optim.AdamW(model.parameters(), 0.01, fused=True))
@@ -202,7 +202,7 @@ def test_unsupported_calls_are_refused(ranks: Any) -> None:
 
 
 def _two_passes(rank: int, size: int, zero: int) -> None:
-    """Without no_sync, what every pass has averaged adds up."""
+    """Without no_sync, the averaged gradients of all passes add up."""
     model = nn.Linear(5, 3)
     nn.init.ones_(model.weight)
     replica = Engine(model, world(), zero=zero)
@@ -222,7 +222,7 @@ def test_every_backward_pass_is_accumulated(ranks: Any) -> None:
 
 
 def _order(rank: int, size: int, zero: int) -> None:
-    """Blocks used in another order than they were declared in, and one of them twice."""
+    """Use blocks in a different order from their declaration, and one of them twice."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
     reference = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
@@ -256,7 +256,7 @@ def test_any_order_of_blocks(ranks: Any, zero: int) -> None:
 
 
 def _memory(rank: int, size: int, zero: int) -> tuple[int, int]:
-    """Bytes of this rank's own tensors, and of those that all ranks have in common, that a stage keeps."""
+    """Return the bytes that a stage keeps: of this rank's own tensors, and of tensors that all ranks share."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
     replica = Engine(model, world(), 1, zero=zero)
     own = sum(bucket.reduced.nbytes for bucket in replica.buckets)
@@ -272,7 +272,7 @@ def test_sharded_bytes_per_stage(ranks: Any) -> None:
 
 
 class Listed(nn.Module):
-    """Blocks in a list, a weight of its own and one that two blocks share, dropout and a frozen block."""
+    """A tied embedding, a norm, and a list of blocks, of which two share a weight and one is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class Listed(nn.Module):
 def _train_listed(
     rank: int, size: int, zero: int, dtype: torch.dtype | None
 ) -> tuple[list[float], dict[str, Tensor], int]:
-    """Losses, the weights at the end, and the most bytes of gathered weights at a time."""
+    """Return the losses, the weights at the end, and the peak bytes of gathered weights."""
     torch.manual_seed(0)
     model = Listed()
     replica = Engine(model, world(), zero=zero, dtype=dtype)

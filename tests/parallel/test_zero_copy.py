@@ -1,4 +1,4 @@
-"""Gradients that are reduced from where autograd has made them."""
+"""Gradients that are reduced in the memory in which autograd created them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ WIDTH, SHARE, STEPS = 64, 4, 3
 
 
 class Turned(torch.autograd.Function):
-    """A weight as it is, whose gradient arrives turned: not contiguous."""
+    """The identity for a weight whose gradient is not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        """The weight."""
+        """Return the weight."""
         return weight.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Its gradient, with other strides."""
+        """Return the gradient with other strides."""
         return gradient.t().contiguous().t()
 
 
 class Even(nn.Module):
-    """Parameters without gaps: tied, used twice in a recomputed part, with a turned gradient, by some, by nobody."""
+    """Parameters without gaps: tied, used twice in a recomputed part, with a noncontiguous gradient, rarely or never
+    used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Even(nn.Module):
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, tokens: Tensor, use: bool) -> Tensor:
-        """Logits (..., 32) of tokens; `use` says whether `sometimes` takes part."""
+        """Return logits (..., 32) of tokens; `use` specifies whether `sometimes` is used."""
         x = self.embedding(tokens)
         x = x + checkpoint(self._again, x, use_reentrant=False)
         x = self.frozen(x @ Turned.apply(self.turned))
@@ -115,7 +116,7 @@ def test_training_matches_one_process(ranks: Any, size: int, zero: int, backend:
 
 
 def _alive(rank: int, size: int) -> list[int]:
-    """How many gradients of autograd's there are, whenever another one arrives."""
+    """Return the number of autograd's gradients that exist each time another gradient arrives."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12)]
     model = nn.Sequential(*layers)
     engine = Engine(model, Communicator(dist.group.WORLD), bucket_bytes=1, zero=2)
@@ -135,7 +136,7 @@ def _alive(rank: int, size: int) -> list[int]:
 
 
 def _taken(rank: int, size: int, dtype: torch.dtype | None, width: int) -> tuple[int, int]:
-    """The most bytes of gradients and their buffers in a pass, and those of what a rank keeps at its end."""
+    """Return the peak bytes of gradients and their buffers in a pass, and the bytes that a rank keeps at the end."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24)))
     engine = Engine(model, Communicator(dist.group.WORLD), bucket_bytes=4000, zero=2, dtype=dtype)
     most = 0
@@ -155,7 +156,7 @@ def _taken(rank: int, size: int, dtype: torch.dtype | None, width: int) -> tuple
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 64), (None, 63), (torch.bfloat16, 64)])
 def test_the_number_of_buffers_is_small(ranks: Any, dtype: torch.dtype | None, width: int) -> None:
-    """Though the biases of many layers share a bucket, which is not reduced for long."""
+    """The number is small although the biases of many layers share a bucket, whose reduction starts late."""
     for most, kept in ranks(2).run(_taken, dtype, width):
         assert most - kept <= DEPTH * 4 * (width + 1) ** 2
 

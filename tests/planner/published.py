@@ -139,7 +139,7 @@ PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     "deepseek-v3": 671_026_419_200,
 }
-"""The published numbers of parameters; DeepSeek-V3's number is without its prediction module."""
+"""The published numbers of parameters; the number of DeepSeek-V3 excludes its prediction module."""
 
 
 def published_folder(parent: Path, name: str) -> Path:

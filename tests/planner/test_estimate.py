@@ -426,7 +426,7 @@ def test_hybrid_divides_within_a_host() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_hybrid_divides_on_one_host(zero: Any) -> None:
-    """The states of a rank are those of a job with the ranks of a group alone; only gradients pass between groups."""
+    """A rank has the same states as in a job with only the ranks of its group; only gradients pass between groups."""
     for machine in (MACHINE, replace(MACHINE, shared=False)):
         alone = estimate_workload(_workload(), Plan(zero=zero), 2, machine)
         hybrid = estimate_workload(_workload(), Plan(zero=zero, data_shard=2), 4, machine)

@@ -41,7 +41,7 @@ EXPERTS: dict[str, Any] = {
     ),
 }
 TOLERANCE = 0.05
-"""The largest error: messages of a real step arrive at other times than those of the simulated step."""
+"""The largest relative error: messages arrive at different times in a real step and in the simulated step."""
 MACHINE = Machine(memory=1 << 34)
 
 
@@ -121,7 +121,7 @@ def _errors(ranks: Any, name: str, plans: list[Plan]) -> list[str]:
     ],
 )
 def test_predicted_activations_match_real_ranks(ranks: Any, name: str, size: int) -> None:
-    """On every rank, for schedules with and without separate weight gradients, and for recomputed blocks."""
+    """Compare every rank, for schedules with and without separate weight gradients, and for recomputed blocks."""
     plans = [
         Plan(pipeline=size, schedule="gpipe"),
         Plan(pipeline=size, schedule="1f1b"),

@@ -41,7 +41,8 @@ def test_a_published_configuration_has_the_published_parameters(name: str, tmp_p
     origin = read_config(folder, with_weights=False)
     with meta_device():
         model = origin.architecture.build(origin.config)
-    # the published number includes the routers' biases, which are buffers, but not the layers that predict further tokens
+    # the published number includes the routers' biases, which are buffers, but not the layers that predict further
+    # tokens
     biases = [(path, buffer) for path, buffer in model.named_buffers() if path.endswith("router.bias")]
     counted = [each for path, each in (*model.named_parameters(), *biases) if ".predictions." not in path]
     assert sum(each.numel() for each in counted) == PARAMETERS[name]

@@ -55,7 +55,7 @@ def test_a_model_of_8_billion_parameters() -> None:
     one = estimate_serving(part, ACCELERATOR, Mix(512, 1), 1)
     assert one.weight_bytes == 2 * part.weights
     assert one.fits == ((80 << 30) - one.weight_bytes) // (512 * part.kv_bytes)
-    # a prompt of 512 tokens takes the time of its operations, as a step with few tokens takes that of reading the weights
+    # a prompt of 512 tokens takes the time of its operations; a step with few tokens takes the time to read the weights
     few = estimate_serving(part, ACCELERATOR, Mix(8, 64), 1)
     read = 2 * (part.body + part.head) / 3e12
     assert read < few.tpot < 1.01 * read

@@ -56,7 +56,7 @@ def prompt_logprobs(engine: GenerationEngine, prompt: list[int], lora: str | Non
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_with_int8_weights(rows: int, dtype: torch.dtype) -> None:
-    """The error of a weight is at most half a step, the largest weight of its output / 127."""
+    """The error of a weight is at most half a step; a step is the largest weight of the output divided by 127."""
     torch.manual_seed(0)
     weight, x, bias = torch.randn(50, 70), torch.randn(rows, 70).to(dtype), torch.randn(50).to(dtype)
     parameter = torch.nn.Parameter(weight.clone().to(dtype), requires_grad=False)
@@ -121,7 +121,7 @@ def test_weights_in_fp32_are_stored_once(family: str) -> None:
 
 
 def test_weights_that_a_step_computes_are_not_kept() -> None:
-    """The memory of such a weight is used again for the next one."""
+    """The memory of such a weight is reused for the next weight."""
     torch.manual_seed(0)
     context, x = IndependentRows(), torch.randn(5, 70)
     with torch.inference_mode(), context:
@@ -157,7 +157,8 @@ def rounded(family: str) -> Transformer:
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_the_log_probabilities_are_those_of_the_rounded_weights(family: str) -> None:
-    """Also with experts, whose router would amplify other errors, and with an adapter, which is not rounded."""
+    """This also holds with experts, whose router would amplify other errors, and with an adapter, which is not
+    rounded."""
     prompt = [(7 * i + 3) % vocabulary(family) for i in range(40)]
     adapters = read_adapters(models(family)[1], adapters_of(family))
     exact = GenerationEngine(Runner(rounded(family), adapters=adapters), context=CONTEXT)

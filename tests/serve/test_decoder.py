@@ -20,7 +20,7 @@ FUSED = ("llama", "mistral", "qwen3")
 
 
 def qwen2() -> Transformer:
-    """Biases, a window in one of two layers, and dimensions that are not multiples of a vector's length."""
+    """Return a Qwen 2 with biases, a window in one of two layers, and sizes that are not multiples of a vector."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocabulary=101, layers=2, heads=6, kv_heads=2, width=42, inner=300, head_width=10, attention_bias=True,

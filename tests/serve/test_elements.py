@@ -1,4 +1,4 @@
-"""Normalization, gated activation and rotation of the C core, next to those of torch in fp64."""
+"""Normalization, gated activation and rotation of the C core, compared with torch in fp64."""
 
 from __future__ import annotations
 

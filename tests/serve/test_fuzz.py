@@ -27,7 +27,7 @@ VALID: dict[str, tuple[tuple[str, ...], Any]] = {
     "input": ((EMBEDDINGS,), "say"),
     "messages": ((CHAT,), [{"role": "user", "content": "say"}]),
 }
-"""For each required field, the operations that have it, and a valid value."""
+"""The operations that have each required field, and a valid value for the field."""
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,8 @@ SECONDS = float(os.environ.get("FARANDOLE_LOAD_SECONDS", "5"))
 RUNNING, WAITING = 4, 4
 CLIENTS = 2 * (RUNNING + WAITING)
 GROWTH = 16 << 20
-"""The bytes by which the memory may grow during the test, from a line through the samples after the first quarter."""
+"""The bytes by which memory may grow during the test, according to a line fitted to the samples after the first
+quarter."""
 
 
 def resident() -> int:

@@ -112,7 +112,7 @@ def test_no_process_is_left_behind(folder: Path, tmp_path: Path, number: signal.
     started = children(job.pid)
     assert len(started) == 1
     job.send_signal(number)
-    if number == signal.SIGINT:  # the second one during the clean-up of the first
+    if number == signal.SIGINT:  # the second signal arrives during the cleanup after the first
         time.sleep(0.01)
         job.send_signal(number)
     status, _, err = finish(job)

@@ -108,7 +108,8 @@ class Informed(NgramProposer):
 
 
 def check_results(family: str, engine: GenerationEngine, plain: GenerationEngine, **parameters: Any) -> None:
-    """Compare the results of requests with and without speculation, with the engine's proposer and with good proposals."""
+    """Compare the results of requests with and without speculation, with the engine's proposer and with good
+    proposals."""
     prompts = prompts_of(family)
     expected = traffic(plain, prompts, **parameters)
     for proposer in (engine._speculator._proposer, Informed(prompts, expected, vocabulary(family))):  # type: ignore[union-attr]

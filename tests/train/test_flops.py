@@ -83,7 +83,7 @@ def test_frozen_weights_need_fewer_operations(family: str, tmp_path: Path) -> No
     lora = LoRA(rank=3, also_train=("1.feed_forward",) if family in ("llama", "bert", "vit") else ())
     flops, whole = count_flops(model, lora), count_flops(model)
     add_lora(model, lora)
-    # the formula has gradients of all hidden states, also before the first adapter
+    # the formula includes the gradients of all hidden states, even before the first adapter
     model[0].register_forward_hook(lambda module, inputs, hidden: tree_map(_with_gradient, hidden))
     counted, targets = _counted(family, model)
     assert _of(flops, family, model, targets) == pytest.approx(counted, rel=1e-9)

@@ -1,4 +1,5 @@
-"""Fine-tuning of models from Hugging Face folders with `farandole train`: conversations, text, classification, and resuming."""
+"""Fine-tuning of models from Hugging Face folders with `farandole train`: conversations, text, classification, and
+resuming."""
 
 from __future__ import annotations
 

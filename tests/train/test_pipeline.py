@@ -1,4 +1,5 @@
-"""`farandole train` with pipeline stages: the division of batches, refused plans, and models of Hugging Face folders."""
+"""`farandole train` with pipeline stages: the division of batches, refused plans, and models of Hugging Face
+folders."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_plans_without_stages_are_refused_before_training(words: list[str], mess
 
 
 Steps = tuple[list[float], dict[str, float], float, list[dict[str, float]]]
-"""The losses of 3 steps, the metrics of an evaluation, the time for which a rank has waited, and the imbalance of routers."""
+"""The losses of 3 steps, the metrics of an evaluation, the time for which a rank has waited, and the imbalance of
+routers."""
 
 
 def _steps(rank: int, size: int, preset: str, words: list[str], out: Path) -> Steps:

@@ -203,7 +203,8 @@ def test_only_one_job_trains_in_a_run(folder: Path, reference: Path) -> None:
 
 
 def test_run_of_an_earlier_version_resumes(folder: Path, reference: Path) -> None:
-    """Earlier configurations have `precision` and `parallel`; their checkpoints have no `files` and no `engine.json`."""
+    """Earlier configurations have `precision` and `parallel`; their checkpoints have no `files` and no
+    `engine.json`."""
     run = folder / "earlier"
     shutil.copytree(reference, run)
     for later in sorted((run / "checkpoints").glob("step-*"))[1:]:

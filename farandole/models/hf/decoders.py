@@ -421,7 +421,8 @@ def _read_mixtral(fields: Fields) -> MixtralConfig:
     window = fields.take("sliding_window", None, kind=int)
     common = llama_fields(fields)
     top = fields.size("num_experts_per_tok")
-    # transformers adds one loss for all layers, which is `top` for a uniform load, and only if it returns router logits
+    # transformers has one loss for all layers, which is `top` for a uniform load, and adds it only if it returns router
+    # logits
     coefficient = float(fields.take("router_aux_loss_coef", 0.001, kind=float))
     balanced = fields.take("output_router_logits", False, kind=bool)
     return MixtralConfig(

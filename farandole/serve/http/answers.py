@@ -51,8 +51,8 @@ class TokenTexts:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table of bytes by character: printable bytes stand for themselves, and other bytes are characters
-    from 256 on."""
+    """Return GPT-2's table of bytes by character: printable bytes stand for themselves, and characters from 256 on
+    stand for the other bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -63,8 +63,8 @@ def _byte_of_character() -> dict[str, int]:
 class Choice:
     """Collects one sequence's text and log-probabilities.
 
-    Log-probabilities are held back as long as the text of their tokens, so that they do not reveal a stop string.
-    Tokens without text are reported with the next token that has text.
+    Log-probabilities are held back until the text of their tokens is returned, so that they do not reveal a stop
+    string.  Tokens without text are reported with the next token that has text.
     """
 
     index: int
@@ -94,7 +94,8 @@ class Choice:
 def completion_logprobs(
     texts: TokenTexts, entries: Sequence[tuple[Logprob, int]], first: int | None = None
 ) -> dict[str, Any]:
-    """Return log-probabilities in the format of completions.  `first` is the prompt's first token, which has none."""
+    """Return log-probabilities in the format of completions.  `first` is the prompt's first token, which has no
+    log-probability."""
     start = [] if first is None else [texts.text_of(first)]
     blank: list[Any] = [] if first is None else [None]
     return {

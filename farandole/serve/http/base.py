@@ -200,7 +200,7 @@ def _on_invalid(request: Request, error: Exception) -> Response:
     if first["loc"] == ("body",) and "json" not in kind:
         message = f"content-type: expected application/json, got {kind or 'no content-type'}; with curl, add -H 'content-type: application/json'"
         return error_answer(400, message, "invalid_content_type")
-    # the place is, for example, ("body", "prompt", "str"), with the type of a union at the end
+    # the location is, for example, ("body", "prompt", "str"); for a union, the last part names one of its types
     place = [str(part) for part in first["loc"][1:]]
     field = place[0] if place else "body"
     reason = first["msg"]

@@ -47,7 +47,7 @@ class CallReader:
         self._arguments: list[str] = []  # characters that have not been returned
         self._has_arguments = False
         self.text = before
-        """The text so far; it is complete until the call begins."""
+        """All text so far, as long as the call has not begun."""
         self.has_begun = False
         self.has_ended = False
         """Whether the call is complete, or the text is not a call."""

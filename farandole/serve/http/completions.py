@@ -128,7 +128,7 @@ class Server(ModelServer):
         ]
         echoes = []
         for prompt, own in zip(prompts, tokens, strict=True):
-            await self._check(own, sampling)  # also the range of the tokens
+            await self._check(own, sampling)  # also checks the range of the tokens
             text = prompt if isinstance(prompt, str) else self._found.tokenizer.decode(own)
             echoes.append(text if body.echo else "")
         return self._submit(body, sampling, tokens, echoes, "cmpl", "text_completion")

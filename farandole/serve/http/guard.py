@@ -40,7 +40,7 @@ def read_keys(path: Path) -> list[bytes]:
     """Return the SHA-256 hashes of the API keys in a file, which has one hash in hexadecimal digits per line.
 
     Raises:
-        RequestError: if the file cannot be read or a line is not a hash.
+        RequestError: if the file cannot be read, has no hash, or has a line that is not a hash.
     """
     try:
         lines = [line.split()[0] for line in path.read_text().splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""The page at `/`: a self-contained document that shows the state of the server, and a chat or the similarity of texts.
+"""The page at `/`: a self-contained document that shows the server's state, and offers a chat or compares texts.
 
 The page requests `/stats` while the page is visible, and keeps the history itself.  The server computes nothing for the
 page while no page is open.
@@ -49,7 +49,7 @@ def read_page(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _hashes(text: str, tag: str) -> str:
-    """Return the source expressions that permit the inline elements in the Content-Security-Policy header."""
+    """Return the source expressions with which the Content-Security-Policy header permits the inline elements `tag`."""
     digests = [
         hashlib.sha256(content.encode()).digest()
         for content in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

@@ -263,7 +263,7 @@ class ReplicatedService:
     """Runs the engines of several replicas, with the interface of `Service`.
 
     A request goes to the replica with the fewest running and waiting sequences.  If the ranks of one replica fail, the
-    services of all replicas end, as the launcher ends all ranks.
+    services of all replicas end, because the launcher ends all ranks.
 
     Args:
         engines: the engines of the replicas, with equal arguments.

@@ -99,13 +99,13 @@ def start(
         free = _free_memory()
     else:
         assert runtime is not None
-        folder = comm.broadcast_object(folder)  # a new checkpoint may appear before the other ranks look
+        folder = comm.broadcast_object(folder)  # a new checkpoint may appear in the meantime
         mesh = Mesh.box(comm.size, data=replicas, tensor=comm.size // replicas)
         found, own = read_replica(folder, options, comm, mesh)
         free = min(comm.all_gather_object(_free_memory() // runtime.local_size))
         runners = [] if isinstance(own, Worker) else own
     with contextlib.nullcontext() if comm is None else raised_together(comm):
-        # one for each engine, because engines run in threads
+        # one draft model for each engine, because engines run in threads
         drafts = [None if draft is None else read_draft(draft, found, precision) for _ in runners]
     if isinstance(own, Worker):
         _follow(own)
@@ -234,7 +234,7 @@ def _accept(listener: socket.socket) -> tuple[str, int]:
     shown = f"[{host}]" if ":" in host else host
     try:
         listener.listen(2048)
-    except OSError as error:  # another process listens since `_listen`
+    except OSError as error:  # another process has begun to listen since `_listen`
         raise RequestError("port", f"cannot listen on {shown}:{port}: {error.strerror}") from None
     return shown, port
 

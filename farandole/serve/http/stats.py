@@ -57,7 +57,7 @@ def _sum(histograms: Sequence[Histogram]) -> dict[str, Any]:
 
 
 def _memory_of(engine: GenerationEngine) -> dict[str, Any]:
-    """Return the memory of a replica and its sequences, in order of arrival."""
+    """Return the KV cache of a replica, and the replica's sequences in order of arrival."""
     store = engine.store
     kv = {
         "used": store.used,

@@ -5,7 +5,8 @@ the changes of the store's memory since the last step, and the spans of tokens. 
 the changes to their own memory, which stores the keys and values of their heads, and run the same forward pass.  The
 logits are sharded along the vocabulary, and gathered on the driver.
 
-The drivers of the other replicas (`RemoteDriver`) store no part of the model: only their workers compute.
+With several replicas, all drivers except the first are `RemoteDriver`s, which store no part of the model: only their
+workers compute.
 
 While there is no work, the driver calls `beat` every `HEARTBEAT_S` seconds.  A waiting rank sleeps in the kernel.
 """
@@ -70,7 +71,7 @@ class ShardedRunner(Runner):
             self.vocabulary = vocabulary.count
         self._widths = _widths(self.vocabulary, comm.size, remote=remote)
         self._sharded = sharded_logits(model)
-        self._sharded.__enter__()  # as long as the runner exists
+        self._sharded.__enter__()  # stays active as long as the runner exists
 
 
 class Driver(Runner):
@@ -297,7 +298,7 @@ class _RecordedMemory(Memory):
 
 
 class _Channel:
-    """Broadcasts lists of 32-bit integers from rank 0, in one buffer for all messages."""
+    """Broadcasts lists of 32-bit integers from rank 0; all messages use the same buffer for their first integers."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

@@ -87,7 +87,7 @@ class StartedRanks(Ranks):
         self._workers: Workers | None = None
 
     def read(self, folder: Path, **options: Any) -> ModelFolder:
-        """Start the processes, which read their own shards."""
+        """Start the processes, and read the shards of rank 0; each process reads its own shards."""
         check_width(read_model(folder, **options, lazy=True).model, self._count)
         self._workers = Workers("farandole.serve.ranks.offline", self._count, f"the ranks of {folder}")
         try:
@@ -171,7 +171,7 @@ class JobRanks(Ranks):
         """Compute with rank 0, and return the next value that rank 0 shares.
 
         Raises:
-            RanksFailed: if rank 0 closes.
+            RanksFailed: if rank 0 closes the LLM.
         """
         if not self._worker.follow():
             raise RanksFailed("rank 0 has closed the LLM")

@@ -22,7 +22,7 @@ def read_replica(
     Args:
         options: the arguments of `read_model`.
         comm: the communicator of all ranks.
-        mesh: a mesh with the axes data, whose coordinate is the index of the replica, and tensor.
+        mesh: a mesh with the axes "data" and "tensor"; the coordinate on "data" is the index of the replica.
 
     Returns:
         The model, and the runner of this rank or, on rank 0, the runners of all replicas.

@@ -99,8 +99,8 @@ class ModelShards:
     def largest_weights(self) -> dict[str, Tensor]:
         """Return the largest absolute weight of each output of the matrices with sharded inputs, by parameter name.
 
-        The values are those of the complete matrix, so that all ranks round weights to the same steps as one rank.
-        This is a collective call.
+        The values are those of the complete matrix, so that sharded weights are rounded like unsharded weights.  This
+        is a collective call.
         """
         found = {}
         for name, parameter in self.model.named_parameters():

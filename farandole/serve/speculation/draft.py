@@ -137,9 +137,7 @@ class DraftProposer:
         end = min(start + most, length + len(proposal))
         self._store.reserve(state.blocks, end)
         known = [*state.tokens[start:end], *proposal[max(start - length, 0) : max(end - length, 0)]]
-        last = (
-            self._runner.vocabulary - 1
-        )  # the draft model may have fewer logits, without those of unused tokens
+        last = self._runner.vocabulary - 1  # the draft model may have no logits for unused tokens
         tokens = [min(token, last) for token in known]
         return Span(tokens, start, state.blocks.numbers, int(end == length + len(proposal)))
 

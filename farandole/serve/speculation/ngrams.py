@@ -21,7 +21,7 @@ class History:
 
     Args:
         tokens: the sequence's tokens; the caller appends tokens.
-        following: for each n-gram except the last, the position after its last occurrence.
+        following: for each n-gram, the position after its last occurrence that a token follows.
         indexed: the number of tokens whose n-grams are in `following`.
     """
 

@@ -172,7 +172,7 @@ class Speculator:
             return counts
         pass_base, pass_each, per_backlog = self._proposer.seconds()
         cost = each + pass_each
-        # a token with a lower chance than this one would reduce the tokens per second
+        # a token whose chance of acceptance is lower than this would reduce the tokens per second
         least = cost * tokens / seconds
         options = []
         for at, candidate in enumerate(candidates):

@@ -1,6 +1,6 @@
-"""The backend `farandole-mpi` under mpiexec: the contract of the shared-memory backend, and its own.
+"""The backend `farandole-mpi` under mpiexec: the checks of the shared-memory backend, and checks of its own.
 
-The same checks as for shared memory, imported from their tests, run in one job of 2 ranks and one of 3.
+The checks of the shared-memory backend are imported from its tests, and run in a job of 2 ranks and a job of 3 ranks.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_one_process_without_mpiexec(tmp_path):
 
 
 def test_a_wrong_launcher_is_named_with_the_remedy(tmp_path):
-    """torchrun starts two processes, and in each MPI knows of one."""
+    """torchrun starts two processes, and MPI reports a job of one rank in each of them."""
     script = tmp_path / "script.py"
     script.write_text(ENDS.format(body=""))
     status, err = alone("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
@@ -220,7 +220,7 @@ except RuntimeError as error:
 
 
 def alone(*arguments: str) -> tuple[int, str]:
-    """Exit status and errors of a Python program that no mpiexec started."""
+    """Return the exit status and standard error of a Python program that is started without mpiexec."""
     status, _, err = run([sys.executable, *arguments], OMP_NUM_THREADS="1")
     return status, err
 

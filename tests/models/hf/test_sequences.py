@@ -81,7 +81,7 @@ def test_packed_documents_equal_separate_sequences(family: str, kind: str, tmp_p
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_packed_documents_around_the_original_context(family: str, kind: str, tmp_path: Path) -> None:
-    """Transformers packs documents by their positions, and scales all by the longest, here 70 of at most 64 positions."""
+    """transformers scales all packed documents by the longest, which here exceeds the original context."""
     theirs = reference(family, 1, **with_rope(family, kind))
     ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
     info = SequenceInfo(documents=documents_of([(5, 70, 20)]))

@@ -1,4 +1,5 @@
-"""Ranks that are killed or fall silent: a worker is dropped and named, a server ends the job by its name."""
+"""Ranks that are killed or stop responding: a lost worker is dropped, a lost server ends the job, and both are
+named."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ ELEMENTS = 3_000_000
 
 
 def warm_up() -> None:
-    """The first optimizer of a process loads much of torch, for seconds, in which a server would be silent."""
+    """Create the first optimizer of the process, which loads modules for seconds, before a server must respond."""
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0).step()
 
 
 class Flat(nn.Module):
-    """Its loss is the sum of its parameters, so that every gradient is 1 and all parameters stay equal."""
+    """A model whose loss is the sum of its parameters, so that every gradient is 1 and all parameters stay equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ def train(
             if not session.is_worker and rank == victim:
                 tell("going")
             if rank == victim and how == "at any time":
-                turns = 10_000  # it is killed before it is through, however late the signal comes
+                turns = 10_000  # even a late signal arrives before the last turn
             for turn in range(turns if session.is_worker else 0):
                 session.pull()
                 if rank == victim and turn == 3:
@@ -200,7 +201,7 @@ def lose_one_then_again(rank: int, size: int, tell: Callable) -> Any:
             with roles.session(model, lambda p: torch.optim.SGD(p, lr=1.0)) as session:
                 for _ in range(3 if session.is_worker else 0):
                     session.pull()
-                    if number == 0 and rank == 1:  # the first: the one whose parameters are the first
+                    if number == 0 and rank == 1:  # the first worker, which provides the initial parameters
                         os.kill(os.getpid(), signal.SIGKILL)
                     model(torch.ones(1)).backward()
                     session.push()

@@ -1,4 +1,4 @@
-"""Every element of every parameter belongs to one server, and the servers have about equally many bytes."""
+"""Every element of every parameter belongs to one server, and all servers store about the same number of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parameter servers refuse, and in which words."""
+"""Invalid uses of parameter servers, and their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training through parameter servers: the parameters of one process in sync mode, bounds in async mode."""
+"""Training through parameter servers: the parameters of one process in sync mode, and bounds in async mode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model_of(seed: int, width: int, dtype: torch.dtype) -> Odd:
 
 
 def train_alone(workers: int, optimizer: str, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """One process with the concatenated batch, from the weights of the first worker."""
+    """Train in one process on the concatenated batches, from the weights of the first worker."""
     model = model_of(1, width, dtype)
     steps = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
     for step, batch in enumerate(batches_of(workers)):
@@ -58,7 +58,7 @@ def train_served(
         for _ in range(2):
             model = model_of(
                 rank + 1 - servers, width, dtype
-            )  # every rank has others: the first worker's win
+            )  # ranks differ; the first worker's weights are used
             with roles.session(model, optimizer=OPTIMIZERS[optimizer]) as session:
                 if session.is_worker:
                     assert session.worker is not None
@@ -102,7 +102,7 @@ TURNS, SLOW_S = 12, 0.02
 
 
 def race(rank: int, size: int, servers: int, staleness: int | None) -> Any:
-    """The last rank is slow.  When each turn began, and when its push began, on the clock that all share."""
+    """Return the start of each turn and of its push, on the clock that all ranks share; the last rank is slow."""
     model = nn.Linear(1, 1, bias=False)
     with ParameterServer(world(), servers, timeout_s=20) as roles:
         turns = []
@@ -147,7 +147,7 @@ def split(results: list[Any], servers: int) -> tuple[list[Any], list[Any]]:
 
 
 def uneven(rank: int, size: int, mode: str) -> Any:
-    """Workers with different numbers of batches: who has finished is not waited for."""
+    """Train with different numbers of batches per worker; workers do not wait for a finished worker."""
     model = nn.Linear(1, 1, bias=False)
     with ParameterServer(world(), timeout_s=20) as roles:
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
@@ -155,7 +155,7 @@ def uneven(rank: int, size: int, mode: str) -> Any:
         with roles.session(model, sgd, mode=mode, staleness=staleness) as session:
             if session.is_worker:
                 model.weight.data.zero_()
-                for _ in range(3 * (rank - 1)):  # the first has none
+                for _ in range(3 * (rank - 1)):  # the first worker has none
                     session.pull()
                     model(torch.ones(1)).backward()
                     session.push()
@@ -195,7 +195,7 @@ def test_through_gloo(ranks):
 
 
 def serve_few_tensors(rank: int, size: int) -> Any:
-    """More servers than tensors, an empty parameter, one that is not contiguous, and one of another type."""
+    """Train with more servers than tensors, and with an empty, a noncontiguous and a bf16 parameter."""
     model = nn.Module()
     model.scalar = nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16))
     if size == 4:

@@ -173,7 +173,8 @@ def test_without_inputs_the_second_half_is_the_backward_pass():
 
 
 def _peak(model: nn.Module, inputs: Tensor, *, halves: bool, release: bool = False) -> int:
-    """Return the peak memory of a forward and a backward pass, without parameters, inputs and gradients of parameters."""
+    """Return the peak memory of a forward and a backward pass, without parameters, inputs and gradients of
+    parameters."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters()]

@@ -92,7 +92,8 @@ def _fill(name: str, block: torch.nn.Module) -> None:
 
 
 def _peak(rank: int, size: int, plan: Plan) -> tuple[int, int]:
-    """Return the peak of all tensors in a step without the model and the gradients, and the number of recomputed blocks."""
+    """Return the peak of all tensors in a step without the model and the gradients, and the number of recomputed
+    blocks."""
     auto = plan.recompute == "auto"
     # a model on the meta device is divided by parameters, not by time
     with torch.device("meta" if auto else "cpu"):
@@ -134,7 +135,7 @@ def test_a_model_is_divided_within_the_memory_of_a_rank(ranks: Any) -> None:
 
 
 def test_separate_weight_gradients_need_little_more_memory(ranks: Any) -> None:
-    """In a transformer, what an input gradient releases is almost as large as the gradients that wait."""
+    """In a transformer, an input gradient releases almost as much memory as the waiting gradients need."""
     gems, gems_w = (
         max(peak for peak, _ in ranks(4).run(_peak, Plan(pipeline=4, schedule=schedule)))
         for schedule in ("gems", "gems-w")
@@ -269,7 +270,7 @@ def test_swapped_activations_train_as_in_memory(ranks: Any, tmp_path: Path, sche
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_products_of_8_bit_floats_train_as_without_stages(ranks: Any, schedule: str) -> None:
-    """They are emulated, because nothing multiplies them here; a scale belongs to a micro-batch."""
+    """The products are emulated, because no processor here multiplies 8-bit floats; each micro-batch has a scale."""
     emulated = functools.partial(_learn, emulate=True)
     ((expected, *_),) = ranks(1).run(emulated, Plan(precision="bf16"))
     found = ranks(2).run(emulated, Plan(pipeline=2, precision="bf16", schedule=schedule))
@@ -447,7 +448,7 @@ def test_reductions_start_while_the_pipeline_drains(ranks: Any, schedule: str) -
 
 
 def _gradient_bytes(rank: int, size: int, plan: Plan) -> tuple[int, int, int]:
-    """Return the most bytes of gradients at the start of a reduction, those of all unsharded gradients, and of a bucket."""
+    """Return peak bytes of gradients when a reduction starts, and bytes of all unsharded gradients and of a bucket."""
     torch.manual_seed(0)
     pairs = ((nn.Linear(512, 2048, bias=False), nn.Linear(2048, 512, bias=False)) for _ in range(2 * size))
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))

@@ -1,4 +1,5 @@
-"""Routers of all stages are trained, balanced and counted as in one process (`tests.parallel.test_axes` compares gradients)."""
+"""Routers of all stages are trained, balanced and counted as in one process (`tests.parallel.test_axes` compares
+gradients)."""
 
 from __future__ import annotations
 

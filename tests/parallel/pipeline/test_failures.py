@@ -43,7 +43,7 @@ def _train(
 ) -> None:
     """Run a step; a block of rank `broken` sleeps in its second call.
 
-    Tells the warnings of this rank, and for each warning how long after the start of the rank's longest wait it was logged.
+    Tells the warnings of this rank, each with its delay after the start of the rank's longest wait.
     """
     engine = farandole.parallelize(build("gpt"), Plan(pipeline=size, schedule=schedule))
     calls = itertools.count(1)
@@ -219,7 +219,8 @@ def test_an_exception_is_raised_in_other_replicas_and_precisions(ranks: Any) -> 
 
 
 def _raises_on_one_peer(rank: int, size: int, plan: Plan, failures: list[tuple[int, str]]) -> Any:
-    """Let one rank of a stage fail in each step; return the errors and their seconds, and the results of the last step."""
+    """Let one rank of a stage fail in each step; return the errors and their seconds, and the results of the last
+    step."""
     model = build("gpt")
     engine = farandole.parallelize(model, plan)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), RATE))

@@ -138,7 +138,7 @@ def test_options_allow_any_size(ranks, micro_batches, parts, chunks):
 
 
 class _Stage:
-    """What torch's schedules read of a pipeline stage."""
+    """The attributes of a pipeline stage that torch's schedules read."""
 
     def __init__(self, rank: int, ranks: int, index: int, stages: int) -> None:
         self.group_rank, self.group_size, self.stage_index, self.num_stages = rank, ranks, index, stages

@@ -1,4 +1,4 @@
-"""The schedules of `torch.distributed.pipelining` compute the same gradients, where they exist."""
+"""The schedules of `torch.distributed.pipelining` compute the same gradients, for all schedules that torch has."""
 
 from __future__ import annotations
 
