@@ -98,12 +98,12 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
     """Draw the training loss over steps and over bytes."""
-    colours = ["#222222", "#35b07f", "#0b6e4f", "#3d5a80", "#c8553d", "#e0a030"]
+    colors = ["#222222", "#35b07f", "#0b6e4f", "#3d5a80", "#c8553d", "#e0a030"]
     figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
-    for (name, run), colour in zip(runs.items(), colours, strict=True):
+    for (name, run), color in zip(runs.items(), colors, strict=True):
         losses = torch.tensor(run["training"]).unfold(0, AVERAGED, 1).mean(1).tolist()
         steps = [step + AVERAGED for step in range(len(losses))]
-        style = {"color": colour, "linewidth": 2.6 if name == "none" else 1.4, "label": name}
+        style = {"color": color, "linewidth": 2.6 if name == "none" else 1.4, "label": name}
         by_step.plot(steps, losses, **style)
         by_bytes.plot([step * run["bytes_per_step"] / 2**20 for step in steps], losses, **style)
     by_step.set(xlabel="step", ylabel=f"training loss, nats per token, mean of {AVERAGED} steps")

@@ -68,20 +68,20 @@ def draw(curves: dict[str, Any], path: Path) -> None:
     for axis, key, label in zip(
         axes, ("epochs", "seconds"), ("epochs (of all workers together)", "seconds"), strict=True
     ):
-        for name, (colour, words) in STYLES.items():
+        for name, (color, words) in STYLES.items():
             *own, end = curves[name]
             axis.plot(
                 [p[key] for p in own],
                 [p["accuracy"] for p in own],
                 "-o",
-                color=colour,
+                color=color,
                 markersize=4,
                 label=words,
             )
             # from this point on, only slower workers train
             tail = [own[-1], end]
-            axis.plot([p[key] for p in tail], [p["accuracy"] for p in tail], ":", color=colour)
-            axis.plot(end[key], end["accuracy"], "o", color=colour, markerfacecolor="white", markersize=6)
+            axis.plot([p[key] for p in tail], [p["accuracy"] for p in tail], ":", color=color)
+            axis.plot(end[key], end["accuracy"], "o", color=color, markerfacecolor="white", markersize=6)
         axis.set_xlabel(label)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

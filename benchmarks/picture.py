@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 
 from benchmarks.measure import human_bytes, human_seconds
 
-COLOURS = {
+COLORS = {
     "persistent": "#7b2d8b",
     "communicator": "#c58bd0",
     "farandole": "#0b6e4f",
@@ -29,7 +29,7 @@ COLOURS = {
     "+ int8": "#0b6e4f",
     "stream": "#888888",
 }
-ZERO_COLOURS = {
+ZERO_COLORS = {
     "Farandole": "#0b6e4f",
     "DDP over farandole": "#9fd8c0",
     "FSDP2": "#c8553d",
@@ -68,12 +68,12 @@ def draw_latencies(result: dict[str, Any], path: Path) -> None:
         rows, columns, figsize=(5.2 * columns, 4.2 * rows), squeeze=False, layout="constrained"
     )
     for axis, operation in zip(axes.flat, operations, strict=False):
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             points = [(int(size), row[name]) for size, row in result[operation].items() if name in row]
             if points:
                 style = ":" if name in LIMITS else "-"
                 axis.plot(
-                    *zip(*points, strict=True), style, marker=".", color=colour, label=NAMES.get(name, name)
+                    *zip(*points, strict=True), style, marker=".", color=color, label=NAMES.get(name, name)
                 )
         axis.set_xscale("log", base=2)
         axis.set(yscale="log", title=f"{TITLES.get(operation, operation)}, {result['ranks']} ranks")
@@ -98,7 +98,7 @@ def draw_zero(result: dict[str, Any], path: Path) -> None:
     """Draw the step time and memory of each implementation and ZeRO stage as bars."""
     figures = [f for f in result["implementations"] if f["name"] != "no communication"]
     labels = [f"{f['name']}, stage {f['stage']}" for f in figures]
-    colours = [ZERO_COLOURS.get(f["name"], "#888888") for f in figures]
+    colors = [ZERO_COLORS.get(f["name"], "#888888") for f in figures]
     figure, (time, memory) = plt.subplots(
         1, 2, figsize=(12, 0.8 + 0.42 * len(figures)), sharey=True, layout="constrained"
     )
@@ -113,7 +113,7 @@ def draw_zero(result: dict[str, Any], path: Path) -> None:
     time.barh(
         labels,
         ratios,
-        color=colours,
+        color=colors,
         xerr=spread,
         error_kw={"ecolor": "#555555", "elinewidth": 1, "capsize": 3},
     )
@@ -126,7 +126,7 @@ def draw_zero(result: dict[str, Any], path: Path) -> None:
         xlabel="step time relative to the limit without communication",
         title="time",
     )
-    memory.barh(labels, [(f["data_bytes"] - f["before_bytes"]) / (1 << 20) for f in figures], color=colours)
+    memory.barh(labels, [(f["data_bytes"] - f["before_bytes"]) / (1 << 20) for f in figures], color=colors)
     memory.set(xlabel="MiB of all ranks together at the peak of a step", title="memory")
     time.invert_yaxis()
     for axis in (time, memory):

@@ -39,7 +39,7 @@ from farandole.memory.disk import Bandwidth, Budget, OffloadError
 from farandole.memory.offload_store import measure_bandwidth
 from farandole.memory.swap import map_blocks_from
 from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory, by_kind
-from farandole.models.bert import BERTConfig, bert_config, block_generator, build_bert, initialise
+from farandole.models.bert import BERTConfig, bert_config, block_generator, build_bert, initialize
 from farandole.models.loss import next_token_loss
 from farandole.plan import Plan
 from farandole.planner import (
@@ -111,7 +111,7 @@ def train(options: argparse.Namespace, runtime: farandole.Runtime) -> list[Itera
         started = time.perf_counter()
         torch.set_default_device(runtime.device)
         try:
-            engine = farandole.parallelize(model, plan, initialise=fill_block)
+            engine = farandole.parallelize(model, plan, initialize=fill_block)
         finally:
             torch.set_default_device(None)
         optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=options.rate))
@@ -163,7 +163,7 @@ def iterate(
 
 def fill_block(name: str, block: nn.Module) -> None:
     """Initialize one block as `build_bert(config, SEED)` does."""
-    initialise(block, block_generator(SEED, int(name)))
+    initialize(block, block_generator(SEED, int(name)))
 
 
 def config_of(options: argparse.Namespace) -> BERTConfig:

@@ -125,5 +125,5 @@ def test_names_are_loaded_on_use():
 def test_the_error_for_an_unknown_name_lists_known_names():
     import farandole
 
-    with pytest.raises(AttributeError, match="no attribute 'initialise'; it has .*init"):
-        _ = farandole.initialise
+    with pytest.raises(AttributeError, match="no attribute 'initialize'; it has .*init"):
+        _ = farandole.initialize

@@ -18,7 +18,7 @@ from farandole.parallel.axes import Layouts, Position
 from farandole.parallel.context import Grid
 from farandole.plan import Plan
 
-COLOURS = ("#0b6e4f", "#c8553d", "#3d6cb9", "#d9a441")
+COLORS = ("#0b6e4f", "#c8553d", "#3d6cb9", "#d9a441")
 COPIES = "#c9d1d6"
 
 
@@ -51,8 +51,8 @@ def _draw_boxes(axis: Axes, layouts: Layouts, mesh: Mesh, name: str) -> None:
     for cell in mesh.cells:
         for box in layout.boxes(mesh, cell):
             (top, bottom), (left, right) = box if len(box) == 2 else (box[0], (0, 2))
-            colour = COLOURS[cell.rank] if layout.shards else COPIES
-            axis.add_patch(Rectangle((left, top), right - left, bottom - top, fc=colour, ec="white", lw=0.8))
+            color = COLORS[cell.rank] if layout.shards else COPIES
+            axis.add_patch(Rectangle((left, top), right - left, bottom - top, fc=color, ec="white", lw=0.8))
     axis.set(xlim=(-1, 25), ylim=(49, -1), aspect="equal")
     axis.axis("off")
 
@@ -65,7 +65,7 @@ def draw_context(path: Path) -> None:
         grid = Grid(ring, 4 // ring, (0, 0), SimpleNamespace(size=4), None, None)  # type: ignore[arg-type]
         for rank in range(4):
             for place in grid.index(length, rank).tolist():
-                axis.add_patch(Rectangle((place, 0), 1, 1, fc=COLOURS[rank], ec="white", lw=0.5))
+                axis.add_patch(Rectangle((place, 0), 1, 1, fc=COLORS[rank], ec="white", lw=0.5))
         axis.set(xlim=(0, length), ylim=(0, 1), yticks=[])
         axis.set_title(
             f"context=4, ring={ring}: "
@@ -98,7 +98,7 @@ def draw_expert(path: Path) -> None:
         for (first, end), *_ in layout.boxes(mesh, cell):
             for each in range(first, end):
                 left = 5 + 1.1 * each
-                axis.add_patch(Rectangle((left, 0), 1, 1, fc=COLOURS[cell.rank], ec="none"))
+                axis.add_patch(Rectangle((left, 0), 1, 1, fc=COLORS[cell.rank], ec="none"))
                 axis.text(
                     left + 0.5, 0.5, f"expert\n{each}", color="white", ha="center", va="center", fontsize=8
                 )
@@ -110,7 +110,7 @@ def draw_expert(path: Path) -> None:
 
 
 def _legend(figure: plt.Figure, names: list[str], copies: bool = False) -> None:
-    handles = [Rectangle((0, 0), 1, 1, fc=colour) for colour, _ in zip(COLOURS, names, strict=False)]
+    handles = [Rectangle((0, 0), 1, 1, fc=color) for color, _ in zip(COLORS, names, strict=False)]
     if copies:
         handles, names = [*handles, Rectangle((0, 0), 1, 1, fc=COPIES)], [*names, "copy on every rank"]
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)

@@ -189,8 +189,8 @@ def draw_packages(path: Path) -> None:
         (x, y), (to_x, to_y) = places[own], places[other]
         side = 1 if x + to_x >= 0 else -1
         if y == to_y:
-            towards = 1 if x < to_x else -1
-            curve = Curve([(x + towards * width / 2, y), (to_x - towards * width / 2, y)])
+            toward = 1 if x < to_x else -1
+            curve = Curve([(x + toward * width / 2, y), (to_x - toward * width / 2, y)])
         elif y - to_y > 1.3:  # the arrow passes other rows, so bend it around their boxes
             start, end = (x + side * width / 2, y), (to_x + side * width / 2, to_y)
             # the curve arrives from outside, at a right angle to the edge of the box
@@ -207,7 +207,7 @@ def draw_packages(path: Path) -> None:
             )
         )
     for name, (x, y) in places.items():
-        colour = "#c8553d" if name in rows[-1] else "#0b6e4f"
+        color = "#c8553d" if name in rows[-1] else "#0b6e4f"
         corner = (x - width / 2, y - height / 2)
         axis.add_patch(
             FancyBboxPatch(
@@ -215,7 +215,7 @@ def draw_packages(path: Path) -> None:
                 width,
                 height,
                 boxstyle="round,pad=0,rounding_size=0.1",
-                fc=colour,
+                fc=color,
                 ec="none",
                 zorder=3,
             )

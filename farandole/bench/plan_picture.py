@@ -13,7 +13,7 @@ from farandole.data.wording import counted, short, size
 from farandole.plan import Plan
 from farandole.planner import Estimate
 
-COLOURS = {
+COLORS = {
     "weights": "#0b6e4f",
     "gradients": "#35b07f",
     "optimizer": "#9fd8bf",
@@ -35,7 +35,7 @@ def draw(planned: Planned, path: str) -> None:
     for name in COLUMNS:
         widths = [column(one, name) / _GIB for one in estimates]
         if any(widths):
-            axis.barh(places, widths, left=left, color=COLOURS[name], label=name, height=0.72)
+            axis.barh(places, widths, left=left, color=COLORS[name], label=name, height=0.72)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     most = max(*left, memory / _GIB if memory < 4 * _GIB * max(left) else 0.0)
     for place, one in zip(places, estimates, strict=True):

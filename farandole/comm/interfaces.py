@@ -22,7 +22,7 @@ def interface_addresses() -> dict[str, str]:
     return found
 
 
-def interface_towards(host: str) -> str | None:
+def interface_toward(host: str) -> str | None:
     """Return the name of the interface that routes packets to `host`, or None if unknown."""
     source = _source_address(host, socket.AF_INET)
     return next((name for name, address in interface_addresses().items() if address == source), None)

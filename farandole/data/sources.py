@@ -49,7 +49,7 @@ READABLE_SUFFIXES = TEXT_SUFFIXES + RECORD_SUFFIXES
 _ARROW_FILE = b"ARROW1"
 """The first bytes of a file in Arrow's file format; its stream format begins differently."""
 
-_ACCEPTED = "expected UTF-8 text, JSON lines (.jsonl) or Parquet; exclude or convert the file"
+_ACCEPTED = "expected UTF-8 text, JSON lines (.jsonl), Parquet or Arrow; exclude or convert the file"
 
 _MAX_INVALID_SHARE = 0.3
 """The maximum fraction of a text file's characters that may be invalid UTF-8."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from farandole.comm.interfaces import interface_towards
+from farandole.comm.interfaces import interface_toward
 from farandole.launch.bootstrap import loopback_store
 from farandole.launch.hosts import LOOPBACK, RendezvousConfig, interfaces_are_set, use_interfaces
 from farandole.launch.placement import LaunchError
@@ -71,7 +71,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
         self._wait_for_launchers(store, f"{host}:{port}", deadline)
         if config.choose_interface and not interfaces_are_set():
             reached_at = store.get(REACHED_AT).decode() if store.check([REACHED_AT]) else host
-            if interface := interface_towards(reached_at):
+            if interface := interface_toward(reached_at):
                 use_interfaces([interface])
         return store
 

@@ -2,7 +2,7 @@
 
     with DeviceMemory(12 << 30, torch.device("cpu")) as memory:
         memory.watch(model)
-        engine = farandole.parallelize(model, plan, initialise=fill)
+        engine = farandole.parallelize(model, plan, initialize=fill)
         for step in range(steps):
             memory.step = step
             ...

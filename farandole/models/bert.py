@@ -15,7 +15,7 @@ A model that is too large for memory can be initialized block by block, with the
     with torch.device("meta"):
         model = build_bert(config)
     for index, block in enumerate(model):
-        initialise(block.to_empty(device="cpu"), block_generator(seed, index))    # as build_bert(config, seed)
+        initialize(block.to_empty(device="cpu"), block_generator(seed, index))    # as build_bert(config, seed)
     model[-1].weight = model[0].tokens.weight
 """
 
@@ -256,7 +256,7 @@ def build_bert(config: BERTConfig, seed: int | None = None) -> BERT:
     if seed is None:
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     for index, block in enumerate(model):
-        initialise(block.to_empty(device=device), block_generator(seed, index))
+        initialize(block.to_empty(device=device), block_generator(seed, index))
     embedding, head = model[0], model[-1]
     if isinstance(head, MaskedTokenHead) and isinstance(embedding, BERTEmbedding):
         head.weight = embedding.tokens.weight  # tie the weights again after `to_empty`
@@ -271,7 +271,7 @@ def block_generator(seed: int, index: int) -> torch.Generator:
 
 
 @torch.no_grad()
-def initialise(block: nn.Module, generator: torch.Generator) -> None:
+def initialize(block: nn.Module, generator: torch.Generator) -> None:
     """Initialize one block: normal weights with standard deviation 0.02, zero biases, and identity normalization.
 
     Random numbers are drawn in fp32 on the generator's device, so the weights do not depend on the block's device or

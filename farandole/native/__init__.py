@@ -202,7 +202,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_message_cancel": (None, [c_void_p, c_void_p]),
     "frd_encode": (c_int, [c_int, c_void_p, c_float, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t]),
     "frd_decode": (c_int, [c_int, c_void_p, c_void_p, c_float, c_size_t, c_size_t]),
-    "frd_orthonormalise": (None, [c_void_p, c_size_t, c_size_t]),
+    "frd_orthonormalize": (None, [c_void_p, c_size_t, c_size_t]),
     "frd_outer": (None, [c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t]),
     "frd_packed_size": (c_size_t, [c_size_t, c_size_t, c_int]),
     "frd_pack": (None, [c_void_p, c_void_p, c_size_t, c_size_t, c_int]),

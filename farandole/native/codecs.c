@@ -42,7 +42,7 @@ static double product_of(const float *a, const float *b, size_t rows)
     return sum;
 }
 
-void frd_orthonormalise(float *p, size_t rows, size_t rank)
+void frd_orthonormalize(float *p, size_t rows, size_t rank)
 {
     for (size_t k = 0; k < rank; k++) {
         float *own = p + k * rows;

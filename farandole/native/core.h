@@ -208,7 +208,7 @@ int frd_decode(int type, const void *message, float *x, float factor, size_t cou
 /* For low-rank compression: Gram-Schmidt orthonormalization of the columns of a column-major matrix (a column that
  * depends on earlier ones becomes zero), and x = p q^T for column-major p and q.  The order of every sum is fixed, so
  * all processors get the same bits. */
-void frd_orthonormalise(float *p, size_t rows, size_t rank);
+void frd_orthonormalize(float *p, size_t rows, size_t rank);
 void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t columns, size_t rank);
 
 /* Generation: the product out = x weight^T + bias, where `type` is the type of the packed weight; normalization,

@@ -66,7 +66,7 @@ from farandole.parallel.precision import cast_floating
 from farandole.parallel.whole_parameters import WholeParameters, check_gradients, check_model
 from farandole.parallel.zero.building import connect
 from farandole.parallel.zero.hidden_parameters import unchecked
-from farandole.parallel.zero.initial_values import Initialise
+from farandole.parallel.zero.initial_values import Initialize
 from farandole.parallel.zero.sharding import BUCKET_BYTES, box_mesh, moves_parameters, replicated_layouts
 from farandole.parallel.zero.states import StateOptions, shard_states
 from farandole.plan import Offloaded, Place
@@ -94,7 +94,7 @@ class Engine:
         offload: "host" or "disk:FOLDER": where master weights and optimizer states are stored between steps.
         offloaded: "gradients" (with `zero` >= 2) to offload gradients too, or "parameters" (with `zero=3`) to offload
             gradients and parameters too.
-        initialise: a function that fills a model on the meta device block by block, so that each rank allocates only its
+        initialize: a function that fills a model on the meta device block by block, so that each rank allocates only its
             shards (`zero.initial_values`).
         watch: check each rank's gradients before they are averaged, so that `locate_nonfinite` can name the rank.  The check
             reads each full bucket once.
@@ -121,7 +121,7 @@ class Engine:
         dtype: torch.dtype | None = None,
         offload: str = "none",
         offloaded: Offloaded = "optimizer",
-        initialise: Initialise | None = None,
+        initialize: Initialize | None = None,
         watch: bool = False,
         rounding: StochasticRounding | None = None,
         scaler: LossScaler | None = None,
@@ -156,7 +156,7 @@ class Engine:
             compression=compression,
         )
         complete = model if pipeline is None or pipeline.complete is None else pipeline.complete
-        states = shard_states(model, complete, groups, self.layouts, options, initialise)
+        states = shard_states(model, complete, groups, self.layouts, options, initialize)
         built, self._stores = states.built, states.stores
         self.buckets, self.shards_of_buckets = built.buckets, built.shards
         self.weights, self._gatherer = built.weights, built.gatherer

@@ -39,7 +39,7 @@ from farandole.parallel.pipeline import apply as pipeline
 from farandole.parallel.pipeline.memory import RankActivations
 from farandole.parallel.precision import TYPES, check_float8, check_float8_sizes, use_float8
 from farandole.parallel.whole_parameters import check_model
-from farandole.parallel.zero.initial_values import Initialise, broadcast_from_first, is_deferred
+from farandole.parallel.zero.initial_values import Initialize, broadcast_from_first, is_deferred
 from farandole.parallel.zero.sharding import box_mesh, moves_parameters
 from farandole.plan import MODEL_AXES, LoRA, Plan, PlanError
 
@@ -53,7 +53,7 @@ def parallelize(
     *,
     example: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
-    initialise: Initialise | None = None,
+    initialize: Initialize | None = None,
     diagnose: bool = False,
     watch: bool = False,
     report: bool = True,
@@ -64,7 +64,7 @@ def parallelize(
     of the model. Layers with recomputation or adapters are logged at level INFO.
 
     Args:
-        model: the model on a CPU or accelerator, or on the meta device with `initialise` or a `weight_source`.
+        model: the model on a CPU or accelerator, or on the meta device with `initialize` or a `weight_source`.
         plan: the plan, by default `Plan()`.  Ranks that share layers or sequences must receive the same samples.  LoRA
             adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
@@ -72,7 +72,7 @@ def parallelize(
             measure activations.  If the model is in memory, `pipeline` uses it to measure the time of each block, and
             divides the blocks into stages accordingly.
         loss: a function of the output for the measurement of activations.
-        initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
+        initialize: `initialize(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
         diagnose: with `precision="fp16"`, check the outputs of blocks in every step, so that the report of the first
             overflow names the block.
@@ -117,7 +117,7 @@ def parallelize(
         "dtype": _compute_type(plan),
         "offload": plan.offload,
         "offloaded": plan.offloaded,
-        "initialise": initialise,
+        "initialize": initialize,
         "compression": compression_named(plan.compression),
         "watch": watch,
         "report": report,

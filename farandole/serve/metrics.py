@@ -186,14 +186,14 @@ def of_replicas(replicas: Sequence[Sequence[Family]]) -> list[Family]:
     for alike in zip(*replicas, strict=True):
         first = alike[0]
         total: dict[str, float] = {}
-        labelled = []
+        labeled = []
         for number, family in enumerate(alike):
             for end, value in family.values:
                 total[end] = total.get(end, 0.0) + value
-                labelled.append((_with_label(end, f'replica="{number}"'), value))
+                labeled.append((_with_label(end, f'replica="{number}"'), value))
         if first.adds:
             sums.append(Family(first.name, first.kind, first.help, list(total.items())))
-        own.append(Family(f"replica_{first.name}", first.kind, first.help, labelled))
+        own.append(Family(f"replica_{first.name}", first.kind, first.help, labeled))
     return [*sums, *own]
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from farandole.data.cache import Progress
-from farandole.data.labelled import LabelledTexts, prepare_labelled
+from farandole.data.labeled import LabeledTexts, prepare_labeled
 from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.folders import describe_folder, folder_of, model_files, open_folder_model
 from farandole.train.images import ImagesTask
@@ -45,14 +45,14 @@ class TextClassification(Task):
     """Text classification with a BERT model.  The metric "accuracy" is the fraction of correctly classified texts."""
 
     unit = "texts"
-    train: LabelledTexts
-    validation: LabelledTexts
+    train: LabeledTexts
+    validation: LabeledTexts
     also_train = ("*.pooler", "*.classifier")
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         self._config = config
         sizes = describe_folder(config, ("bert",)).config
-        found = prepare_labelled(
+        found = prepare_labeled(
             config.data.path,
             folder_of(config) / TOKENIZER,
             context=min(config.model.context, sizes.context),

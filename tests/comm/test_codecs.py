@@ -96,7 +96,7 @@ def test_orthonormalization_and_outer_products(rows: int, columns: int, rank: in
     core = native.library()
     p, q = torch.randn(rank, rows), torch.randn(rank, columns)
     before = p.clone()
-    core.frd_orthonormalise(p.data_ptr(), rows, rank)
+    core.frd_orthonormalize(p.data_ptr(), rows, rank)
     assert torch.allclose(p @ p.T, torch.eye(rank), atol=1e-5)
     assert torch.allclose(p.T @ (p @ before.T), before.T, atol=1e-3)  # both span the same space
     x = torch.empty(rows, columns)
@@ -108,9 +108,9 @@ def test_columns_that_depend_on_others_become_zero() -> None:
     torch.manual_seed(0)
     p = torch.randn(3, 50)
     p[1] = 2 * p[0]
-    native.library().frd_orthonormalise(p.data_ptr(), 50, 3)
+    native.library().frd_orthonormalize(p.data_ptr(), 50, 3)
     assert torch.equal(p[1], torch.zeros(50))
     assert torch.allclose(p[[0, 2]] @ p[[0, 2]].T, torch.eye(2), atol=1e-5)
     p[0, 3] = torch.nan
-    native.library().frd_orthonormalise(p.data_ptr(), 50, 3)
+    native.library().frd_orthonormalize(p.data_ptr(), 50, 3)
     assert p[0].isnan().all()

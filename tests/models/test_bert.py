@@ -26,7 +26,7 @@ from farandole.models.bert import (
     bert_config,
     block_generator,
     build_bert,
-    initialise,
+    initialize,
 )
 from farandole.models.sequence import SequenceInfo
 from farandole.parallel.engine import Engine
@@ -176,7 +176,7 @@ def test_initialization_block_by_block_gives_the_same_weights() -> None:
         model = build_bert(SMALL)
     assert model[-1].weight is model[0].tokens.weight
     for index in (2, 0, 4, 3, 1):  # in any order
-        initialise(model[index].to_empty(device="cpu"), block_generator(7, index))
+        initialize(model[index].to_empty(device="cpu"), block_generator(7, index))
     model[-1].weight = model[0].tokens.weight
     expected = whole.state_dict()
     assert model.state_dict().keys() == expected.keys()
@@ -188,7 +188,7 @@ def test_initialization_block_by_block_gives_the_same_weights() -> None:
 
 def test_initial_weights_depend_on_the_seed_but_not_on_the_type() -> None:
     half = BERTBlock(SMALL).bfloat16()
-    initialise(half, block_generator(7, 1))
+    initialize(half, block_generator(7, 1))
     for got, expected in zip(half.parameters(), build_bert(SMALL, seed=7)[1].parameters(), strict=True):
         assert torch.equal(got, expected.bfloat16())
     models = []
@@ -205,7 +205,7 @@ def test_initializing_a_meta_block_is_refused() -> None:
     with torch.device("meta"):
         model = build_bert(SMALL)
     with pytest.raises(ValueError, match=re.escape("call block.to_empty(device=...) first")):
-        initialise(model[1], block_generator(0, 1))
+        initialize(model[1], block_generator(0, 1))
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import farandole
-from farandole.models.bert import bert_config, block_generator, build_bert, initialise
+from farandole.models.bert import bert_config, block_generator, build_bert, initialize
 from farandole.plan import Plan
 from tests.parallel.odd import world
 
 
 def _fill(name: str, block: nn.Module) -> None:
-    initialise(block, block_generator(5, int(name)))
+    initialize(block, block_generator(5, int(name)))
 
 
 def _losses(rank: int, size: int, plan: Plan, whole: bool) -> list[float]:
     with torch.device("cpu" if whole else "meta"):
         model = build_bert(bert_config("tiny"), seed=5)
-    engine = farandole.parallelize(model, plan, initialise=None if whole else _fill)
+    engine = farandole.parallelize(model, plan, initialize=None if whole else _fill)
     assert model[-1].weight is model[0].tokens.weight
     optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 1e-2))
     generator = torch.Generator().manual_seed(engine.mesh.replica_of(rank))
@@ -79,12 +79,12 @@ def _mixed(rank: int, size: int, zero: int) -> None:
             whole = f"{name}.{own}" if name else own
             tensor.fill_(sum(whole.encode()) % 1000)
 
-    farandole.parallelize(model, Plan(zero=zero), initialise=fill)
+    farandole.parallelize(model, Plan(zero=zero), initialize=fill)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert (tensor == sum(name.encode()) % 1000).all(), name
     assert not model.blocks[1][0].weight.requires_grad
     with pytest.raises(ValueError, match="on the meta device"):
-        farandole.parallelize(Mixed(), initialise=fill)
+        farandole.parallelize(Mixed(), initialize=fill)
     with torch.device("meta"), pytest.raises(ValueError, match="on the meta device"):
         farandole.parallelize(Mixed())
 

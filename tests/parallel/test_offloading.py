@@ -301,7 +301,7 @@ def _held(rank: int, size: int, folder: str) -> tuple[float, float, int]:
         nn.init.eye_(block.weight)  # type: ignore[arg-type]
 
     with DeviceMemory(None, torch.device("cpu")) as memory:
-        engine = farandole.parallelize(model, plan, initialise=fill)
+        engine = farandole.parallelize(model, plan, initialize=fill)
         optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 256)).sum())

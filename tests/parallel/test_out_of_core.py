@@ -106,7 +106,7 @@ def _measured(rank: int, size: int, plan: Plan) -> tuple[dict[str, int], int, Es
     with DeviceMemory(None, torch.device("cpu")) as memory:
         with torch.device("meta"):
             model = build_bert(config)
-        engine = farandole.parallelize(model, plan, initialise=lab.fill_block)
+        engine = farandole.parallelize(model, plan, initialize=lab.fill_block)
         optimizer = engine.optimizer(torch.optim.AdamW(model.parameters()))
         tokens = torch.zeros(options.batch, options.context, dtype=torch.int64)
         for _ in range(2):

@@ -31,9 +31,9 @@ def test_the_mean_of_many_roundings_is_the_value(value: float) -> None:
     values = torch.full((count,), value)
     exact = float(values[0].double())
     rounded = _rounded(values).double()
-    neighbours = rounded.unique()
-    assert len(neighbours) == 2
-    low, high = neighbours.tolist()
+    neighbors = rounded.unique()
+    assert len(neighbors) == 2
+    low, high = neighbors.tolist()
     assert low < exact < high
     share = (exact - low) / (high - low)
     deviation = (high - low) * (share * (1 - share) / count) ** 0.5
@@ -67,7 +67,7 @@ def _gradient(rank: int, step: int, shape: torch.Size) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank)).to(BF16)
 
 
-def _neighbours(rank: int, size: int, zero: int) -> None:
+def _neighbors(rank: int, size: int, zero: int) -> None:
     """After every step, each weight is one of the two bf16 numbers next to torch's fp32 result."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(9, 13), nn.Linear(13, 5))
@@ -113,7 +113,7 @@ def _neighbours(rank: int, size: int, zero: int) -> None:
 
 @pytest.mark.parametrize("zero", STAGES)
 def test_the_update_matches_fp32(ranks: Any, zero: int) -> None:
-    ranks(2).run(_neighbours, zero)
+    ranks(2).run(_neighbors, zero)
 
 
 def _train(rank: int, size: int, zero: int, seed: int) -> dict[str, Tensor]:

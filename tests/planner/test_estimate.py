@@ -309,7 +309,7 @@ def _seconds_to_parallelize(rank: int, size: int) -> float:
             model,
             Plan(zero=2, precision="bf16"),
             Communicator(dist.group.WORLD),
-            initialise=lambda name, block: None,
+            initialize=lambda name, block: None,
         )
         seconds = time.process_time() - started
     finally:

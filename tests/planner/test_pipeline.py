@@ -72,7 +72,7 @@ def _peak(rank: int, size: int, name: str, plan: Plan) -> tuple[int, int]:
     with torch.device("meta" if chosen else "cpu"):  # a model on the meta device is divided by parameters
         model: nn.Module = (MODELS | EXPERTS)[name]()
     tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64)
-    options = {"example": (tokens, None, tokens), "loss": lambda output: output[0], "initialise": _fill}
+    options = {"example": (tokens, None, tokens), "loss": lambda output: output[0], "initialize": _fill}
     engine = farandole.parallelize(model, plan, **(options if chosen else {}))
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     batches = [torch.randint(0, WORDS, (SAMPLES, LENGTH)) for _ in range(_in_flight(plan))]

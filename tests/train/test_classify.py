@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from farandole.data import labelled
+from farandole.data import labeled
 from farandole.data.errors import DataError
-from farandole.data.labelled import Labelled, prepare_labelled
+from farandole.data.labeled import Labeled, prepare_labeled
 from tests.data.datasets import save_to_disk
 from tests.models.hf.families import folder_of, reference, transformers
 from tests.models.hf.folders import WORDS, add_tokenizer, model_with_tokenizer, write_jsonl
@@ -71,12 +71,12 @@ def test_adapters_with_a_new_head_are_loaded_by_peft(ranks: Any, tmp_path: Path,
     assert any("classifier" in name and "modules_to_save" in name for name in weights)
 
 
-def _prepare(folder: Path, path: Path, **options: Any) -> Labelled:
+def _prepare(folder: Path, path: Path, **options: Any) -> Labeled:
     values: dict[str, Any] = {"context": 8, "vocabulary": 300, "validation_share": 0.25, **options}
-    return prepare_labelled(str(path), folder / "tokenizer.json", cache=folder / "cache", **values)
+    return prepare_labeled(str(path), folder / "tokenizer.json", cache=folder / "cache", **values)
 
 
-def _samples(found: Labelled) -> list[tuple[tuple[int, ...], str | int]]:
+def _samples(found: Labeled) -> list[tuple[tuple[int, ...], str | int]]:
     return sorted(
         (tuple(tokens.tolist()), found.classes[label])
         for part in (found.train, found.validation)
@@ -114,7 +114,7 @@ def test_texts_are_tokenized_once_and_mapped_into_memory(
     def refuse(*arguments: Any) -> None:
         raise AssertionError("tokenized again")
 
-    monkeypatch.setattr(labelled, "_build", refuse)
+    monkeypatch.setattr(labeled, "_build", refuse)
     again = _prepare(tmp_path, path)
     assert _samples(again) == _samples(first)
     assert isinstance(again.train.tokens, np.memmap)

@@ -118,7 +118,7 @@ def deferred(context: Context) -> Figures:
     before = torch.get_default_device()
     torch.set_default_device(context.device)
     try:
-        engine = farandole.parallelize(model, Plan(zero=3), context.comm, initialise=fill)
+        engine = farandole.parallelize(model, Plan(zero=3), context.comm, initialize=fill)
     finally:
         torch.set_default_device(before)
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}

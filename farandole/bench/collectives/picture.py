@@ -16,7 +16,7 @@ from farandole.bench.collectives.operations import OPERATIONS
 from farandole.bench.collectives.setup import short_size
 from farandole.data.wording import counted
 
-COLOURS = {
+COLORS = {
     "farandole": "#0b6e4f",
     "shared": "#35b07f",
     "gloo": "#c8553d",
@@ -69,7 +69,7 @@ def _draw_panel(axis: Axes, rows: list[Row], key: str) -> None:
             *zip(*points, strict=True),
             marker=".",
             linewidth=1.5,
-            color=COLOURS[backend],
+            color=COLORS[backend],
             label=LABELS.get(backend, backend),
         )
     axis.set_xscale("log", base=2)

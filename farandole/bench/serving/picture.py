@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from farandole.bench.serving.results import Summary
 
-COLOURS = {"singlestream": "#3d5a80", "offline": "#0b6e4f", "server": "#c8553d"}
+COLORS = {"singlestream": "#3d5a80", "offline": "#0b6e4f", "server": "#c8553d"}
 _TITLES = {"ttft_s": "time to first token", "tpot_s": "time per output token", "itl_s": "inter-token latency"}
 
 
@@ -46,7 +46,7 @@ def _draw_distribution(axis: Axes, summaries: Sequence[Summary], name: str) -> N
         scenario = summary["scenario"]
         shares = [(number + 1) / len(values) for number in range(len(values))]
         milliseconds = [1e3 * value for value in values]
-        axis.step(milliseconds, shares, where="post", color=COLOURS[scenario], label=scenario)
+        axis.step(milliseconds, shares, where="post", color=COLORS[scenario], label=scenario)
     limits = [summary["limit"][name] for summary in summaries if "limit" in summary]
     if limits:
         axis.axvline(1e3 * min(limits), color="black", linestyle=":", linewidth=1.2, label="limit")

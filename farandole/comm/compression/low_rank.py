@@ -122,7 +122,7 @@ class PowerSGDCompressor(Compressor):
             return
         core = native.library()
         for p, m in zip(left, matrices, strict=True):
-            core.frd_orthonormalise(p.data_ptr(), m.rows, m.rank)
+            core.frd_orthonormalize(p.data_ptr(), m.rows, m.rank)
         packed = torch.cat([(p @ matrix).view(-1) for p, matrix in zip(left, local, strict=True)])
         yield from exactly(packed, transport)
 

@@ -21,7 +21,7 @@ from farandole.parallel.pipeline.trace import KINDS, trace, write_trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {
+COLORS = {
     Forward: ("#3d6cb9", "#8aa9dd"),
     Backward: ("#0b6e4f", "#6bb59b"),
     BackwardInput: ("#2a9d8f", "#93d3ca"),
@@ -94,11 +94,11 @@ def draw(timelines: Sequence[Timeline], path: str | Path, rank_height: float = 0
     for axis, timeline in zip(axes[:, 0], timelines, strict=True):
         draw_timeline(axis, timeline, longest)
     used = {type(s.action) for timeline in timelines for spans in timeline.spans for s in spans}
-    kinds = [kind for kind in COLOURS if kind in used]
-    handles = [Rectangle((0, 0), 1, 1, fc=COLOURS[kind][0]) for kind in kinds]
+    kinds = [kind for kind in COLORS if kind in used]
+    handles = [Rectangle((0, 0), 1, 1, fc=COLORS[kind][0]) for kind in kinds]
     labels = [KINDS[kind] for kind in kinds]
     if any(timeline.schedule.chunks > 1 or timeline.schedule.mirrored for timeline in timelines):
-        handles.append(Rectangle((0, 0), 1, 1, fc=COLOURS[Forward][1]))
+        handles.append(Rectangle((0, 0), 1, 1, fc=COLORS[Forward][1]))
         labels.append("light: later chunk, or second replica")
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
@@ -115,8 +115,8 @@ def draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
         for span in spans:
             action, width = span.action, span.end - span.start
             light = schedule.is_second(action)
-            colour = COLOURS[type(action)][light]
-            axis.add_patch(Rectangle((span.start, rank), width, 0.9, fc=colour, ec="white", lw=0.4))
+            color = COLORS[type(action)][light]
+            axis.add_patch(Rectangle((span.start, rank), width, 0.9, fc=color, ec="white", lw=0.4))
             if width > 0.0065 * len(str(action.micro_batch)) * longest:  # a digit needs 0.65 % of the width
                 axis.text(
                     span.start + width / 2,

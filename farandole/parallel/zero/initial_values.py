@@ -4,7 +4,7 @@ A model that is too large for one process is created on the meta device:
 
     with torch.device("meta"):
         model = build(config)                                   # shapes only
-    engine = farandole.parallelize(model, plan, initialise=fill_block)
+    engine = farandole.parallelize(model, plan, initialize=fill_block)
 
 Parameters are first replaced by placeholders, which have a shape but no memory.  After all ranks have allocated their
 shards, rank 0 computes the values block by block, and each rank copies its shard.
@@ -29,8 +29,8 @@ from farandole.parallel.axes import own_part
 from farandole.parallel.zero.sharding import ranks_of
 from farandole.parallel.zero.weights import FlatWeights, is_placeholder
 
-Initialise = Callable[[str, nn.Module], None]
-"""A function `initialise(name, block)` that fills a block's undefined parameters and buffers in place.
+Initialize = Callable[[str, nn.Module], None]
+"""A function `initialize(name, block)` that fills a block's undefined parameters and buffers in place.
 
 Rank 0 calls it for every block of `memory.blocks.blocks_of` in order, and then for each module with parameters or buffers
 outside of blocks.  Tensors shared with an earlier block are already filled; changes to them are ignored.
@@ -93,15 +93,15 @@ def fill_model(
     mesh: Mesh,
     layouts: Mapping[str, Layout],
     comm: Communicator,
-    initialise: Initialise,
+    initialize: Initialize,
     types: Mapping[int, torch.dtype],
 ) -> None:
-    """Initialize the parameters and buffers of `model` with `initialise` on rank 0.  This is a collective call.
+    """Initialize the parameters and buffers of `model` with `initialize` on rank 0.  This is a collective call.
 
     Args:
         complete: the model before it was divided into stages, with the same parameters.
         weights: the flat buffers; parameters outside of them are allocated.
-        layouts: the parts of parameters that ranks store; `initialise` fills complete parameters.
+        layouts: the parts of parameters that ranks store; `initialize` fills complete parameters.
         types: the original dtypes of parameters, by `id(parameter)`.
     """
     places = {id(p): (weight, index) for weight in weights for index, p in enumerate(weight.parameters)}
@@ -120,7 +120,7 @@ def fill_model(
         ):
             if comm.rank == 0:
                 with memory_tag("weights", members):
-                    initialise(name, part)
+                    initialize(name, part)
             values = [parameter.data for parameter in fresh]
             buffers = [buffer for buffer in part.buffers(recurse=recurse) if id(buffer) not in filled]
             for tensor in (*values, *buffers):

@@ -15,7 +15,7 @@ from farandole.mesh import Groups
 from farandole.parallel.optimizers.offloading import stores_at
 from farandole.parallel.zero.building import BuiltBuckets, Stores, build
 from farandole.parallel.zero.initial_values import (
-    Initialise,
+    Initialize,
     WeightSource,
     allocate,
     broadcast_parameters,
@@ -65,31 +65,31 @@ def shard_states(
     groups: Groups,
     layouts: Mapping[str, Layout],
     options: StateOptions,
-    initialise: Initialise | None,
+    initialize: Initialize | None,
 ) -> States:
     """Shard the states of `model`, whose parameters get their initial values.  This is a collective call.
 
     Args:
         complete: the model before its division into stages.
         groups: the groups that `building.connect` created for `layouts`.
-        initialise: the function that fills a model on the meta device; see `Engine`.
+        initialize: the function that fills a model on the meta device; see `Engine`.
 
     Raises:
-        ValueError: if `initialise` does not match the device of the model.
+        ValueError: if `initialize` does not match the device of the model.
     """
     deferred = is_deferred(complete)
     source: WeightSource | None = getattr(model, "weight_source", None) if deferred else None
-    if deferred != (initialise is not None or source is not None):
+    if deferred != (initialize is not None or source is not None):
         raise ValueError(
-            "expected initialise= for a model on the meta device, and only for such a model: pass initialise=, or "
-            "create the model in memory and omit initialise="
+            "expected initialize= for a model on the meta device, and only for such a model: pass initialize=, or "
+            "create the model in memory and omit initialize="
         )
     types: dict[int, torch.dtype] = {}
     in_memory: set[str] | None = None
     if deferred:
         in_memory = {name for name, p in model.named_parameters() if not p.is_meta}
         types = stand_in([complete, model], torch.get_default_device())
-    if initialise is None:
+    if initialize is None:
         broadcast_parameters(model, groups.mesh, layouts, groups, in_memory)
     plan = _plan(model, groups, layouts, options)
     accelerator = any(p.is_cuda for p in model.parameters())
@@ -103,8 +103,8 @@ def shard_states(
         compression=options.compression,
         stores=stores,
     )
-    if initialise is not None:
-        fill_model(model, complete, built.weights, groups.mesh, layouts, groups.comm, initialise, types)
+    if initialize is not None:
+        fill_model(model, complete, built.weights, groups.mesh, layouts, groups.comm, initialize, types)
     elif source is not None:
         allocate(model, built.weights, types)
     return States(built, stores, source)

@@ -99,8 +99,8 @@ def _peak(rank: int, size: int, plan: Plan) -> tuple[int, int]:
     with torch.device("meta" if auto else "cpu"):
         model = build_gpt(GPTConfig(29, 128, 8, 4, 64))
     tokens = torch.randint(0, 29, (4, 128))
-    example, initialise = tokens if plan.stage_bytes or auto else None, _fill if auto else None
-    engine = farandole.parallelize(model, plan, example=example, initialise=initialise)
+    example, initialize = tokens if plan.stage_bytes or auto else None, _fill if auto else None
+    engine = farandole.parallelize(model, plan, example=example, initialize=initialize)
     samples = [(tokens.clone(), tokens) for _ in range(6)]
     engine.forward_backward(samples, loss)
     engine.zero_grad()
@@ -381,7 +381,7 @@ def _deferred(rank: int, size: int, name: str, plan: Plan) -> dict[str, Tensor]:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = MODELS[name]()
-    engine = farandole.parallelize(model, plan, initialise=_fill)
+    engine = farandole.parallelize(model, plan, initialize=_fill)
     names = {p: n for n, p in model.named_parameters()}
     found = {names[p]: value.clone() for p, value in engine.whole_parameters()}
     found |= {n: buffer.clone() for n, buffer in model.named_buffers() if buffer.is_floating_point()}

@@ -2,7 +2,7 @@
 
 Each text and its class are fields of a record.  A class is a string or an integer.
 
-    data = prepare_labelled("reviews.jsonl", tokenizer, context=256, vocabulary=30522)
+    data = prepare_labeled("reviews.jsonl", tokenizer, context=256, vocabulary=30522)
     data.classes                                     # ["bad", "good"]
     tokens, labels = data.train.read(np.array([0, 5]))
 """
@@ -32,7 +32,7 @@ _BATCH = 1024
 
 
 @dataclass(frozen=True)
-class LabelledTexts:
+class LabeledTexts:
     """Tokenized texts and the numbers of their classes.
 
     Args:
@@ -68,15 +68,15 @@ class LabelledTexts:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """Texts for training and validation, and the names of their classes."""
 
     classes: list[str | int]
-    train: LabelledTexts
-    validation: LabelledTexts
+    train: LabeledTexts
+    validation: LabeledTexts
 
 
-def prepare_labelled(
+def prepare_labeled(
     path: str,
     tokenizer: Path,
     *,
@@ -88,7 +88,7 @@ def prepare_labelled(
     validation_share: float = 0.02,
     cache: Path | None = None,
     progress: Progress = lambda what, share: None,
-) -> Labelled:
+) -> Labeled:
     """Return the texts at `path`, memory-mapped from the cache; tokenize them first if necessary.
 
     Args:
@@ -115,7 +115,7 @@ def prepare_labelled(
     encoder.no_padding()
     source = find_source(path, field)
     settings: dict[str, object] = {
-        "labelled": 1,
+        "labeled": 1,
         "label": label,
         "context": context,
         "tokenizer": tokenizer.read_text(encoding="utf-8"),
@@ -125,7 +125,7 @@ def prepare_labelled(
     def build(folder: Path) -> None:
         _build(source, folder, encoder, field, label, progress)
 
-    folder = cached_folder((cache or default_cache()) / "labelled", key, build, FILES)
+    folder = cached_folder((cache or default_cache()) / "labeled", key, build, FILES)
     classes: list[str | int] = json.loads((folder / "classes.json").read_text())
     if len(classes) < 2:
         raise DataError(
@@ -144,10 +144,10 @@ def prepare_labelled(
     order = permute(np.arange(len(ends)), len(ends), 0, 0)
     held_out = max(1, round(validation_share * len(ends)))
     validation, train = (
-        LabelledTexts(tokens, starts[part], ends[part], labels[part], padding)
+        LabeledTexts(tokens, starts[part], ends[part], labels[part], padding)
         for part in (order[:held_out], order[held_out:])
     )
-    return Labelled(classes, train, validation)
+    return Labeled(classes, train, validation)
 
 
 def _build(
