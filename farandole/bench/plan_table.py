@@ -125,7 +125,7 @@ def _mesh(plan: Plan) -> tuple[int, ...]:
 
 
 def _by_mesh(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Return the first estimates, and the first estimate of each mesh, in order."""
+    """Return the first `_FEW` estimates and the first estimate of each mesh, in order, and at most `_MOST_LINES`."""
     first: dict[tuple[int, ...], int] = {}
     for number, one in enumerate(estimates):
         first.setdefault(_mesh(one.plan), number)

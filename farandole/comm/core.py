@@ -148,7 +148,7 @@ class Core(Protocol):
         """Describe the current call and the ranks that it is waiting for."""
 
     def set_roles(self, roles: Sequence[str]) -> None:
-        """Set the role of each rank, such as `stage 3`; the messages of this process name the role after the rank."""
+        """Set the role of each rank, such as `stage 3`; errors and warnings of this process then show the role, as in `rank 3 (process 4711, stage 3)`."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call may wait for other ranks."""

@@ -191,7 +191,7 @@ def _numbered(call: Call, membership: Membership) -> str:
 
 
 def _place(theirs: Call, reported: Call, membership: Membership) -> str:
-    """Describe the call in which a rank ended."""
+    """Describe when a rank ended: before its first call, in a call, or after a call."""
     if theirs.operation == Operation.NOTHING:
         return f"before its first call in {membership.group}"
     call = describe_call(theirs, membership)

@@ -52,7 +52,7 @@ class GPTJConfig:
 
 
 class ParallelBlock(nn.Module):
-    """One layer: adds attention and a feed-forward network, both applied to the normalized input, to the input."""
+    """One layer: applies attention and a feed-forward network to the normalized input, and adds both outputs to the input."""
 
     def __init__(self, config: GPTJConfig) -> None:
         super().__init__()

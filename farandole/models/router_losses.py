@@ -1,14 +1,14 @@
 """Add the routers' losses to a model's loss, without passing them from block to block.
 
-A router's loss keeps the load of experts balanced, or the logits small.  The loss is attached to the output of its
-mixture of experts: the output does not change, and in the backward pass the router's loss gets its gradient.  This
-gradient is the gradient of the model's summed loss, which is known when the backward pass begins at the head.
-Therefore, recomputed blocks need no additional outputs.  If the blocks are divided into stages, each stage passes the
-sum so far to the next stage (`continue_from`, `pass_on`), and in the backward pass receives the gradient of the sum
-first.
+A router's loss keeps the load of experts balanced, or the logits small.  The loss is attached to the output of the
+mixture of experts: the output does not change, but the backward pass also propagates through the router's loss.
+Therefore, blocks need no additional outputs, even if they are recomputed.  The incoming gradient of a router's loss is
+that of the model's summed loss, and is known when the backward pass begins at the head.  If the blocks are divided into
+stages, each stage passes the sum so far to the next stage (`continue_from`, `pass_on`).  In the backward pass, the stage
+first receives the gradient of this sum.
 
-Every sequence has the same weight per target.  The losses are therefore equal for any distribution of sequences over
-micro-batches and processes.
+A sequence's loss is averaged over the positions, and its weight is the number of targets.  The losses are therefore
+equal for any distribution of sequences over micro-batches and processes.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class LossParameters:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Return a context for the call of a loss function, which calls `hide` on entry and `show` on exit."""
+        """Return a context in which to call a loss function: it calls `hide` on entry and `show` on exit."""
         self.hide()
         try:
             yield

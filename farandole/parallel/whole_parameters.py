@@ -257,7 +257,7 @@ class WholeParameters:
         return own_part(parameter.data, layout, self._mesh, self._cell(layout))
 
     def _cell(self, layout: Layout) -> Cell:
-        """Return a cell of this rank that stores a parameter.
+        """Return the cell of this rank that stores the parameter with this layout.
 
         In a mirrored pipeline, a rank has cells of two stages.
         """

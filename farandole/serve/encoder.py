@@ -136,7 +136,7 @@ def _read_pooling(path: Path) -> str:
             found = names[0]
         elif kind not in ("Transformer", "Normalize"):
             raise FolderError(
-                f"{path}/modules.json: the module {kind} is not supported; supported are Transformer, Pooling and "
+                f"{path}/modules.json: the module {kind} is not supported; the supported modules are Transformer, Pooling and "
                 "Normalize"
             )
     return found

@@ -49,7 +49,7 @@ SPECULATE = ("off", "lookup", "draft")
 
 
 class QueueFullError(Exception):
-    """Raised if the queue is full or the first token would miss the target; try again after `retry_after` seconds."""
+    """Raised if the queue is full or the time to first token would exceed its target; try again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

@@ -257,8 +257,8 @@ def _resumed(request: Request, ranks: int | None) -> Start:
         for axis in ("pipeline", "schedule", *MODEL_AXES):
             if (old := getattr(before.plan, axis)) != (new := getattr(config.plan, axis)):
                 raise CheckpointError(
-                    f"checkpoint {checkpoint} has {kept} for plan.{axis}={old}, got plan.{axis}={new}: resume with "
-                    f"plan.{axis}={old}"
+                    f"checkpoint {checkpoint} has {kept} for plan.{axis}={old}, but this job has plan.{axis}={new}: "
+                    f"resume with plan.{axis}={old}"
                 )
     together = config.plan.ranks_per_sample
     if config.batch * together % ranks and config.batch == before.batch:

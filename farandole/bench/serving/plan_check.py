@@ -63,7 +63,7 @@ class Measured:
 
 
 def measure(job_spec: ServingCheckJobSpec, runtime: Runtime) -> list[Measured]:
-    """Serve with each number of running sequences; return the measurements of all replicas together."""
+    """Serve with each number of sequences in `job_spec.running`; return a measurement per number, for all replicas together."""
     keep_freed_memory()
     request = read_request(list(job_spec.words), resume=False)
     model = build_language_model(load_config(request.source, request.overrides))

@@ -190,7 +190,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return core.hosts.members if isinstance(core, HierarchicalCore) else [list(range(self._size))]
 
     def between(self, ranks: Sequence[int], channel: int) -> WireTransport:
-        """Return a C core transport among some ranks, including this rank, on a separate channel.
+        """Return a C core transport between `ranks`, which include this rank, on the channel `channel`.
 
         Channels 1 and 2 are reserved for collectives.
 

@@ -38,9 +38,7 @@ _AHEAD = 2
 def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
     """Return a function that creates records of given sizes in the storage that `Plan.offload` names.
 
-    This is a collective call.
-
-    Calls of the function are collective too, and raise `OffloadError` on all ranks if any rank has too little space.
+    Calls to the returned function are collective, and raise `OffloadError` on all ranks if any rank has too little space.
     """
     if place.kind != "disk":
         return partial(host_records, pinned=pinned)

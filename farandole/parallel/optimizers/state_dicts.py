@@ -94,7 +94,7 @@ class StateDicts:
             problems = [problem] if self._comm is None else self._comm.all_gather_object(problem)
         except RuntimeError as error:
             raise RuntimeError(
-                f"optimizer.load_state_dict did not find the other ranks: call it on all ranks ({error}); {_INSTEAD}"
+                f"optimizer.load_state_dict could not communicate with the other ranks ({error}): call it on all ranks, or {_INSTEAD}"
             ) from error
         for rank, found in enumerate(problems):
             if found:

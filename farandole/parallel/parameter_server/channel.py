@@ -97,7 +97,7 @@ class Channel:
             self._comm.recv(tensor, self._other)
 
     def send_text(self, kind: Kind, text: str) -> None:
-        """Send a header and a text."""
+        """Send a header, followed by text."""
         data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
         self.send(Header(kind), [torch.frombuffer(bytearray(data), dtype=torch.uint8)])
 

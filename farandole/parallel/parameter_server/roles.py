@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.comm.communicator import Communicator
+from farandole.data.wording import counted
 from farandole.parallel.parameter_server.channel import Channel
 from farandole.parallel.parameter_server.session import Session
 from farandole.parallel.parameter_server.shard import MakeOptimizer
@@ -31,9 +32,11 @@ class ParameterServer:
 
     def __init__(self, comm: Communicator, servers: int = 1, *, timeout_s: float = 600.0) -> None:
         if not 1 <= servers < comm.size:
+            most = comm.size - 1
+            hint = "start more ranks" if most < 1 else f"servers={min(max(servers, 1), most)} is possible"
             raise ValueError(
-                f"expected at least one server and at least one worker, got servers={servers} and {comm.size} ranks"
-                + ("; start more ranks" if comm.size < 2 else f"; use servers=1 to {comm.size - 1}")
+                f"expected at least one server and at least one worker, got servers={servers} with "
+                f"{counted(comm.size, 'rank')}; {hint}"
             )
         if timeout_s <= 0:
             raise ValueError(f"expected timeout_s above 0, got {timeout_s:g}")

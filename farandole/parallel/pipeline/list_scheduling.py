@@ -138,8 +138,9 @@ class _State:
 def delay_weights(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Return `schedule` with the weight gradients moved into the idle time after each rank's last forward pass.
 
-    After its last forward pass, a rank runs input gradients as soon as possible, because other ranks wait for them, and
-    weight gradients in between.  Activations do not grow, because only forward passes store them.
+    After its last forward pass, a rank computes input gradients as soon as possible, because other ranks wait for them.
+    In between, the rank computes weight gradients.  The memory for activations does not grow, because only forward passes
+    store activations.
     """
     costs = costs or Costs()
     before: list[list[Action]] = []

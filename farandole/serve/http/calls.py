@@ -124,8 +124,8 @@ def find_format(template: str) -> CallFormat:
         if mark in template:
             raise RequestError(
                 "tools",
-                f"the chat template's tool-call format, {name}, is not supported; supported are <tool_call> with JSON, and "
-                "Llama 3's JSON",
+                f"the chat template's tool-call format, {name}, is not supported; the supported formats are <tool_call> "
+                "with JSON, and Llama 3's JSON",
             )
     if HERMES.start in template and "arguments" in template:
         return HERMES
@@ -133,7 +133,8 @@ def find_format(template: str) -> CallFormat:
         return LLAMA
     raise RequestError(
         "tools",
-        "the chat template's tool-call format is unknown; supported are <tool_call> with JSON, and Llama 3's JSON",
+        "the chat template's tool-call format is unknown; the supported formats are <tool_call> with JSON, and Llama 3's "
+        "JSON",
     )
 
 

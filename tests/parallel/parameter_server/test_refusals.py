@@ -22,7 +22,7 @@ def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def refuse_at_once(rank: int, size: int) -> None:
     for servers in (0, 2, -1):
-        with pytest.raises(ValueError, match=f"got servers={servers} and 2 ranks; use servers=1 to 1"):
+        with pytest.raises(ValueError, match=f"got servers={servers} with 2 ranks; servers=1 is possible"):
             ParameterServer(world(), servers)
     with pytest.raises(ValueError, match="timeout_s above 0, got 0"):
         ParameterServer(world(), timeout_s=0)
