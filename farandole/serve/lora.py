@@ -14,7 +14,6 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from farandole.parallel.lora.peft_adapter import AdapterError, check_fits, lora_of, read_adapter
 from farandole.serve.request import RequestError
 
 Adapter = Mapping[str, tuple[Tensor, Tensor]]
@@ -47,6 +46,11 @@ def read_adapters(model: nn.Module, folders: Mapping[str, str | Path]) -> dict[s
     Raises:
         RequestError: if an adapter is damaged, does not match the model, or changes more than linear layers.
     """
+    if not folders:
+        return {}
+    # imported here, because a server without adapters does not need these modules
+    from farandole.parallel.lora.peft_adapter import AdapterError
+
     found = {}
     for name, folder in folders.items():
         try:
@@ -57,6 +61,8 @@ def read_adapters(model: nn.Module, folders: Mapping[str, str | Path]) -> dict[s
 
 
 def _read(model: nn.Module, folder: str | Path) -> Adapter:
+    from farandole.parallel.lora.peft_adapter import AdapterError, check_fits, lora_of, read_adapter
+
     saved = read_adapter(model, folder)
     if saved.others:
         names = ", ".join(sorted(saved.others)[:4])

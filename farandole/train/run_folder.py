@@ -34,10 +34,10 @@ from farandole._troubleshooting import see
 from farandole.data.wording import disk_failure
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.plan import Precision
-from farandole.train.config import ConfigError, TrainConfig
 
 if TYPE_CHECKING:
     from farandole.comm.communicator import Communicator
+    from farandole.train.config import TrainConfig
 
 STATE, WEIGHTS, METADATA, TOKENIZER = "state", "model.safetensors", "train.json", "tokenizer.json"
 ADAPTER, BASE, TRACE = "adapter", "base", "trace.json"
@@ -50,6 +50,9 @@ LOCK = ".lock"
 
 def new_run(config: TrainConfig) -> Path:
     """Create a new run's folder and write its configuration.  Raises `ConfigError`."""
+    # imported here, because a server reads checkpoints but no configurations
+    from farandole.train.config import ConfigError
+
     out = Path(config.out).expanduser()
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={config.out} is a file: expected a folder for runs")
