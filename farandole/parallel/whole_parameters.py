@@ -138,7 +138,9 @@ class WholeParameters:
             digest = hashlib.sha256("\n".join(names).encode()).digest()
             found = [each for at, each in self._comm.all_gather_object((stages, digest)) if at == stages]
         except RuntimeError as error:
-            raise RuntimeError(f"load_state_dict did not find the other ranks: {advice} ({error})") from error
+            raise RuntimeError(
+                f"load_state_dict could not communicate with the other ranks ({error}): {advice}"
+            ) from error
         if any(each != found[0] for each in found):
             raise RuntimeError(
                 f"load_state_dict was called with states whose names differ between ranks: {advice}"
