@@ -1,4 +1,8 @@
-"""Conversion between arbitrary tensors and dense tensors, whose values are contiguous in memory."""
+"""Conversion of arbitrary tensors to dense tensors and back.
+
+The communication library accesses only dense tensors: contiguous tensors in memory that the library can address,
+without a lazy negation or conjugation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,11 @@ reachable = {"cpu"}
 
 
 def is_dense(tensor: Tensor, any_device: bool = False) -> bool:
-    """Return whether a tensor is contiguous and addressable, with no lazy negation or conjugation."""
+    """Return whether a tensor is contiguous and addressable, with no lazy negation or conjugation.
+
+    If `any_device` is set, a tensor on any device counts as addressable, and every tensor that is not strided, such as
+    a sparse tensor, counts as dense.
+    """
     if any_device and tensor.layout is not torch.strided:
         return True  # torch's own groups accept sparse tensors
     return (
@@ -41,7 +49,11 @@ def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or the tensor inside the result of a functional collective."""
+    """Return `tensor`, or the completed result if `tensor` is the pending result of a functional collective.
+
+    Raises:
+        TypeError: if `tensor` has no memory of its own: a fake tensor, or a wrapper such as a DTensor.
+    """
     if type(tensor) is Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
         return tensor
     if isinstance(tensor, FakeTensor):
@@ -72,7 +84,10 @@ def readable(tensor: Tensor, any_device: bool = False) -> Tensor:
 
 
 def writable(tensor: Tensor, any_device: bool = False) -> Tensor:
-    """Return the tensor if it is dense, else an uninitialized dense buffer of the same shape for `copy_back`."""
+    """Return `tensor` if it is dense, else an uninitialized dense buffer of the same shape.
+
+    After the call has filled the buffer, `copy_back` copies the values from the buffer to `tensor`.
+    """
     if is_dense(tensor, any_device):
         return tensor
     if any_device or tensor.device.type in reachable:
@@ -81,14 +96,14 @@ def writable(tensor: Tensor, any_device: bool = False) -> Tensor:
 
 
 def copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Copy the buffers returned by `writable` to their tensors."""
+    """Copy each buffer returned by `writable` to the tensor for which the buffer was created."""
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
             tensor.copy_(buffer)
 
 
 def separate_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, with each tensor that overlaps an earlier one replaced by a copy."""
+    """Return `tensors`, with a copy in place of each tensor whose memory overlaps an earlier tensor."""
     taken: list[tuple[int, int]] = []
     separate = []
     for tensor in tensors:

@@ -19,7 +19,10 @@ _ROOTED = {
 }
 _MESSAGES = (Operation.SEND, Operation.RECV)
 SPARSE_LAYOUT = 1 << 63
-"""The `layout` in call records for sparse tensors, which torch communicates after the ranks have agreed on the call."""
+"""The `layout` in the call record of a call with sparse tensors.
+
+The ranks first agree on the call; then torch communicates the sparse tensors.
+"""
 
 
 class Membership:
@@ -54,7 +57,7 @@ class Membership:
         return f"rank {number} (process {self.pids[rank]}{where}{role})"
 
     def knows_calls(self, reader: int, rank: int) -> bool:
-        """Return whether rank `reader` knows the last call of another rank."""
+        """Return whether rank `reader` knows the last call of rank `rank`."""
         return self._shares_calls and self.hosts[reader] == self.hosts[rank]
 
 
@@ -134,7 +137,7 @@ def failure_to_error(
 def with_own_call(
     error: CommunicationError, failure: Failure, own: Call, membership: Membership
 ) -> CommunicationError:
-    """Return the error with the reader's call added, unless the failure record contains that call."""
+    """Return `error` with this rank's call `own` appended, or unchanged if `failure` already contains that call."""
     known = failure.culprit_call, failure.reporter_call
     if not own.operation or any(same_call(own, call) for call in known):
         return error
@@ -142,13 +145,13 @@ def with_own_call(
 
 
 def same_call(a: Call, b: Call) -> bool:
-    """Return whether two call records match."""
+    """Return whether two call records are equal: call number, operation, dtype, reduction, root, count and layout."""
     names = ("index", "operation", "type", "op", "root", "count", "layout")
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
 def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Membership) -> str:
-    """Describe the call of rank `reader` and the ranks on its host that have not arrived."""
+    """Describe the current call of rank `reader`, and list the ranks on its host that have not started this call."""
     own = calls[reader]
     behind = [
         f"{membership.rank(rank)} has not arrived (its last call was {describe_call(call, membership)})"
@@ -163,10 +166,11 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
 def describe_stalled_message(
     own: Call, reader: int, waited_message: Callable[[int], Call | None], membership: Membership
 ) -> str:
-    """Describe a stalled message, and the chain of ranks in which each rank is waiting for the next.
+    """Describe the message `own`, for which rank `reader` is waiting, and the chain of ranks that causes the delay.
 
-    The last rank in the chain delays all others.  If the chain is a cycle, only the lowest rank describes the cycle,
-    and the other ranks return "".  `waited_message(rank)` returns the message that a rank is waiting for.
+    Each rank in the chain is waiting for a message to or from the next rank, so the last rank delays all others.  If
+    the chain is a cycle, only the lowest rank describes the cycle, and the other ranks return "".
+    `waited_message(rank)` returns the message for which `rank` is waiting, or None.
     """
     text, ranks, call = describe_call(own, membership), [reader], own
     while (peer := call.root) >= 0 and peer not in ranks:
@@ -191,7 +195,12 @@ def _numbered(call: Call, membership: Membership) -> str:
 
 
 def _place(theirs: Call, reported: Call, membership: Membership) -> str:
-    """Describe when a rank ended: before its first call, in a call, or after a call."""
+    """Return where a rank died or left, as a phrase such as "in all_reduce(...)" or "before its first call in ...".
+
+    Args:
+        theirs: The last call of the rank that died or left.
+        reported: The call in which another rank was waiting for that rank.
+    """
     if theirs.operation == Operation.NOTHING:
         return f"before its first call in {membership.group}"
     call = describe_call(theirs, membership)

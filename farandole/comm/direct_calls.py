@@ -36,12 +36,12 @@ _STRIDED = torch.strided
 
 
 class DirectCalls:
-    """Blocking operations on dense tensors.
+    """The fast path for blocking operations on dense CPU tensors.
 
-    A method returns None (`send` and `recv`: False) and does nothing if other calls are pending or a tensor is not a
-    plain dense CPU tensor of the expected size.  `Operation.call` then runs the call or raises the exception.  A
-    reduction is given by name or by the hash of a torch `ReduceOp`, because comparing two `ReduceOp`s takes a
-    microsecond.
+    A method returns None (`send` and `recv`: False) and does nothing if the fast path does not apply: other calls are
+    pending, or a tensor is not a dense CPU tensor of the expected size.  The caller must then use `Operation.call`,
+    which handles every case and raises an error for invalid arguments.  A reduction is given by name or by the hash of
+    a torch `ReduceOp`, because comparing two `ReduceOp`s takes a microsecond.
     """
 
     _group: Any = None
@@ -88,7 +88,7 @@ class DirectCalls:
         return self._in_place(self._broadcast, tensor, (*plan, root))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, reduction: object) -> Work | None:
-        """Reduce `input` over all ranks and store this rank's equal part in `output`."""
+        """Reduce `input` over all ranks, and store the r-th equal part of the result in `output` on rank r."""
         plan = _REDUCING.get((getattr(input, "dtype", None), reduction))
         if plan is None or not isinstance(output, Tensor) or input.numel() != output.numel() * self._size:
             return None
@@ -107,7 +107,10 @@ class DirectCalls:
         return self._between(self._all_gather, input, output, count, plan, self._rank)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work | None:
-        """Exchange equal parts along dimension 0."""
+        """Split `input` into equal parts along dimension 0, and send part r to rank r.
+
+        Part r of `output` receives the part that rank r sends to this rank.
+        """
         plan = _MOVING.get(getattr(input, "dtype", None))
         if plan is None or not isinstance(output, Tensor):
             return None
@@ -123,19 +126,22 @@ class DirectCalls:
     # ---- point-to-point ----
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Send `tensor`; return True once it may be modified, or False if the fast path does not apply."""
+        """Send `tensor`; return True when `tensor` may be modified again, or False if the fast path does not apply."""
         return self._is_message(tensor, peer) and self._messages.send(
             tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
         )
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Receive into `tensor`; return True on arrival, or False if the fast path does not apply."""
+        """Receive into `tensor`; return True when the message has arrived, or False if the fast path does not apply."""
         return self._is_message(tensor, peer) and self._messages.recv(
             tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
         )
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> Work | None:
-        """Post a message; return None if the fast path does not apply."""
+        """Start sending `tensor` to rank `peer` if `sends` is set, else start receiving `tensor` from `peer`.
+
+        Return None if the fast path does not apply.
+        """
         if not self._is_message(tensor, peer):
             return None
         return self._messages.begin(
@@ -172,10 +178,11 @@ class DirectCalls:
         plan: tuple[int, ...],
         place: int | None = None,
     ) -> Work | None:
-        """Run a call with separate source and target tensors, or in place.
+        """Call `function` with `source` and `target`, which may overlap only if the call is in place.
 
-        In place, the source starts `place` parts after the start of the target.  `place` is None if the call is
-        never in place.
+        A call is in place if one of the two tensors is a part of the other: `source` starts `place` parts after the
+        start of `target`, or before the start if `place` is negative.  `place` is None if the operation has no in-place
+        form.
         """
         if (
             source.dtype is not target.dtype
@@ -223,7 +230,7 @@ class DirectCalls:
     def _execute(
         self, outputs: Sequence[Tensor], input: Tensor | None, function: Any, *arguments: Any
     ) -> Work | None:
-        """Call a C function unless other calls are pending."""
+        """Call the C function `function`, or return None without a call if other calls are pending."""
         if not self._enter():
             return None
         try:
@@ -237,7 +244,7 @@ class DirectCalls:
 
 
 class AsyncDirectCalls(DirectCalls):
-    """The fast path for asynchronous operations; its methods return pending work."""
+    """The fast path for asynchronous operations: collectives return pending work."""
 
     def _execute(
         self, outputs: Sequence[Tensor], input: Tensor | None, function: Any, *arguments: Any
@@ -323,7 +330,7 @@ def _disturbs(source: Tensor, target: Tensor, place: int | None) -> bool:
 
 
 class NoDirectCalls:
-    """A fast path that never applies, for implementations without one."""
+    """The fast path of implementations that have no fast path: every method returns None."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

@@ -21,11 +21,11 @@ from farandole.comm.operations import Operation
 from farandole.comm.work import Call, WorkQueue, flags_here
 
 PATIENCE_S = 1.0
-"""Seconds for which destroying a group waits for pending work."""
+"""How long destroying a group waits for pending work, in seconds."""
 
 
 class Dispatcher:
-    """Passes each call through the group's work queue to an implementation that supports it.
+    """Runs the calls of a group in order, each on an implementation that supports the tensors of the call.
 
     Args:
         core: The implementation for the group.
@@ -59,7 +59,11 @@ class Dispatcher:
     # ---- calls ----
 
     def serves(self, *tensors: Sequence[Tensor]) -> bool:
-        """Return whether `core` supports the tensors; raise RuntimeError if the group was destroyed."""
+        """Return whether `core` supports the tensors.
+
+        Raises:
+            RuntimeError: if the group was destroyed or was created before this process was forked.
+        """
         if self._invalid:
             raise CommunicationError(f"group {self.name!r}: {self._invalid}")
         if self.core.closed:
@@ -88,7 +92,7 @@ class Dispatcher:
         *constants: Any,
         async_op: bool = False,
     ) -> dist.Work:
-        """Run an operation after all earlier operations; return its work immediately if `async_op` is set."""
+        """Run an operation after all earlier operations; if `async_op` is set, return its pending work immediately."""
         core = self.core_for(outputs, inputs)
         return self.issue(operation.call(core, outputs, inputs, *constants), outputs, async_op, core=core)
 
@@ -101,7 +105,15 @@ class Dispatcher:
         timeout_s: float | None = None,
         core: Core | None = None,
     ) -> dist.Work:
-        """Run a call that writes `tensors` after all earlier calls."""
+        """Run `call`, which writes to `tensors`, after all earlier calls of the group.
+
+        Args:
+            call: The function that runs the call; its argument is `flags`.
+            tensors: The tensors to which `call` writes.
+            async_op: Whether to return pending work immediately.
+            timeout_s: The timeout of this call, in seconds; None for the group's timeout.
+            core: The implementation on which `call` runs; None for the group's own implementation.
+        """
         core = core or self.core
         if core.returns_work:
             work: dist.Work = call(0)
@@ -115,19 +127,22 @@ class Dispatcher:
     def prepare(
         self, operation: Operation, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any
     ) -> PersistentOperation:
-        """Return a persistent operation with these arguments."""
+        """Return a persistent operation with these arguments, which are validated only once."""
         core = self.core_for(outputs, inputs)
         call = operation.prepare(core, outputs, inputs, *constants)
         return PersistentOperation(self, core, call, outputs, inputs)
 
     def made(self, make: Callable[[int], Tensor]) -> Tensor:
-        """Run a collective allocation after all earlier calls and return its tensor."""
+        """Wait for all earlier calls, run `make`, which allocates a tensor collectively, and return the tensor."""
         made: list[Tensor] = []
         self.queue.run(lambda flags: made.append(make(flags)), [])
         return made[0]
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in the memory in which operations are fastest.  This is a collective call."""
+        """Return an uninitialized tensor in the kind of memory in which operations are fastest.
+
+        Every rank must call this method.
+        """
         core = self.core_for()
         if core.returns_work:
             return torch.empty(*shape, dtype=dtype, device="cpu")
@@ -160,7 +175,10 @@ class Dispatcher:
                 fallback.close()
 
     def abort(self, note: str = "") -> None:
-        """Leave the group immediately and fail all threads' pending calls; other ranks report `note` as the reason."""
+        """Leave the group immediately, and fail the pending calls of all threads of this process.
+
+        Other ranks report `note` as the reason.
+        """
         if self._invalid:
             return
         if note:
@@ -169,7 +187,16 @@ class Dispatcher:
         self.close()
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Leave the group at program exit: notify the other ranks and stop the threads, but keep the memory."""
+        """Leave the group at program exit, but do not free its memory.
+
+        The other ranks are notified, with `note` as the reason, and the threads of the group are stopped.  If the
+        implementation can complete calls during program exit and they complete in time, the other ranks are not
+        notified.
+
+        Args:
+            note: The reason that other ranks report.
+            patience_s: How long to wait for pending calls and for pending messages, in seconds.
+        """
         if self._invalid:
             return
         if self.core.completes_at_exit:
@@ -181,14 +208,17 @@ class Dispatcher:
         self._rest(patience_s)
 
     def invalidate(self, reason: str) -> None:
-        """Reject later calls in a forked child."""
+        """Make every later call fail with `reason`; called in a forked child."""
         self._invalid = reason
         self.queue.invalidate(reason)
         if isinstance(self.core, GroupCore):
             self.core.invalidate(reason)
 
     def _rest(self, patience_s: float) -> bool:
-        """Wait up to `patience_s` each for calls and for messages; return whether all are complete."""
+        """Wait for pending calls and messages; return whether all completed in time.
+
+        The limit is `patience_s` seconds for calls, and again for messages.
+        """
         return self.queue.close(patience_s) and self.core.rest(patience_s)
 
 
@@ -230,7 +260,7 @@ class PersistentOperation:
         self._on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
 
     def __call__(self) -> None:
-        """Run the operation after all earlier operations; block until this rank's part is complete."""
+        """Run the operation after all earlier operations; block until this rank may use the result."""
         if self._waiting or not self._queue.acquire(False):  # `WorkQueue.enter`, inlined
             self._in_turn(async_op=False)
             return

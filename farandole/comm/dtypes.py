@@ -49,7 +49,10 @@ REDUCTIONS: dict[int, int] = {hash(op): number for number, op in enumerate(REDUC
 
 
 def reducible(dtype: torch.dtype, reduction: int) -> bool:
-    """Return whether the C core supports a reduction for a dtype; floats have no bitwise reductions."""
+    """Return whether the C core supports a reduction for a dtype.
+
+    Floats have no bitwise reductions, and booleans have no average.
+    """
     if dtype not in _REDUCIBLE:
         return False
     name = REDUCTION_NAMES[reduction]

@@ -20,9 +20,10 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def exclude_from_dynamo(cls: _Class) -> _Class:
-    """Exclude the methods of a class, and all functions that they call, from Dynamo; a class decorator.
+    """Exclude the methods of `cls`, and all functions that they call, from Dynamo; return `cls`.
 
-    Traced code may still read properties, whose values Dynamo treats as constants; torch 2.11 reads `group_name`.
+    This function is a class decorator.  Compiled code may still read the properties of `cls`, and Dynamo treats their
+    values as constants.  For example, torch 2.11 reads `group_name`.
     """
     for member in vars(cls).values():
         for function in _functions(member):
@@ -36,7 +37,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def excluded_from_dynamo(function: _Function) -> _Function:
-    """Exclude a function, and all functions that it calls, from Dynamo; a decorator."""
+    """Exclude `function`, and all functions that it calls, from Dynamo; return `function`.
+
+    This function is a decorator.
+    """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     _skip(function)
     return function
@@ -53,7 +57,7 @@ def _functions(member: Any) -> list[FunctionType]:
 
 
 def _skip(function: Callable[..., Any]) -> None:
-    """Mark a function so that Dynamo does not trace it or the functions that it calls."""
+    """Mark `function` so that Dynamo traces neither `function` nor the functions that it calls."""
     if hasattr(eval_frame, "set_code_exec_strategy"):
         skip = eval_frame._FrameAction.SKIP
         strategy = eval_frame._FrameExecStrategy(skip, skip)

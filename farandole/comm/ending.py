@@ -18,7 +18,7 @@ from farandole.comm.errors import CommunicationError
 
 REST_S = 1.0
 LOCK_S = 0.01
-"""Seconds for which this thread releases the interpreter lock before the interpreter shuts down.
+"""How long the process releases the interpreter lock before the interpreter shuts down, in seconds.
 
 A Gloo thread needs the lock to free an operation's tensors after the operation has completed.  If the thread acquires
 the lock during shutdown, the process aborts ("terminate called without an active exception").
@@ -35,7 +35,12 @@ class Abandonable(Protocol):
     """A group that the process can leave at program exit."""
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Notify the other ranks and fail the pending calls of this process."""
+        """Leave the group: notify the other ranks and fail the pending calls of this process.
+
+        Args:
+            note: The reason that other ranks report.
+            patience_s: How long pending calls may take to complete, in seconds.
+        """
 
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -50,7 +55,7 @@ def remember_failure(error: BaseException, note: str) -> None:
 
 
 def with_cause(note: str) -> str:
-    """Return `note` with the recent failure of another rank added as its cause, if there is one.
+    """Return `note`; if this process has recently seen another rank fail, add that failure as the cause.
 
     Ranks that are waiting for this rank then report the rank that failed first.
     """

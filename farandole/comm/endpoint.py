@@ -61,14 +61,17 @@ class Process:
     block: int
     """The offset of the endpoint's memory in the arena."""
     base: int
-    """The offset of this process's memory for the group of all ranks."""
+    """The offset, in the arena, of this process's memory for the group of all ranks."""
     devices: Sequence[str] = ()
     """The CUDA devices visible to the process."""
 
 
 @functools.cache
 def _arena(process: int) -> tuple[Segment, int]:
-    """Return the arena of this process, created at the first call, and its size; a forked child creates another."""
+    """Return the arena of this process and the size of the arena in bytes.
+
+    The first call creates the arena.  `process` is the process ID, so a forked child creates an arena of its own.
+    """
     core, size = native.library(), ARENA_BYTES
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)]
     for limit in limits:
@@ -253,10 +256,15 @@ class Endpoint:
         timeout: timedelta,
         signature: int = 0,
     ) -> HostGroup:
-        """Create a group of these ranks; all of them call this method.
+        """Create a group of these ranks; every member must call this method.
 
-        `name` distinguishes groups that are created at the same time.  `signature` is a 32-bit number that must be
-        equal on all ranks.
+        Args:
+            members: The members' ranks in the job, in the order of their group ranks.
+            global_ranks: The members' rank numbers in error messages.
+            name: A name that distinguishes groups that are created at the same time.
+            who: The name of the group in error messages.
+            timeout: The group's timeout, which also limits the creation of the group.
+            signature: A 32-bit number that must be equal on all members.
 
         Raises:
             RankLate: if a rank did not arrive before the timeout.
@@ -318,7 +326,12 @@ class Endpoint:
     def _agree(
         self, members: Sequence[int], name: str, who: str, timeout: timedelta, block: int, signature: int
     ) -> tuple[int, list[int]]:
-        """Agree on a number for a new group; return the number, and the memory that each member has reserved."""
+        """Agree with the other members on a number for the new group.
+
+        Returns:
+            The number, and the `block` of each member: the offset of the memory that the member has reserved in its
+            arena.
+        """
         leader, tag = members[0], zlib.crc32(name.encode()) & 0x7FFFFFFF
         deadline = time.monotonic() + timeout.total_seconds()
         record = struct.Struct("=QII")  # block, signature, checksum of the list of members
@@ -438,7 +451,7 @@ class Endpoint:
             self.core.frd_endpoint_forked(handle)
 
     def release(self) -> None:
-        """Record that a group was closed; close the endpoint with its last group."""
+        """Record that a group was closed; if no group remains, close the endpoint."""
         with self._lock:
             self._users -= 1
             if self._users or os.getpid() != self._owner:

@@ -22,13 +22,13 @@ class RankDied(CommunicationError):
 
 
 class RankLeft(CommunicationError):
-    """Raised if a rank's program ended, or a rank destroyed the group, while other ranks were waiting for this rank."""
+    """Raised if a rank's program ended, or a rank destroyed the group, while other ranks were waiting for that rank."""
 
     _section = "rankleft"
 
 
 class RankLate(CommunicationError):
-    """Raised if a rank did not make the call before the timeout expired."""
+    """Raised if a rank did not make a call for which other ranks were waiting, before the timeout expired."""
 
     _section = "ranklate"
 

@@ -1,9 +1,9 @@
 """Agreement among all hosts on the cause of a group's failure.
 
 Within a host, shared memory holds the cause.  Between hosts, a closed connection does not reveal its cause.  The rank
-that detects a failure therefore writes the cause to the group's store, unless the store already contains one.  Then it
-notifies the ranks on other hosts to which it is connected.  A rank that is notified, or finds a connection closed,
-reads the store.  Each rank also records in the store that it leaves the group.
+that detects a failure therefore writes the cause to the group's store, unless the store already contains a cause.  Then
+the rank notifies the ranks on other hosts to which it is connected.  A rank that is notified, or that finds a
+connection closed, reads the cause from the store.  A rank that leaves the group also records this in the store.
 
 The store may be unreachable, so a rank waits at most `PATIENCE_S` for an answer.
 """
@@ -51,10 +51,13 @@ class FailureConsensus:
         return error if found is None or _as_bytes(found) == own.encode() else _to_error(_as_bytes(found))
 
     def find(self, gone: int | None) -> CommunicationError | None:
-        """Return the failure published by another rank, waiting briefly for it.
+        """Return the failure published by another rank; wait briefly for the failure to be published.
 
         Args:
             gone: The rank whose connection was closed, or None.
+
+        Returns:
+            The failure, or None if no failure was published in time.
         """
 
         wait_s = PATIENCE_S - _POLL_S if gone is None else CLOSED_S
@@ -73,7 +76,10 @@ class FailureConsensus:
         return _to_error(found) if isinstance(found, bytes) else found
 
     def leave(self, words: str) -> None:
-        """Publish that this rank leaves the group, with a reason; the last rank deletes the group's keys."""
+        """Publish that this rank leaves the group, with the reason `words`.
+
+        The last rank to leave deletes the group's keys from the store.
+        """
 
         def publish() -> None:
             self._store.set(f"left/{self._rank}", words)
@@ -84,7 +90,10 @@ class FailureConsensus:
         self._ask(publish)
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """Return the store's answer, or None if it does not answer within `PATIENCE_S`."""
+        """Call `question`, which queries the store, and return its answer.
+
+        Return None if the store does not answer within `PATIENCE_S`.
+        """
         answers: list[Answer] = []
 
         def run() -> None:

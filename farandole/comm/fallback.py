@@ -31,7 +31,7 @@ def has_nccl() -> bool:
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None
 ) -> dist.ProcessGroupGloo:
-    """Return a Gloo group that listens on `address`, by default on the address of the host name."""
+    """Return a Gloo group that listens on `address`, or, if None, on the address to which this host's name resolves."""
     if address is None:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
@@ -79,11 +79,11 @@ def torch_device_group(
 
 
 def local_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a torch group over the global ranks `ranks`, members of `parent`; only these ranks call this.
+    """Return a torch group of the global ranks `ranks`, which are members of `parent`; only `ranks` call this function.
 
     `new_group(use_local_synchronization=True)` derives the group name from the number of groups that a rank has
-    created.  Ranks that have created different numbers of groups would wait for each other under different names.  This
-    function therefore counts only groups of the same ranks.
+    created.  Ranks that have created different numbers of groups would choose different names and wait for each other
+    forever.  This function therefore derives the name from the number of groups with the same ranks.
     """
     assert dist.group.WORLD is not None
     made = _made.setdefault(dist.group.WORLD, Counter())
@@ -101,7 +101,7 @@ def local_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Process
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-"""The number of groups created for each list of ranks."""
+"""For each default group, the number of groups that `local_group` has created per parent and list of ranks."""
 
 
 class TorchCore:
@@ -147,11 +147,14 @@ class TorchCore:
             return self._group
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether to pass the tensors to the group; torch raises an error for unsupported tensors."""
+        """Return False for CUDA tensors if the group supports only CPU tensors, else True.
+
+        For other unsupported tensors, torch raises an error.
+        """
         return not (self._cpu_only and any(tensor.is_cuda for tensor in tensors))
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a callable that runs the operation again at each call; its argument is `flags`."""
+        """Return a callable that takes `flags` and runs the operation with `arguments` at each call."""
         return partial(getattr(self, operation), *arguments)
 
     def algorithm(self, operation: str, nbytes: int) -> str:
@@ -159,7 +162,7 @@ class TorchCore:
         return self.name
 
     def check(self, status: dist.Work) -> None:
-        """Wait for pending work."""
+        """Block until `status`, the work of a call, is complete."""
         status.wait()
 
     # ---- collectives ----
@@ -253,7 +256,7 @@ class TorchCore:
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> dist.Work:
-        """Send `inputs[r]` from rank `root` to rank r."""
+        """Send `inputs[r]` from rank `root` to `output` on rank r."""
         options = _options(dist.ScatterOptions, rootRank=root)
         if counts is None:
             return self.group.scatter([output], [list(inputs)] if inputs else [], options)
@@ -264,7 +267,7 @@ class TorchCore:
         return _unpad([output], [own])
 
     def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> dist.Work:
-        """Send input j to rank j and receive output i from rank i."""
+        """Send part j of `inputs` to rank j, and receive part i of `outputs` from rank i."""
         method = _first_of(self.group, "all_to_all_single", "alltoall_base")
         if len(inputs) == 1:
             return method(outputs[0], inputs[0], [], [])
@@ -274,7 +277,10 @@ class TorchCore:
         return _unpad(outputs, output.split(received))
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> dist.Work:
-        """Reduce the inputs of ranks 0 to `rank`, or to `rank - 1` if `exclusive`."""
+        """Reduce the inputs of ranks 0 to `rank` into `output`; if `exclusive`, exclude this rank's input.
+
+        An exclusive scan leaves `output` on rank 0 unchanged.
+        """
         rows = [torch.empty_like(input) for _ in range(self.size)]
         self.group.allgather([rows], [input]).wait()
         last = self.rank - exclusive
@@ -298,9 +304,12 @@ class TorchCore:
         return self.group.recv([tensor], peer, tag) if peer >= 0 else self.group.recv_anysource([tensor], tag)
 
     def post_batch(self, messages: Sequence[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
-        """Post messages together; each is a tuple (True for a send, tensor, peer, tag).
+        """Start sends and receives together.
 
         Outside a batch, NCCL runs messages one after the other, so two ranks that both send first would deadlock.
+
+        Args:
+            messages: One tuple per message: whether the message is a send, the tensor, the peer and the tag.
         """
         group, device = self.group, messages[0][1].device
         coalesces = getattr(group._get_backend(device), "supports_coalescing", False)
@@ -348,7 +357,7 @@ class TorchCore:
             self._group.set_timeout(timeout)
 
     def within(self, timeout_s: float, call: Call) -> Call:
-        """Return the call itself; torch accepts timeouts in its options."""
+        """Return `call` unchanged, because torch takes the timeout of a call from the options of the call."""
         return call
 
     def leave(self, note: str) -> None:
@@ -376,7 +385,7 @@ def _options(kind: type, **fields: Any) -> Any:
 
 
 def _first_of(group: dist.ProcessGroup, *names: str) -> Callable[..., dist.Work]:
-    """Return the group's method with the first of these names that this torch version has."""
+    """Return the first method in `names` that `group` has; the available methods depend on the version of torch."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 

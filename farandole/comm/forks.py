@@ -17,7 +17,7 @@ class Forked(Protocol):
     """An object that must not be used in a forked child."""
 
     def invalidate(self, reason: str) -> None:
-        """Fail all later calls with this reason; called in the child while it has only one thread."""
+        """Fail all later calls with `reason`; called in the child while it has only one thread."""
 
 
 _registered: weakref.WeakSet[Forked] = weakref.WeakSet()

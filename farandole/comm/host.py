@@ -98,9 +98,9 @@ def open_and_map(name: SegmentName, size: int) -> mmap.mmap:
 class Rendezvous:
     """All-gathers strings among the ranks of a job through a store.
 
-    torchrun uses one store for the whole job, so later groups may use the same store with the same name.  Keys
-    therefore contain a rendezvous number, which each rank counts in the store.  Rank 0 collects the strings, so the
-    number of requests to the store is linear in the number of ranks.
+    torchrun uses one store for the whole job, so several rendezvous may use the same store with the same prefix.
+    Therefore each rank counts its rendezvous in the store, and the keys contain this number.  Rank 0 collects the
+    strings, so the number of requests to the store is linear in the number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str) -> None:
@@ -112,7 +112,11 @@ class Rendezvous:
         self.store = dist.PrefixStore(f"rendezvous-{number}/", store)
 
     def exchange(self, topic: str, text: str) -> list[str]:
-        """All-gather one string per rank; raise `RankLate` if a rank does not arrive before the timeout."""
+        """All-gather one string per rank, and return the strings in rank order.
+
+        Raises:
+            RankLate: if a rank did not arrive before the timeout.
+        """
         keys = [f"{topic}/{rank}" for rank in range(self._size)]
         everything = f"{topic}/all"
         if self._rank:

@@ -100,7 +100,7 @@ class HostGroup:
                 self.core.frd_set_timeout(self.handle, self.timeout_s)
 
     def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
-        """Return `call` with a separate timeout, in seconds."""
+        """Return a function that runs `call` with a timeout of `timeout_s` seconds instead of the group's timeout."""
 
         def timed(flags: int) -> None:
             self._call_timeout_s = timeout_s
@@ -145,7 +145,7 @@ class HostGroup:
     # ---- messages: see `messages.MessagePassing` ----
 
     def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> int | None:
-        """Post a send of `nbytes` bytes to rank `peer`."""
+        """Start sending `nbytes` bytes to rank `peer`; return the message, or None if the send is already complete."""
         return self._posted(
             self._post_send(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag)
         )
@@ -177,7 +177,10 @@ class HostGroup:
         return outcome
 
     def wait_message(self, message: int, seconds: float, flags: int) -> int:
-        """Wait for the outcome; on timeout return a failure, or `Status.PENDING` if `flags` contains `TRY`."""
+        """Wait up to `seconds` seconds for `message` and return its outcome.
+
+        If the message is still pending then, the outcome is a failure, or `Status.PENDING` if `flags` contains `TRY`.
+        """
         outcome: int = self._wait_message(self._group, c_void_p(message), c_double(seconds), flags)
         return outcome
 
@@ -192,7 +195,13 @@ class HostGroup:
         return outcome >> 8
 
     def fail(self, error: CommunicationError, culprit: int) -> NoReturn:
-        """Mark the group as failed on all hosts, and raise an error that was detected outside the C core."""
+        """Mark the group as failed on all hosts, and raise the exception on which all hosts agree.
+
+        Args:
+            error: A failure that was detected outside the C core.  It is raised unless another host has already
+                published a failure.
+            culprit: The rank that caused the failure.
+        """
         assert self.consensus is not None
         error = self.consensus.publish(error)
         self.core.frd_break(self.handle, culprit)
@@ -200,7 +209,7 @@ class HostGroup:
         raise error
 
     def _shared_reason(self, failure: Failure, error: CommunicationError) -> CommunicationError:
-        """Return the failure on which all hosts agree, and notify the other hosts."""
+        """Return the exception for the cause on which all hosts agree, and notify the other hosts of the failure."""
         assert self.consensus is not None
         found = None
         late_elsewhere = failure.status == Status.LATE and failure.culprit not in self.members
@@ -212,7 +221,7 @@ class HostGroup:
         return found
 
     def _with_link(self, failure: Failure, error: CommunicationError) -> CommunicationError:
-        """Add to a timeout error whether the late rank's host responds."""
+        """Return `error`; if it reports a late rank on another host, add whether that host responds."""
         silence_s = self.core.frd_silence(self.handle, failure.culprit)
         if failure.status != Status.LATE or silence_s < 0:
             return error
@@ -225,7 +234,7 @@ class HostGroup:
         return f"{host} responds, so its network link is up"
 
     def whereabouts(self) -> str:
-        """Describe the current call, the ranks that have not arrived, and the last call of each such rank."""
+        """Describe the current call, and list the ranks on this host that have not started it."""
         calls = {member: Call() for member in self.members}
         with self._closing:
             if not self.handle:
@@ -244,7 +253,10 @@ class HostGroup:
             warn(f"{self.membership.rank(self.group_rank)} is waiting in {text}{see('is-waiting-in')}")
 
     def _waited_message(self, rank: int) -> Call | None:
-        """Return the call in which a rank of this host is stalled on a message, or None."""
+        """Return the send or receive in which a rank is waiting.
+
+        Return None if the rank is not waiting or is on another host.
+        """
         call = Call()
         with self._closing:
             if not self.handle or rank not in self.members:
@@ -283,7 +295,7 @@ class HostGroup:
         return _tensor_in(part, shape, dtype)
 
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
-        """Return a tensor of zeros in shared memory; every rank passes the same arguments."""
+        """Return a tensor of zeros in memory shared by all ranks; every rank must pass the same arguments."""
         length = _pages(shape, dtype)
         return _tensor_in((ctypes.c_char * length).from_buffer(self._share(length, flags)), shape, dtype)
 
@@ -355,13 +367,13 @@ class HostGroup:
 
 
 def _pages(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the size of a tensor in bytes, rounded up to whole pages, at least one."""
+    """Return the size of a tensor in bytes, rounded up to a multiple of the page size and at least one page."""
     page = os.sysconf("SC_PAGE_SIZE")
     return max(1, -(-math.prod(shape) * dtype.itemsize // page)) * page
 
 
 def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor over mapped memory that keeps `part` and its mapping alive."""
+    """Return a tensor over the memory of `part`; the tensor keeps `part` and its mapping alive."""
     elements = math.prod(shape)
     if not elements:
         return torch.empty(*shape, dtype=dtype, device="cpu")
@@ -369,7 +381,7 @@ def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: t
 
 
 def _weakly(group: HostGroup, method: Callable[[HostGroup], None]) -> Callable[[], None]:
-    """Return a callback for the C core that does not keep the group alive."""
+    """Return a callback for the C core that calls `method` with `group`, but does not keep `group` alive."""
     reference = weakref.ref(group)
 
     def call() -> None:

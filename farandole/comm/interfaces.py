@@ -23,7 +23,7 @@ def interface_addresses() -> dict[str, str]:
 
 
 def interface_toward(host: str) -> str | None:
-    """Return the name of the interface that routes packets to `host`, or None if unknown."""
+    """Return the name of the interface through which packets to `host` are sent, or None if it is unknown."""
     source = _source_address(host, socket.AF_INET)
     return next((name for name, address in interface_addresses().items() if address == source), None)
 
@@ -31,8 +31,9 @@ def interface_toward(host: str) -> str | None:
 def own_address(store: Any, interface: str | None) -> str:
     """Return the address at which other hosts reach this host.
 
-    If `interface` is None, prefer the source address of packets to the store's host, then the address of any other
-    interface.  A loopback address is the last choice, because other machines cannot reach it.
+    If `interface` is None, return the address from which this host sends packets to the store's host.  If this address
+    is unknown or is a loopback address, return the address of any other interface.  Return a loopback address only if
+    there is no other address, because other machines cannot reach it.
 
     Raises:
         OSError: if `interface` has no IPv4 address, or no interface of this host has an address.
@@ -62,7 +63,7 @@ def is_loopback(address: str) -> bool:
 
 
 def socket_address(address: str, port: int) -> bytes:
-    """Return `struct sockaddr_in` or `sockaddr_in6` as bytes."""
+    """Return `address` and `port` as the bytes of a `struct sockaddr_in` or `struct sockaddr_in6`."""
     packed = ipaddress.ip_address(address).packed
     if len(packed) == 4:
         return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + packed + bytes(8)

@@ -30,8 +30,10 @@ FEW = 8
 class MessagePassing(Protocol):
     """The interface for messages within a group, implemented by the C core and by MPI.
 
-    `post_send` and `post_recv` return a message, or None if a send is already complete.  After any outcome other than
-    `Status.PENDING`, a message must not be used again.
+    A message is described by the address and the size of its memory, by the C core's number for its dtype (`kind`), by
+    a peer and by a tag.  `post_send` and `post_recv` return a message object, or None if a send is already complete.
+    Other methods return the outcome of a message: `Status.PENDING`, success or a failure, which `source_of` raises.
+    After any outcome other than `Status.PENDING`, the message object must not be used again.
     """
 
     timeout_s: float
@@ -43,7 +45,7 @@ class MessagePassing(Protocol):
         """Post a receive of `nbytes` bytes from rank `peer`, or from any rank if `peer` is -1."""
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
-        """Send `nbytes` bytes and block until they may be modified; return an outcome, 0 for success."""
+        """Send `nbytes` bytes and block until their memory may be modified; return an outcome, 0 for success."""
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
         """Receive `nbytes` bytes and block until they have arrived; return an outcome."""
@@ -52,7 +54,10 @@ class MessagePassing(Protocol):
         """Return the outcome of a message, or `Status.PENDING`."""
 
     def wait_message(self, message: Any, seconds: float, flags: int) -> Any:
-        """Wait for the outcome; on timeout return a failure, or `Status.PENDING` if `flags` contains `TRY`."""
+        """Wait up to `seconds` seconds for `message` and return its outcome.
+
+        If the message is still pending then, the outcome is a failure, or `Status.PENDING` if `flags` contains `TRY`.
+        """
 
     def cancel_message(self, message: Any) -> None:
         """Cancel a message whose transfer has not started."""
@@ -135,7 +140,10 @@ class MessageWork(FarandoleWork):
         return True
 
     def _complete(self, outcome: Any) -> None:
-        """Store the outcome of the message."""
+        """Store the outcome of the message, and raise the exception if the message failed.
+
+        If the message was received into a separate buffer, copy the data to the tensor.
+        """
         try:
             self._source = self._host.source_of(outcome)
             if not self.sends and self._buffer is not self._tensors[0]:
@@ -150,7 +158,7 @@ class MessageWork(FarandoleWork):
                 self._done(self)
 
     def withdraw(self) -> None:
-        """Cancel a message whose transfer has not started, unless a thread is waiting for it."""
+        """Cancel this message because the group is being destroyed, unless a thread is waiting for the message."""
         if self._message is not None and self._lock.acquire(False):
             try:
                 if self._message is not None:
@@ -170,17 +178,20 @@ class MessageWork(FarandoleWork):
             self._message, self._error = None, error
 
     def at_rest(self) -> bool:
-        """Return whether the message is complete and unused by any thread."""
+        """Return whether the message is complete and no thread uses it any longer."""
         return self.is_completed() and (self._thread is None or not self._thread.is_alive())
 
     def source_rank(self) -> int:
-        """Return the group rank that sent a received message."""
+        """Return the group rank from which the message was received."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future whose value is a list with the tensor; a separate thread waits for the message."""
+        """Return a future whose value is a list with the tensor.
+
+        If the message is still pending, a separate thread waits for it.
+        """
         if self._outcome is None:
             self._outcome = OutcomeFuture(self)
             if self.is_completed():
@@ -210,7 +221,7 @@ class Messages:
         self._closed = ""  # the reason why messages cannot be posted, or ""
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> FarandoleWork:
-        """Post a send of `tensor` to `peer` or a receive from `peer`."""
+        """Start a send of `tensor` to `peer` if `sends` is set, else a receive from `peer`; return the work."""
         if self._closed:
             raise CommunicationError(self._closed)
         buffer = tensor
@@ -233,7 +244,11 @@ class Messages:
         tag: int,
         sends: bool,
     ) -> FarandoleWork:
-        """Post a message for the dense tensor `buffer`."""
+        """Start a send or a receive of the dense tensor `buffer`; return the work.
+
+        `buffer` is `tensor` itself or a dense copy.  A received `buffer` is copied to `tensor` when the message is
+        complete.
+        """
         if self._closed:
             raise CommunicationError(self._closed)
         host, opened = self._host, self._open
@@ -255,7 +270,7 @@ class Messages:
         return work
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> bool:
-        """Send bytes and block until they may be modified; return True."""
+        """Send bytes to `peer` and block until their memory may be modified; return True."""
         return self._block(self._host.send, address, nbytes, kind, peer, tag)
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> bool:

@@ -17,7 +17,7 @@ from farandole.comm.host_group import HostGroup
 from farandole.native import Call as CallRecord
 
 Native = tuple[str, tuple[Any, ...]]
-"""A C function from native/core.h, and its arguments between the group and the flags."""
+"""The name of a C function in native/core.h, and its arguments except the group (first) and the flags (last)."""
 
 
 class NativeCore(GroupCore):
@@ -38,7 +38,7 @@ class NativeCore(GroupCore):
             return super().receive_buffer(shape, dtype)
 
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return a tensor in memory shared by all ranks."""
+        """Return a tensor of zeros in memory shared by all ranks; every rank must pass the same arguments."""
         return self.host.allocate_shared(shape, dtype, flags)
 
     # ---- collectives ----
@@ -81,7 +81,7 @@ class NativeCore(GroupCore):
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Send `inputs[r]` from rank `root` to rank r."""
+        """Send `inputs[r]` from rank `root` to `output` on rank r."""
         if counts is None:
             arguments = pointers_to(inputs), output.data_ptr(), output.numel(), TYPES[output.dtype], root
             self._run(("frd_scatter", arguments), flags)
@@ -91,11 +91,11 @@ class NativeCore(GroupCore):
             self.all_to_all(targets, inputs or [nothing] * self.size, flags)
 
     def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> None:
-        """Send input j to rank j and receive output i from rank i."""
+        """Send part j of `inputs` to rank j, and receive part i of `outputs` from rank i."""
         self._run(_all_to_all(outputs, inputs, self.size), flags)
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
-        """Reduce the inputs of ranks 0 to `rank`, or to `rank - 1` if `exclusive`."""
+        """Reduce the inputs of ranks 0 to `rank` into `output`; if `exclusive`, exclude this rank's input."""
         self._run(_scan(output, input, reduction, exclusive), flags)
 
     def barrier(self, flags: int) -> None:
@@ -114,7 +114,10 @@ class NativeCore(GroupCore):
     # ---- reusable calls ----
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a callable that runs the operation again at each call; its argument is `flags`."""
+        """Return a callable that takes `flags` and runs the operation with `arguments` at each call.
+
+        If possible, the arguments are converted for the C core only once.
+        """
         native = self._native(operation, arguments)
         if native is None:
             return super().prepare(operation, *arguments)
@@ -129,7 +132,7 @@ class NativeCore(GroupCore):
         return partial(function, c_void_p(self.host.handle), *converted)
 
     def _native(self, operation: str, arguments: tuple[Any, ...]) -> Native | None:
-        """Return the C call for an operation, or None if the operation needs several calls."""
+        """Return the C call for an operation, or None if no single C call runs the operation."""
         match operation, arguments:
             case "barrier", _:
                 return "frd_barrier", ()

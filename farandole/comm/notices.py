@@ -20,7 +20,7 @@ def warn_once(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Log the warning `farandole: text`; without a handler, `logging` writes it to standard error."""
+    """Log `text` as a warning with the prefix `farandole: `; without a handler, `logging` writes to standard error."""
     _log.warning("farandole: %s", text)
 
 

@@ -1,4 +1,8 @@
-"""Collectives on picklable Python objects; for small objects, one call with messages of a fixed size suffices."""
+"""Collectives on picklable Python objects.
+
+A small object is sent in one collective with messages of a fixed size.  If any object is larger, a second collective
+sends the objects.
+"""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ Who = Literal["all", "root", "others"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One row of the table; `Core` has a method `name` that runs the operation.
+    """One row of the table; the method of `Core` with this `name` runs the operation.
 
-    The arguments of this method are outputs, inputs, constants and flags.  `root` is the index of the root rank in the
-    constants.
+    The arguments of that method are the outputs, the inputs, the constants and the flags.  `root` is the position of
+    the root rank in the constants.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Operation:
     reduces: bool = False
 
     def call(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any) -> Call:
-        """Validate the arguments and return a callable that runs the operation; its argument is the flags."""
+        """Validate the arguments, and return a callable that takes `flags` and runs the operation."""
         outputs, inputs = self._used(core, outputs, inputs, constants)
         constants = self._scaled(core, (*outputs, *inputs), constants)
         method, any_device = getattr(core, self.name), core.returns_work
@@ -85,7 +85,10 @@ class Operation:
     def prepare(
         self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any
     ) -> Call:
-        """Return a callable like `call` that may be called repeatedly; addresses and counts are computed once."""
+        """Return a callable that takes `flags` and runs the operation with the same tensors at each call.
+
+        If possible, the addresses and counts are computed only once.
+        """
         used = self._used(core, outputs, inputs, constants)
         dense = all(is_dense(tensor) for tensors in used for tensor in tensors)
         if core.returns_work or not dense or self._disturbs_inputs(core, *used):
@@ -109,9 +112,9 @@ class Operation:
         return outputs, inputs
 
     def _disturbs_inputs(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-        """Return whether the output overlaps the input, so that a part could be overwritten before it is read.
+        """Return whether the outputs overlap the inputs such that data could be overwritten before it is read.
 
-        This rank's own part may be at the same address in both: the operation is then in place.
+        This rank's own part may have the same memory as input and as output: the operation is then in place.
         """
         addressable = (
             tensor.layout is torch.strided and is_dense(tensor, core.returns_work)
@@ -162,7 +165,11 @@ class Operation:
         root: int | None,
         counts: Sequence[int] | None,
     ) -> None:
-        """Raise ValueError unless the root of a gather or a scatter has one tensor of the right size per rank."""
+        """Check the sizes of the tensors for a gather or a scatter; raise ValueError if they are wrong.
+
+        The root must pass one tensor per rank.  The tensor for rank r must have `counts[r]` elements, or, if `counts`
+        is None, as many elements as this rank's own tensor.
+        """
         parts, (own,) = (outputs, inputs) if self.writes == "parts" else (inputs, outputs)
         if counts is not None:
             same_count(self.name, "the list of counts", len(counts), "the group", core.size)
@@ -191,14 +198,18 @@ class Operation:
                 )
 
     def _scaled(self, core: Core, tensors: Sequence[Tensor], constants: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the constants, with counts converted to bytes if the tensors are passed as bytes."""
+        """Return the constants; if tensors are passed as bytes, convert element counts to bytes."""
         if core.returns_work and self in (GATHER, SCATTER) and constants[-1] is not None:
             width = tensors[0].element_size()
             return *constants[:-1], [count * width for count in constants[-1]]
         return constants
 
     def _arranged(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
-        """Return the tensor arguments for the method of `Core`."""
+        """Return the tensor arguments of the method of `Core`.
+
+        Complex tensors of reductions are viewed as pairs of real numbers.  For a torch process group, the tensors of
+        other operations are viewed as bytes.
+        """
         if self.reduces or core.returns_work:  # Gloo does not support all types
             view = as_real if self.reduces else as_bytes
             # one view per tensor, so an in-place operation remains in place
@@ -224,7 +235,10 @@ BARRIER = Operation("barrier", "nothing", "nothing")
 
 
 class CopyBack(dist.Work):
-    """Work by a torch process group; `wait` also copies the results to the user's tensors."""
+    """The work of a torch process group that uses temporary buffers.
+
+    `wait` also copies the results to the user's tensors.
+    """
 
     def __init__(self, work: dist.Work, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         super().__init__()
@@ -246,7 +260,11 @@ class CopyBack(dist.Work):
 
 
 def reduction_number(op: Any, dtype: torch.dtype) -> int:
-    """Return the number of a reduction, given as a name or a `ReduceOp`; raise ValueError if it is unsupported."""
+    """Return the number of the reduction `op`, a name or a `ReduceOp`.
+
+    Raises:
+        ValueError: if `op` is unknown or does not support `dtype`.
+    """
     if isinstance(op, str):
         number = REDUCTION_NAMES.index(op) if op in REDUCTION_NAMES else None
     else:
@@ -264,7 +282,7 @@ def reduction_number(op: Any, dtype: torch.dtype) -> int:
 
 
 def existing_rank(call: str, what: str, rank: int, size: int) -> int:
-    """Return `rank`; raise ValueError if it is outside the group."""
+    """Return `rank`; raise ValueError if `rank` is not between 0 and `size` - 1."""
     if not 0 <= rank < size:
         raise ValueError(f"{call}: expected {what} to be between 0 and {size - 1}, got {rank}")
     return rank
@@ -286,7 +304,17 @@ def same_count(call: str, what: str, found: int, which: str, expected: int) -> N
 
 
 def split_rows(tensor: Tensor, splits: Sequence[int] | None, ranks: int, what: str) -> list[Tensor]:
-    """Split a tensor along dimension 0 into one part per rank; raise ValueError if the splits do not match."""
+    """Split a tensor along dimension 0 into one part per rank.
+
+    Args:
+        tensor: The tensor.
+        splits: The number of rows for each rank; if None or empty, all parts have the same number of rows.
+        ranks: The number of ranks.
+        what: The name of the tensor in error messages.
+
+    Raises:
+        ValueError: if the numbers of rows do not add up to the number of rows of the tensor.
+    """
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     rows = tensor.shape[0]
     if not splits:
@@ -310,7 +338,10 @@ def exchanged(
     input_splits: Sequence[int] | None,
     ranks: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs and inputs for an all-to-all between two tensors, split along dimension 0."""
+    """Split the two tensors of an all-to-all along dimension 0, and return the output parts and the input parts.
+
+    If no splits are given and both tensors are dense, return the whole tensors instead.
+    """
     outputs = split_rows(output, output_splits, ranks, "output")
     inputs = split_rows(input, input_splits, ranks, "input")
     even = not output_splits and not input_splits and is_dense(output) and is_dense(input)

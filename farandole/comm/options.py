@@ -27,7 +27,7 @@ class Options:
     transport: Transports = "tcp"
     """The transport for messages between leaders; `nccl` copies messages through each leader's CUDA device."""
     algorithm: Algorithms = "auto"
-    """The all-reduce algorithm between leaders; `auto` selects the algorithm with the smallest measured time for each size."""
+    """The all-reduce algorithm between leaders; `auto` selects the fastest algorithm in `table` for each size."""
     exchange: Exchanges = "auto"
     """How all-to-all, gather and scatter send messages between hosts: `aggregated` sends one message per pair of hosts,
     `direct` sends one message per pair of ranks, and `auto` aggregates small messages."""
@@ -55,7 +55,10 @@ class Options:
 
     @classmethod
     def of(cls, given: Any) -> Options:
-        """Return the given options, or the defaults for None; raise TypeError for other types."""
+        """Return `given`, or the default options if `given` is None; raise TypeError for other types.
+
+        If `interface` is not set, the value of the environment variable GLOO_SOCKET_IFNAME is used, if there is one.
+        """
         if given is not None and not isinstance(given, cls):
             raise TypeError(f"pg_options: expected farandole.comm.Options, got {type(given).__name__}")
         options = given or cls()

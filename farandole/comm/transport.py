@@ -90,7 +90,7 @@ class WireMessage:
         return True
 
     def release(self) -> None:
-        """Cancel the message if it is pending; the group is then unusable."""
+        """Cancel the message if it is pending; the group cannot be used after that."""
         message, self._message = self._message, None
         if message is not None:
             self._host.cancel_message(message)
@@ -127,13 +127,16 @@ class WireTransport:
         return message
 
     def release(self) -> None:
-        """Cancel messages that are pending after an error; called after each collective."""
+        """Cancel all messages that are still pending; called after each collective.
+
+        Messages are pending then only if the collective failed.
+        """
         messages, self._open = self._open, []
         for message in messages:
             message.release()
 
     def group_rank(self, peer: int) -> int:
-        """Return the group rank of a rank in this transport."""
+        """Return the group rank of rank `peer` of this transport."""
         return self._ranks[peer]
 
 
@@ -169,7 +172,11 @@ class TorchMessage:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Block until the message is complete; Gloo closes its connections if the timeout expires."""
+        """Block until the message is complete.
+
+        Raises:
+            RankLate: if the message is not complete after `timeout_s` seconds; Gloo then closes its connections.
+        """
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:

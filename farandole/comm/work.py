@@ -51,7 +51,10 @@ def flags_here() -> int:
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
-    """Return a timeout in seconds, or None for no timeout, which torch may pass as 0 or -1 ms."""
+    """Return a timeout in seconds, or None for no timeout.
+
+    Torch may also pass 0 ms or -1 ms for no timeout.
+    """
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
 
@@ -76,7 +79,7 @@ class FarandoleWork(dist.Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of failed work."""
+        """Return the error if the work has failed, else None."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -88,7 +91,7 @@ class FarandoleWork(dist.Work):
         self.wait()
 
     def outcome(self) -> list[torch.Tensor]:
-        """Return the output tensors of completed work, or raise its error."""
+        """Return the output tensors of completed work; raise the error if the work failed."""
         if isinstance(self._error, Exception):
             raise self._error
         if self._error is not None:  # Ctrl-C itself is raised in the thread that received it
@@ -124,9 +127,9 @@ class FutureWork(FarandoleWork):
         self._first, self._future = first, future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the callback has returned or `timeout` expires.
+        """Block until the callback has returned; raise the error of the work or of the callback.
 
-        Raises the error of the work or of the callback.
+        `timeout` limits only the wait for the work of the process group, not for the callback.
         """
         if timeout is None:
             self._first.wait()
@@ -140,7 +143,7 @@ class FutureWork(FarandoleWork):
         return self._future.done()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future for the tensors."""
+        """Return a future that completes after the callback; its value is the list of output tensors."""
         return self._future
 
 
@@ -230,12 +233,12 @@ class QueuedWork(FarandoleWork):
             self._unseen.detach()
 
     def outcome(self) -> list[torch.Tensor]:
-        """Return the output tensors of completed work, or raise its error."""
+        """Return the output tensors of completed work; raise the error if the work failed."""
         self._see()
         return super().outcome()
 
     def exception(self) -> BaseException | None:
-        """Return the error of the call, or None."""
+        """Return the error if the call has failed, else None; the error then counts as reported."""
         self._see()
         return super().exception()
 
@@ -253,9 +256,10 @@ class QueuedWork(FarandoleWork):
 
 
 class Tickets:
-    """Wakes the queue's thread for calls that are still queued after a short delay; each call posts a ticket.
+    """Wakes the queue's thread for a call that no other thread starts within a short delay.
 
-    The thread waits in C without the interpreter lock (native/tickets.c).
+    Each call posts a ticket, and the thread that starts the call takes the ticket.  The queue's thread waits in C
+    without the interpreter lock (native/tickets.c).
     """
 
     def __init__(self) -> None:
@@ -317,7 +321,7 @@ class WorkQueue:
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call, tensors: Sequence[torch.Tensor]) -> dist.Work:
-        """Run a call after all earlier calls; block until it is complete."""
+        """Run `call` after all earlier calls of the group; block until `call` is complete."""
         if not self.enter():
             self.refuse_in_handler()
             self.submit(call, tensors).wait()
@@ -329,7 +333,10 @@ class WorkQueue:
         return COMPLETED
 
     def enter(self) -> bool:
-        """Acquire the queue for this thread if no call is pending; release it with `leave`."""
+        """Acquire the queue for this thread if no call is pending; return whether this succeeded.
+
+        If it succeeded, call `leave` to release the queue.
+        """
         if self.waiting or not self.acquire(False):
             return False
         self.holder = _thread.get_ident()
@@ -345,7 +352,10 @@ class WorkQueue:
         return self._caller == _thread.get_ident()
 
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> QueuedWork:
-        """Queue a call; calls from callbacks run immediately."""
+        """Queue `call` and return its work.
+
+        If this thread is running a callback for this queue, run `call` immediately.
+        """
         if self.closed:
             raise CommunicationError(
                 self.invalid or f"the group was destroyed; create a new group{see('the-group-was-destroyed')}"
@@ -368,12 +378,12 @@ class WorkQueue:
         return work
 
     def raise_at_next_call(self, words: str) -> None:
-        """Raise CommunicationError with this message on the next call."""
+        """Raise CommunicationError with the message `words` when the next call is issued."""
         self._unseen_error = words
         self.acquire = lambda blocking: False
 
     def refuse_in_handler(self) -> None:
-        """Raise CommunicationError if a signal handler that interrupted a call of this queue runs this code."""
+        """Raise CommunicationError if this thread is in a signal handler that interrupted a call of this queue."""
         if self.holder == _thread.get_ident() and not self.in_callback():
             raise CommunicationError(
                 f"a signal handler used a group while it interrupted another call on this group "
@@ -382,8 +392,7 @@ class WorkQueue:
             )
 
     def help(self) -> bool:
-        """Run the next call on this thread, if a call is queued and no other thread is running a call; return whether a
-        call ran."""
+        """Run the next queued call on this thread, if no other thread is running a call; return whether a call ran."""
         if self.in_callback():
             return self._run_next(flags_here())
         if not self._running.acquire(False):
@@ -395,7 +404,10 @@ class WorkQueue:
             self.leave()
 
     def run_callbacks(self, outcome: OutcomeFuture) -> None:
-        """Complete a future while this thread holds the queue; calls from its callbacks precede queued calls."""
+        """Complete the future `outcome` and run its callbacks while this thread holds the queue.
+
+        Calls issued by these callbacks run immediately, before queued calls.
+        """
         outer, self._caller = self._caller, _thread.get_ident()
         try:
             outcome.complete()
@@ -403,9 +415,9 @@ class WorkQueue:
             self._caller = outer
 
     def close(self, patience_s: float) -> bool:
-        """Complete the issued calls and end the thread; return whether this takes at most `patience_s` seconds.
+        """Run the calls that have been issued and end the thread; return False if this takes too long.
 
-        A closed queue remains acquired, so other threads cannot run later calls.
+        The limit is `patience_s` seconds.  A closed queue remains acquired, so other threads cannot run later calls.
         """
         if self.closed:
             return True
@@ -418,7 +430,7 @@ class WorkQueue:
         return self.closed
 
     def invalidate(self, reason: str) -> None:
-        """Fail later calls in a forked child and drop the queued calls."""
+        """Make later calls fail with `reason`, and drop the queued calls; called in a forked child."""
         self.closed, self.invalid = True, reason
         # the lock may be held by a thread of the parent, which does not exist in this process
         self._running.acquire(False)

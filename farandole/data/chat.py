@@ -47,8 +47,10 @@ class Conversations:
     """Tokenized conversations, packed into windows of `context` tokens by best fit.
 
     Args:
-        tokens, trained: the tokens of all conversations, concatenated, and whether each token is a target.
-        spans: the first token of each conversation, and the token after its last token, (conversations, 2).
+        tokens: the tokens of all conversations, concatenated.
+        trained: for each token, 1 if the token is a target, else 0.
+        spans: for each conversation, the index of its first token and the index after its last token.
+        context: the number of tokens in a window.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class Conversations:
     def read(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the tokens, document numbers and targets of windows, each (len(numbers), context).
+        """Return the tokens, document numbers and targets of the windows `numbers`, each (len(numbers), context).
 
-        Padding has token 0, a separate document number, and no targets.
+        The target at a position is the next token of the conversation, or `IGNORED` if that token is not trained.
+        Padding has token 0, document number -1, and no targets.
         """
         shape = (len(numbers), self.context)
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
@@ -96,10 +99,11 @@ class Conversations:
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Assign items to bins of `size` by best fit decreasing: longest first, each to the fullest bin with enough space.
+    """Assign items with these `lengths` to bins of `size` by best fit decreasing, and return the items in each bin.
 
-    The result is deterministic.  The number of bins is at most 11/9 of the optimum plus 4 (Johnson et al., 1974,
-    "Worst-case performance bounds for simple one-dimensional packing algorithms").
+    The longest items come first, and each item goes to the fullest bin with enough space.  Items of length 0 are
+    omitted.  The result is deterministic.  The number of bins is at most 11/9 of the optimum plus 4 (Johnson et al.,
+    1974, "Worst-case performance bounds for simple one-dimensional packing algorithms").
     """
     bins: list[list[int]] = []
     open_bins: dict[int, list[int]] = {}  # by remaining space
@@ -137,7 +141,7 @@ class Chat:
     train: Conversations
     validation: Conversations
     end: int | None
-    """The token that ends the assistant's message; None if the tokenizer has no end-of-sequence token."""
+    """The token that ends the assistant's messages; None if the tokenizer has no end-of-sequence token."""
 
 
 def prepare_chat(
@@ -235,7 +239,7 @@ def prepare_chat(
 
 
 class _Encoder:
-    """Encodes records as tokens and flags the trained tokens."""
+    """Converts records to tokens, and marks the tokens that the model is trained to predict."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: Template | None, missing: str, field: str, end: str | None
@@ -244,7 +248,10 @@ class _Encoder:
         self.field, self._end = field, end
 
     def texts(self, where: str, record: Mapping[str, Any]) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Return texts, each with its ranges of trained characters."""
+        """Return the texts of a record, each with the character ranges that the model is trained to predict.
+
+        `where` is the location of the record in error messages.
+        """
         if self.field in record:
             messages = record[self.field]
             if isinstance(messages, str):  # JSON text in a column
@@ -288,7 +295,10 @@ class _Encoder:
                 )
 
     def encode(self, texts: list[tuple[str, list[tuple[int, int]]]]) -> Iterator[tuple[NDArray, NDArray]]:
-        """Yield the tokens of each text, and flags of the tokens that have a character in a trained range."""
+        """For each text, yield its tokens and an array with one flag per token.
+
+        A flag is 1 if at least one character of the token is in a trained range of the text, else 0.
+        """
         encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
         for (_, spans), encoding in zip(texts, encodings, strict=True):
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
@@ -306,7 +316,7 @@ def _parsed(where: str, field: str, text: str) -> Any:
 
 
 def _build(source: Source, folder: Path, encoder: _Encoder, share: float, progress: Progress) -> None:
-    """Write the files of a cache entry."""
+    """Tokenize the conversations in `source`, and write the files of a cache entry to `folder`."""
     ends: list[int] = []
     held_out: list[bool] = []
     total = 0

@@ -1,4 +1,4 @@
-"""Texts with classes as training samples: tokenized once and memory-mapped.
+"""Labeled texts (texts with classes) as training samples: tokenized once and memory-mapped.
 
 Each text and its class are fields of a record.  A class is a string or an integer.
 
@@ -37,7 +37,9 @@ class LabeledTexts:
 
     Args:
         tokens: all texts, concatenated.
-        starts, ends: the first token of each text, and the token after its last token.
+        starts: for each text, the index of its first token.
+        ends: for each text, the index after its last token.
+        labels: for each text, the number of its class.
         padding: the token that pads shorter texts in `read`.
     """
 
@@ -55,11 +57,14 @@ class LabeledTexts:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The numbers of tokens in the texts."""
+        """The number of tokens in each text."""
         return self.ends - self.starts
 
     def read(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the padded tokens (n, positions) and the classes (n) of texts."""
+        """Return the tokens (n, positions) and the class numbers (n) of the n texts with these `numbers`.
+
+        Shorter texts are padded to the length of the longest text.
+        """
         tokens = np.full((len(numbers), int(self.lengths[numbers].max())), self.padding, np.int64)
         for row, number in zip(tokens, numbers, strict=True):
             values = self.tokens[self.starts[number] : self.ends[number]]
@@ -153,7 +158,7 @@ def prepare_labeled(
 def _build(
     source: Source, folder: Path, encoder: Tokenizer, field: str, label: str, progress: Progress
 ) -> None:
-    """Write the files of a cache entry."""
+    """Tokenize the texts in `source`, and write the files of a cache entry to `folder`."""
     records = _records(source, field, label)
     ends: list[int] = []
     names: list[str | int] = []

@@ -40,9 +40,9 @@ class Masking:
     """Masks windows of tokens.
 
     Args:
-        vocabulary: the number of tokens.
+        vocabulary: the number of tokens in the vocabulary.
         mask_token: the token that replaces selected tokens.
-        special: tokens that are never selected and never replace another token; always includes `mask_token`.
+        special: tokens that are never selected and never replace another token; `mask_token` is added automatically.
         seed: the seed for the random choices.
         share: the fraction of ordinary (not special) tokens to select.
 
@@ -117,7 +117,10 @@ class Masking:
         inputs[indices] = np.select([tenth < 8, tenth == 8], [np.int64(self.mask_token), others], chosen)
 
     def _choose(self, tokens: NDArray[np.int64], numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Select the ordinary tokens with the smallest random numbers in every window."""
+        """Return a mask of the selected tokens.
+
+        In each window, these are the fraction `share` of the ordinary tokens that has the smallest random `numbers`.
+        """
         special = self._is_special[tokens]
         many = tokens.shape[1] - special.sum(1)
         count = np.where(many > 0, np.maximum(1, np.rint(self.share * many).astype(np.int64)), 0)
@@ -161,9 +164,9 @@ def masking_for(tokenizer: Tokenizer, seed: int, share: float = 0.15, mask: str 
 
 
 class MaskedBatches:
-    """Batches of masked windows, whose order and masks depend only on the seeds.
+    """Batches of masked windows; the order and the masks depend only on the seeds.
 
-    `sampler.consumed` is the complete state; set it to resume.
+    The only state is `sampler.consumed`; set it to resume.
 
         batches = MaskedBatches(text.train, masking, Sampler(text.train.samples, seed=0))
         inputs, targets = batches.next(count=16, rank=0, ranks=2)    # 8 windows; rank 1 gets the other 8

@@ -19,13 +19,13 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmi
 class Sampler:
     """Assigns samples to ranks in an order that depends only on `seed`.
 
-    `samples` is the number of samples.  `consumed` is the complete state; set it to resume.
+    `samples` is the number of samples.  The only state is `consumed`; set it to resume.
 
         sampler = Sampler(samples=1000, seed=0)
         indices = sampler.next(count=16, rank=0, ranks=2)  # 8 indices; rank 1 gets the other 8
 
     Raises:
-        ValueError: if there are no samples, or `next` or `take` gets a count that is not a multiple of `ranks`.
+        ValueError: if there are no samples, or the `count` of a call is not a multiple of `ranks`.
     """
 
     def __init__(self, samples: int, seed: int, consumed: int = 0) -> None:
@@ -40,7 +40,10 @@ class Sampler:
         return self.at(self.take(count, rank, ranks))
 
     def take(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-        """Consume samples as `next` does, but return their positions in the run, which `at` and `epochs` accept."""
+        """Consume samples as `next` does, but return their positions in the run, which `at` and `epochs` accept.
+
+        Positions count all samples of the run from 0, across epochs.
+        """
         if count % ranks:
             raise ValueError(f"expected a number of samples divisible by {ranks} ranks, got {count}")
         share = count // ranks
@@ -49,7 +52,7 @@ class Sampler:
         return np.arange(first, first + share)
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at these positions, which count across epochs."""
+        """Return the samples at these positions in the run."""
         epochs, indices = np.divmod(positions, self.samples)
         result = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -58,7 +61,7 @@ class Sampler:
         return result
 
     def epochs(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the epochs of these positions, counted from 0."""
+        """Return the epoch of each position in the run, counted from 0."""
         return positions // self.samples
 
 
@@ -81,7 +84,7 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint6
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finalizer of splitmix64, a bijection on 64-bit numbers with random-looking results."""
+    """Apply the finalizer of splitmix64, a bijection on 64-bit numbers whose results look random."""
     values = (values ^ (values >> np.uint64(30))) * _MIX[0]
     values = (values ^ (values >> np.uint64(27))) * _MIX[1]
     return values ^ (values >> np.uint64(31))

@@ -175,9 +175,10 @@ def _split_of_datasets(root: Path) -> Path:
 
 
 def _files_of_dataset(folder: Path) -> tuple[Path, ...]:
-    """Return, in order, the files of a folder written by `datasets.Dataset.save_to_disk`, or () for another folder.
+    """Return the data files of a folder written by `datasets.Dataset.save_to_disk`, in order.
 
-    Such a folder can also contain files with cached results of `Dataset.map`, which are not part of the data set.
+    Return () for any other folder.  Such a folder can also contain files with cached results of `Dataset.map`, which
+    are not part of the data set.
     """
     state = folder / "state.json"
     if not (state.is_file() and (folder / "dataset_info.json").is_file()):
@@ -236,7 +237,11 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file; replace a few invalid UTF-8 bytes, but raise `DataError` for many."""
+    """Return the text of a file, with invalid UTF-8 replaced by U+FFFD.
+
+    Raises:
+        DataError: if the file contains NUL bytes, or too many of its characters are invalid.
+    """
     text = path.read_text(encoding="utf-8-sig", errors="replace")
     replaced = text.count("\N{REPLACEMENT CHARACTER}") / max(1, len(text))
     if "\0" in text:
@@ -261,9 +266,12 @@ def _warn_invalid(path: Path, where: str) -> None:
 
 
 def read_records(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the records of a JSON lines, Parquet or Arrow file, each with its location for messages.
+    """Yield (location, record) for all records of a JSON lines, Parquet or Arrow file.
+
+    The location is text for error messages, such as the path and the line number.
 
     Args:
+        path: the file.
         fields: the columns of a Parquet or Arrow file to read, at least one of which must exist; by default, all
             columns.
 
@@ -331,7 +339,10 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict
 
 
 def _read_arrow(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read a file written by the `datasets` library, in Arrow's stream format or file format."""
+    """Yield (location, record) for all records of a file in Arrow's stream format or file format.
+
+    The `datasets` library writes such files.
+    """
     import pyarrow as arrow
 
     try:
@@ -366,7 +377,10 @@ def _rows(path: Path, batches: Iterable[Any]) -> Iterator[tuple[str, dict[str, A
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove the null fields of structs: all structs in a column have the same fields, so a missing field is null."""
+    """Remove the null fields of structs.
+
+    In a column, all structs have the same fields, so a field that a record does not have is null.
+    """
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -35,7 +35,10 @@ _START, _END = "\U0010fffe", "\U0010ffff"
 
 
 class _Generation(jinja2.ext.Extension):
-    """The `{% generation %}` tag of `transformers`, which encloses the assistant's text; adds `_START` and `_END`."""
+    """Implements the `{% generation %}` tag of `transformers`, which encloses the assistant's text.
+
+    The tag renders as `_START`, the assistant's text and `_END`.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
 
@@ -47,7 +50,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class Template:
-    """Renders conversations.
+    """A chat template, which renders conversations as text.
 
     Args:
         source: the Jinja program.
@@ -82,9 +85,11 @@ class Template:
         """The names of the other variables that the program reads, such as `tools`."""
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **variables: Any) -> str:
-        """Return a conversation as text; with `prompt`, also the start of the assistant's next message.
+        """Return a conversation as text; if `prompt` is set, append the start of the assistant's next message.
 
         Args:
+            messages: the conversation.
+            prompt: whether to append the start of the assistant's next message.
             variables: values of `self.variables`.
 
         Raises:
@@ -93,7 +98,7 @@ class Template:
         return self._render(messages, prompt, variables).replace(_START, "").replace(_END, "")
 
     def _render(self, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any]) -> str:
-        """Return a conversation as text; the tag `generation` in a template adds marks around the assistant's text."""
+        """Return a conversation as text; if the template has the tag `generation`, the assistant's text is marked."""
         try:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=prompt, **self._tokens, **variables
@@ -110,12 +115,12 @@ class Template:
     def answers(
         self, messages: Sequence[Message], **variables: Any
     ) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Return texts, each with the ranges of characters written by the assistant.
+        """Return the conversation as one or more texts, each with the character ranges written by the assistant.
 
-        A template with the tag `generation` marks these ranges.  Otherwise, an answer is the text that the assistant's
-        message adds to its prompt.  If the template renders earlier turns without changes, the conversation is one
-        text.  If it changes earlier turns, for example by removing their reasoning, there is one text per assistant
-        turn.
+        In a template with the tag `generation`, the tag marks these ranges.  Otherwise, an answer is the text that the
+        assistant's message adds to its prompt.  If the template renders earlier turns without changes, the conversation
+        is one text.  If the template changes earlier turns, for example by removing their reasoning, there is one text
+        per assistant turn.
 
         Raises:
             DataError: if the template rejects the messages, or renders a turn without its prompt.
@@ -143,7 +148,10 @@ class Template:
 
     @staticmethod
     def _marked(text: str) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Return a rendered conversation without marks, and the character ranges that the marks enclosed."""
+        """Remove the marks from a rendered conversation; return the text and the character ranges between the marks.
+
+        Return an empty list if there are no marks.
+        """
         spans: list[tuple[int, int]] = []
         parts = text.split(_START)
         plain = parts[0]
@@ -199,9 +207,10 @@ def find_template(folder: Path, choice: str = "") -> Template:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`, or {} if the file is missing or contains no object.
+    """Return the content of `tokenizer_config.json`, or {} if the file is missing or does not contain a JSON object.
 
-    Raises `DataError` if the file is damaged.
+    Raises:
+        DataError: if the file is damaged.
     """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
@@ -214,7 +223,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def token_text(config: Mapping[str, Any], name: str) -> str | None:
-    """Return a special token from a tokenizer's configuration, such as `eos_token`."""
+    """Return the special token `name`, such as `eos_token`, in a tokenizer's configuration, or None."""
     token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")

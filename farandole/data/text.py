@@ -35,12 +35,18 @@ from farandole.data.wording import counted
 
 _BATCH_CHUNKS = 512
 _TOKENIZER_BYTES = 100 << 20
-"""The approximate maximum size of the text for training a tokenizer, sampled evenly; more text has little effect."""
+"""The approximate maximum size in bytes of the text on which a tokenizer is trained.
+
+A larger text is sampled evenly, because more text has little effect.
+"""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A token stream, read in windows: with context C, window i consists of tokens i C to (i + 1) C."""
+    """A stream of tokens, read in windows of C + 1 tokens, where C is `context`.
+
+    Window i starts at token i C, so the last token of a window is also the first token of the next window.
+    """
 
     tokens: NDArray[np.unsignedinteger]
     context: int
@@ -140,7 +146,11 @@ def prepare_text(
 
 
 def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str]) -> str:
-    """Return a `tokenizer.json` as text; raise `DataError` if it does not match a model with `vocabulary` tokens."""
+    """Return the content of a `tokenizer.json`.
+
+    Raises:
+        DataError: if the tokenizer cannot be loaded, has more than `vocabulary` tokens, or lacks a special token.
+    """
     try:
         tokenizer = load_tokenizer(path)
     except Exception as error:  # the library raises plain Exception
@@ -168,7 +178,7 @@ def _build(
     end_of_text: str,
     progress: Progress,
 ) -> None:
-    """Write the files of a cache entry to `folder`."""
+    """Train or load a tokenizer, tokenize `source`, and write the files of a cache entry to `folder`."""
     if tokenizer_file is not None:
         tokenizer = load_tokenizer(tokenizer_file)
     else:
@@ -200,7 +210,7 @@ class _Chunk(NamedTuple):
 
     text: str
     last: bool
-    """Whether this is the end of the document."""
+    """Whether this part is the last part of the document."""
 
 
 def _chunks(source: Source, what: str, progress: Progress) -> Iterator[_Chunk]:
@@ -221,13 +231,19 @@ def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
 
 
 def uniform_hash(text: str) -> float:
-    """Hash `text` to [0, 1).  Equal chunks get the same number, so no chunk is in both training and validation."""
+    """Return a hash of `text` as a number in [0, 1).
+
+    Equal chunks get the same number, so no chunk is in both training and validation.
+    """
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
 
 def _hold_out_end(folder: Path, dtype: np.dtype[np.unsignedinteger], share: float) -> None:
-    """Concatenate both streams, and hold out the last `share` of the tokens, for texts too small for a random split."""
+    """Concatenate both streams, and use the last `share` of the tokens for validation.
+
+    This is necessary for texts with too few chunks for a random split.
+    """
     tokens = np.concatenate([np.fromfile(folder / f"{name}.bin", dtype) for name in ("train", "validation")])
     end = len(tokens) - max(1, round(share * len(tokens)))
     tokens[:end].tofile(folder / "train.bin")

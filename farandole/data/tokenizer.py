@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from farandole.data.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-"""The token at the end of every document; its number is 0."""
+"""The token at the end of every document; in tokenizers trained by `train_tokenizer`, its number is 0."""
 
 MASK, PAD = "[MASK]", "[PAD]"
 """Optional special tokens for masked positions and for padding."""
@@ -25,9 +25,9 @@ CHUNK_CHARACTERS = 1 << 13
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Train a tokenizer of `vocabulary` tokens (at least 257) on `texts`, deterministically.
+    """Train a tokenizer with `vocabulary` tokens (at least 257) on `texts`.
 
-    `special_tokens` are part of the vocabulary, as tokens 1, 2, and so on.
+    The result is deterministic.  The vocabulary includes the `special_tokens`, as tokens 1, 2, and so on.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,7 +43,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: Seque
 
 
 def check_special_tokens(special_tokens: Sequence[str]) -> None:
-    """Raise `DataError` for duplicates, and for names that could be learned from text (a single pre-token)."""
+    """Raise `DataError` if there are duplicates, or if training could learn a special token from text.
+
+    Training can learn every name that the pre-tokenizer does not split, so a name must consist of several pre-tokens.
+    """
     for index, name in enumerate(special_tokens):
         if name == END_OF_TEXT or name in special_tokens[:index]:
             raise DataError(

@@ -33,7 +33,7 @@ def size(count: float) -> str:
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:
-    """Convert `value`, in the first unit, to the largest unit in which it is at least 1."""
+    """Convert `value` from the first unit to the largest unit in which the number is at least 1."""
     for unit in units[:-1]:
         if value < base:
             return value, unit

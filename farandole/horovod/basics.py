@@ -190,7 +190,7 @@ def is_version_greater_equal_than(version: str, target: str) -> bool:
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether a framework, "torch" or "tensorflow", is installed."""
+    """Return whether the framework `ext_base_name`, "torch" or "tensorflow", is installed."""
     return ext_base_name in ("torch", "tensorflow") and importlib.util.find_spec(ext_base_name) is not None
 
 

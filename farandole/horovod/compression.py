@@ -15,12 +15,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor to communicate, and the context for `decompress`."""
+        """Return the tensor to communicate, and a context that `decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its original dtype."""
+        """Return the communicated tensor in its original dtype; `ctx` is the context from `compress`."""
         raise NotImplementedError
 
 
@@ -45,7 +45,10 @@ class _CastCompressor(Compressor):
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Cast the tensor to the 16-bit dtype.  Return the result and the original dtype."""
+        """Cast a floating-point tensor to the 16-bit dtype; return the result and the original dtype.
+
+        Return a tensor that needs no cast unchanged, with None instead of the dtype.
+        """
         if isinstance(tensor, torch.Tensor):
             dtype, is_floating = getattr(torch, cls.dtype), tensor.is_floating_point()
         else:
@@ -56,7 +59,7 @@ class _CastCompressor(Compressor):
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its original dtype."""
+        """Return the tensor in its original dtype `ctx`, or unchanged if `ctx` is None."""
         return tensor if ctx is None else _cast(tensor, ctx)
 
 

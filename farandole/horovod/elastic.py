@@ -74,7 +74,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Adapt to the new world before the state is broadcast."""
+        """Discard pending host changes, and call `reset` and the reset callbacks; called before `sync`."""
         while not self._host_messages.empty():
             self._host_messages.get()
         self.reset()
@@ -120,7 +120,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to a changed world."""
+        """Adapt to a changed world; subclasses may override this method, which does nothing by default."""
 
 
 class ObjectState(State):
@@ -148,7 +148,7 @@ class ObjectState(State):
         self._set_attributes()
 
     def sync(self) -> None:
-        """Broadcast rank 0's attributes."""
+        """Broadcast rank 0's attributes to all ranks.  All ranks must call this method."""
         if self._saved_state:
             current = {name: getattr(self, name) for name in self._saved_state}
             self._saved_state = self._bcast_object(current)
@@ -162,14 +162,14 @@ class ObjectState(State):
 def run_with(
     function: Callable[..., Any], reset: Callable[[], None], begin: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap `function` so that it is called again after each change to the world.
+    """Return a function that calls `function`, and calls it again after each failure of a rank or change of hosts.
+
+    The returned function does not retry after a `MismatchError`, because the mismatch would recur.
 
     Args:
         function: The training function, whose first argument is a `State`.
         reset: A function that forms the new world.
         begin: A function to call once, before the first call to `function`.
-
-    The returned function does not retry after a `MismatchError`, because the mismatch would recur.
     """
 
     @functools.wraps(function)
@@ -223,8 +223,8 @@ class World:
         """Wait for all survivors and return their ranks.
 
         Raises:
-            HorovodInternalError: if the ranks are on several hosts, the store is unreachable, a live rank did not arrive
-                within the timeout, or this rank arrived too late.
+            HorovodInternalError: if the ranks are on several hosts, the store is unreachable, a live rank did not
+                arrive within the timeout, or this rank arrived too late.
         """
         if not self._one_host:
             raise HorovodInternalError(
@@ -259,7 +259,11 @@ class World:
             os.close(self._processes.pop())
 
     def _wait_for_each(self, timeout_s: float) -> list[int]:
-        """Wait until each rank has arrived or died, and return the ranks that arrived."""
+        """Wait until each rank has arrived or died, and return the ranks that arrived.
+
+        Raises:
+            HorovodInternalError: if a live rank did not arrive within `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         open_ranks, members = set(range(self.size)), []
         while open_ranks:
@@ -287,7 +291,14 @@ def _has_ended(process: int) -> bool:
 
 
 def form(world: World, members: Sequence[int], generation: int, timeout_s: float) -> None:
-    """Initialize torch's default process group with a world's surviving members."""
+    """Initialize torch's default process group with the surviving ranks of `world`.
+
+    Args:
+        world: The old world.
+        members: The ranks of the survivors in the old world.
+        generation: The number of worlds formed before the new world.
+        timeout_s: The timeout of the process group.
+    """
     dist.init_process_group(
         world.backend,
         store=dist.PrefixStore(f"farandole/elastic/{generation}/world", world.store),

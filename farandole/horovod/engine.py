@@ -32,7 +32,7 @@ UNSUPPORTED = {
     "HOROVOD_CONTROLLER": "negotiation uses the process group of farandole.init()",
     "HOROVOD_DISABLE_GROUP_FUSION": "groups are fused; HOROVOD_FUSION_THRESHOLD=0 disables fusion",
 }
-"""Variables that have no effect, with the reason or an alternative."""
+"""Environment variables of Horovod that have no effect here, each with the reason or an alternative."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Settings:
 
 
 def unsupported(environ: Mapping[str, str]) -> list[str]:
-    """Return a warning for each set variable that has no effect."""
+    """Return one warning for each variable that is set but has no effect."""
     return [
         f"{name}={environ[name]} has no effect; {instead}"
         for name, instead in UNSUPPORTED.items()
@@ -93,7 +93,10 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 _CLOSE_TIMEOUT_S = 5.0
-"""The timeout for `close`.  Live ranks join a cycle within `HEARTBEAT_S`."""
+"""How long `close` waits for the engine's thread, in seconds.
+
+Live ranks join a cycle within `HEARTBEAT_S`.
+"""
 
 SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks, or by an operation "
@@ -231,7 +234,7 @@ class Engine:
             self._abort()
 
     def _serve(self) -> str:
-        """Run cycles until the process set is shut down, and return the reason."""
+        """Run cycles until the process set is shut down, and return the reason for the shutdown."""
         negotiator, progress, reason = self._negotiator, True, None
         while True:
             self._pause(progress)
@@ -288,7 +291,7 @@ class Engine:
         request.finish(error)
 
     def _end(self, error: BaseException) -> None:
-        """Fail all requests in flight and all later requests."""
+        """Fail all requests in flight and all later requests with `error`."""
         self._ended = error
         self._negotiator.drop_all()
         for request in list(self._in_flight.values()):
@@ -299,7 +302,7 @@ class Engine:
         return HorovodInternalError(str(self._ended))
 
     def _abort(self) -> None:
-        """Abort running collectives on all ranks."""
+        """Abort the running collectives of both process groups, so that no rank waits for this rank."""
         for group in (self._groups.control, self._groups.data):
             with contextlib.suppress(
                 RuntimeError

@@ -40,7 +40,10 @@ _SMALLEST_BUFFER = 1 << 20
 
 @dataclass
 class Pack:
-    """The tensors in one all-reduce.  A member is a ready request and the index of a tensor in its group."""
+    """The tensors that are reduced in one all-reduce.
+
+    Each member is a ready request and the index of a tensor in this request.
+    """
 
     dtype: torch.dtype
     members: list[tuple[Ready, int]] = field(default_factory=list)
@@ -55,8 +58,8 @@ class Pack:
 def pack(ready: Iterable[Ready], threshold: int) -> list[Pack]:
     """Combine compatible all-reduces into packs of at most `threshold` bytes.
 
-    All-reduces are compatible if their dtypes, operations, scale factors and devices are equal.  A larger tensor
-    gets a pack to itself.  The packs are ordered by their first members.
+    All-reduces are compatible if their dtypes, operations, scale factors and devices are equal.  A tensor of more than
+    `threshold` bytes gets a pack to itself.  The packs are ordered by their first members.
     """
     packs: list[Pack] = []
     open_packs: dict[tuple[object, ...], Pack] = {}
@@ -88,7 +91,7 @@ class FusionBuffer:
         self._memory: dict[torch.device, Tensor] = {}
 
     def acquire(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized flat tensor of `size` bytes, in memory that the next call for this device reuses."""
+        """Return an uninitialized flat tensor of `size` bytes; the next call for this device reuses its memory."""
         memory = self._memory.get(device)
         if memory is None or memory.numel() < size:
             capacity = _SMALLEST_BUFFER
@@ -202,10 +205,10 @@ class Executor:
         }
 
     def run(self, ready: Sequence[Ready], finished: Callable[[Request, BaseException | None], None]) -> None:
-        """Execute the ready requests, and call `finished` with each of this rank's requests and its error or None.
+        """Execute the ready requests, and call `finished(request, error)` for each request of this rank.
 
-        `finished` receives a `MismatchError` for a request that differs between ranks.  If a rank fails, the process
-        group's exception propagates.
+        `error` is None for a successful request, and a `MismatchError` for a request that differs between ranks.  If a
+        rank fails, the process group's exception propagates.
         """
         if self._timeline.active:
             now = time.monotonic()
@@ -319,7 +322,7 @@ class Executor:
         request.outputs = outputs
 
     def _gather_rows(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
-        """Concatenate the tensors from all ranks, which may have different numbers of rows."""
+        """Return the concatenated tensors of all ranks; the tensor on rank r has `rows[r]` rows."""
         most, rest = max(rows), tensor.shape[1:]
         gathered = tensor.new_empty((len(rows), most, *rest))
         if gathered.numel() == 0:
@@ -389,7 +392,7 @@ class Executor:
 
 
 def agreed_shape(one: Ready, index: int) -> tuple[int, ...]:
-    """Return the agreed shape of one tensor in a ready request."""
+    """Return the shape on which the ranks have agreed for tensor number `index` of a request."""
     return one.signature.shapes[index]
 
 
@@ -404,7 +407,10 @@ def _scale(tensor: Tensor, factor: float) -> None:
 
 
 def _mode_of(requests: Iterable[Request | None]) -> AbstractContextManager[object]:
-    """Return inference mode if any request has inference tensors, which are writable in inference mode only."""
+    """Return a context that enables inference mode if any request has inference tensors.
+
+    Inference tensors are writable only in inference mode.
+    """
     for request in requests:
         if request is not None and any(t.is_inference() for t in (*request.inputs, *request.outputs)):
             return torch.inference_mode()
@@ -412,12 +418,12 @@ def _mode_of(requests: Iterable[Request | None]) -> AbstractContextManager[objec
 
 
 def _wait_for_inputs(request: Request) -> None:
-    """Wait until the device has computed the inputs."""
+    """Wait until the device has computed the inputs of `request`."""
     if request.event is not None:
         request.event.synchronize()
 
 
 def _wait_for_outputs(request: Request) -> None:
-    """Wait until the device has written the outputs, because the program may use them on any stream."""
+    """Wait until the device has written the outputs of `request`, because the program may use them on any stream."""
     if request.event is not None:
         torch.accelerator.synchronize()

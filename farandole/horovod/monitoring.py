@@ -160,7 +160,7 @@ class StallInspector:
         self._next_check = self._next_warning = 0.0
 
     def check(self, table: Mapping[str, Collection[int]], joined: Collection[int]) -> str | None:
-        """Log a warning about stalled tensors.
+        """Log a warning if tensors have stalled for longer than `warn_s`.
 
         Args:
             table: The members that have announced each tensor, keyed by tensor name.

@@ -24,9 +24,9 @@ cycle.  Only the start time of a cycle and a rank's contribution are local decis
 after the rank has set its bit, the rank announces the request again.)
 
 *Only submitted requests are executed.*  A bit is set in the result only if every rank that has not joined has set the
-bit.  A name is complete only if every rank that has not joined has announced it.  A rank sets a bit or announces a name
-only for a submitted request, and keeps the request until execution.  A joined rank contributes zeros and needs no
-request.
+bit.  A name is complete only if every rank that has not joined has announced it.  Such a rank sets a bit or announces a
+name only for a submitted request, and keeps the request until execution.  A joined rank sets every used bit,
+contributes zeros to the collectives, and needs no request.
 
 *No request waits forever.*  Within a cycle, a rank waits only for other ranks' contributions to collectives, on the
 control group and (for the agreed list) on the data group.  A cycle therefore ends once every rank has begun it.  A rank
@@ -104,7 +104,11 @@ class ResponseCache:
         self._by_name.move_to_end(entry.name)
 
     def add(self, name: str, signatures: Sequence[Signature]) -> int | None:
-        """Store a cache entry.  Return the slot of the evicted entry, or None."""
+        """Store a cache entry, and return the slot whose previous entry was discarded, or None.
+
+        If the name is already cached, its entry is replaced.  If the cache is full, the least recently used entry is
+        evicted.
+        """
         if not self.capacity:
             return None
         gone = None
@@ -132,7 +136,10 @@ class ResponseCache:
 
 
 HEARTBEAT_S = 1.0
-"""The interval between cycles on an idle rank.  These cycles tell the other ranks which requests are missing."""
+"""The interval between cycles on an idle rank, in seconds.
+
+These cycles tell the other ranks which requests are missing.
+"""
 
 _QUIET = 1
 """The first byte of the row from a rank that has nothing to announce."""
@@ -156,7 +163,7 @@ class Ready:
     def signature(self) -> Signature:
         """Return the signature of the first rank that has not joined.
 
-        In all-gathers and all-to-alls, the number of rows may differ between ranks.
+        If `error` is None, the ranks' signatures differ at most in the numbers of rows of all-gathers and all-to-alls.
         """
         return next(found for found in self.signatures if found is not None)
 
@@ -173,7 +180,13 @@ class Announcement:
 
 @dataclass
 class Outcome:
-    """The result of a cycle."""
+    """The result of a cycle.
+
+    Args:
+        ready: The requests to execute, in order.
+        last_joined: The last rank to join if all ranks have joined in this cycle, else None.
+        shutdown: The reason to shut down, or None.
+    """
 
     ready: list[Ready]
     last_joined: int | None = None
@@ -229,15 +242,16 @@ class Negotiator:
         return bool(self._hits or self._unannounced or self._announced)
 
     def drop_all(self) -> None:
-        """Discard this rank's requests."""
+        """Discard this rank's pending requests."""
         self._hits.clear()
         self._unannounced.clear()
         self._announced.clear()
 
     def invalidate_older_than(self, before: float) -> None:
-        """Announce this rank's cached requests submitted before the time `before` (`time.monotonic()`) by name.
+        """Announce by name this rank's cached requests that were submitted before the time `before`.
 
-        On all ranks, `table` then shows which ranks have not submitted these requests.
+        `before` is a `time.monotonic` time.  On all ranks, `table` then shows which ranks have not submitted these
+        requests.
         """
         for slot in [slot for slot, request in self._hits.items() if request.submitted < before]:
             self._invalidated.append(slot)
@@ -246,7 +260,10 @@ class Negotiator:
     # ---- a cycle ----
 
     def cycle(self, shutdown: str | None = None) -> Outcome:
-        """Run one cycle.  All members must take part."""
+        """Run one cycle; all members must call this method.
+
+        If this rank wants to shut down, `shutdown` is the reason.
+        """
         own = self._announcement(shutdown)
         bits = self._bits
         if self._rank in self.joined:  # a joined rank agrees to every request
@@ -310,7 +327,7 @@ class Negotiator:
         return [pickle.loads(text) for text in texts]
 
     def _gather(self, data: bytes, size: int) -> list[bytes]:
-        """All-gather `size` bytes from each rank."""
+        """All-gather `data`, padded with zeros to `size` bytes, and return the bytes of each rank."""
         own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         gathered = torch.empty(self._size, size, dtype=torch.uint8)
         dist.all_gather(list(gathered.unbind()), own, group=self._group)
@@ -382,7 +399,7 @@ class Negotiator:
         )
 
     def _announce_again(self, slot: int) -> None:
-        """Queue a discarded entry's request for announcement by name."""
+        """Queue the request in a slot whose cache entry was discarded, so that the request is announced by name."""
         request = self._hits.pop(slot, None)
         self._bits &= ~(1 << slot)
         if request is not None:

@@ -52,7 +52,7 @@ _SUM, _AVG = (REDUCTION_NAMES.index(name) for name in ("sum", "avg"))
 
 
 class HierarchicalCore(GroupCore):
-    """Runs the operations of a group on several hosts."""
+    """Runs the operations of a group that spans several hosts."""
 
     def __init__(self, hosts: Hosts, choice: Choice) -> None:
         super().__init__(hosts.host)
@@ -64,7 +64,7 @@ class HierarchicalCore(GroupCore):
         self._agreement = Running(iter(()))
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the name of the inter-node algorithm."""
+        """Return the name of the inter-node algorithm for an operation on `nbytes` bytes."""
         if operation in ("all_to_all", "gather", "scatter"):
             return self._choice.exchange(operation, nbytes // self.size, self.hosts.largest)
         if operation == "all_reduce":
@@ -91,7 +91,7 @@ class HierarchicalCore(GroupCore):
             self._all_reduce(flat, reduction, flags)
 
     def all_reduce_compressed(self, tensor: Tensor, op: str, compressor: Compressor, flags: int) -> None:
-        """Sum or average a dense tensor of floats in place, with compression between hosts."""
+        """Sum or average a dense tensor of floats in place, and compress the data that is sent between hosts."""
         flat = tensor.view(-1)
         signature, reduction = compressor.signature, REDUCTION_NAMES.index(op)
         with self._declared(flags, Operation.ALL_REDUCE, flat, op=reduction, split=signature):
@@ -150,14 +150,14 @@ class HierarchicalCore(GroupCore):
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Send `inputs[r]` from rank `root` to rank r."""
+        """Send `inputs[r]` from rank `root` to `output` on rank r."""
         record = _record_of(output, counts)
         with self._declared(flags, Operation.SCATTER, root=root, record=record):
             all_counts = [output.numel()] * self.size if counts is None else counts
             self._exchange.scatter(output, inputs, root, all_counts, flags)
 
     def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> None:
-        """Send input j to rank j and receive output i from rank i."""
+        """Send part j of `inputs` to rank j, and receive part i of `outputs` from rank i."""
         if len(inputs) == 1:
             outputs = outputs[0].view(-1).tensor_split(self.size)
             inputs = inputs[0].view(-1).tensor_split(self.size)
@@ -168,7 +168,7 @@ class HierarchicalCore(GroupCore):
             )
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Check that all ranks make the same call."""
+        """Check that all ranks make the call that is described by `call`."""
         with self._declared(flags, Operation(call.operation), op=call.op, root=call.root, record=call):
             pass
 
@@ -186,10 +186,10 @@ class HierarchicalCore(GroupCore):
         split: Sequence[int] = (),
         record: CallRecord | None = None,
     ) -> Iterator[None]:
-        """Check that all ranks make the same call.
+        """Run the `with` block as a collective call, and check that all ranks make the same call.
 
-        The ranks of this host agree first.  The hosts agree before any host uses data from another host, but data may
-        be sent earlier.
+        The ranks of this host agree before the block starts.  The hosts exchange their calls during the block.  The
+        exchange is complete before any host uses data from another host, but data may be sent earlier.
         """
         call = record or CallRecord()
         call.operation, call.op, call.root = operation, op, root
@@ -223,7 +223,7 @@ class HierarchicalCore(GroupCore):
         )
 
     def _run(self, steps: Steps) -> None:
-        """Run an inter-node algorithm after the hosts have agreed on the call."""
+        """Run an inter-node algorithm; first wait until the hosts have agreed on the call."""
         self._finish(Running(steps))
 
     def _finish(self, running: Running | None) -> None:
@@ -237,7 +237,7 @@ class HierarchicalCore(GroupCore):
         self._reduce_in_windows(self._windows(flat, how), how.reduction, flags)
 
     def _windows(self, flat: Tensor, how: Accumulation) -> Iterator[Window]:
-        """Split a tensor into windows, each with the chosen inter-node algorithm."""
+        """Split a tensor into windows; the inter-node algorithm of a window depends on its size."""
         for window in windows_of(flat, how):
             results = self._shares(window)
             shares = results if how.dtype is flat.dtype else self._shares(window.to(how.dtype))
@@ -251,7 +251,10 @@ class HierarchicalCore(GroupCore):
     def _all_reduce_compressed(
         self, flat: Tensor, averages: bool, compressor: Compressor, flags: int
     ) -> None:
-        """Sum or average a tensor in place, with compression between hosts."""
+        """Sum `flat` in place, or average it if `averages` is set; compress the data that is sent between hosts.
+
+        The last `compressor.exact` elements are not compressed.
+        """
         factor = 1 / self.hosts.ranks if averages else 1.0
         exact = flat[flat.numel() - compressor.exact :]
         how = Accumulation.of(flat.dtype, _AVG if averages else _SUM, self.size)
@@ -273,9 +276,11 @@ class HierarchicalCore(GroupCore):
             )
 
     def _reduce_in_windows(self, windows: Iterable[Window], reduction: int, flags: int) -> None:
-        """Pipeline windows: reduce within the host, reduce this rank's shares over the hosts, distribute the results.
+        """Reduce `windows` over all ranks in a pipeline.
 
-        A window's second message is sent while the first messages of later windows arrive.
+        Each window is reduced within the host, then this rank's share is reduced over the hosts, and then the results
+        are distributed within the host.  A window's second message is sent while the first messages of later windows
+        arrive.
         """
         me = self.host.rank
         waiting: deque[Running] = deque()  # in the order of message arrival
@@ -331,14 +336,17 @@ class HierarchicalCore(GroupCore):
         in_windows(windows_of(source, how), begin, complete)
 
     def _shares(self, flat: Tensor) -> list[Tensor]:
-        """Split a tensor into one share per rank on this host; only the shares of leaders have elements."""
+        """Split a tensor into one share per rank on this host; the shares of ranks that are not leaders are empty."""
         leaders = self.hosts.leaders
         return split(flat, leaders) + [flat[:0]] * (self.host.size - leaders)
 
     def _reduce_scatter(
         self, source: Tensor, counts: Sequence[int], own: Tensor, reduction: int, flags: int
     ) -> None:
-        """Reduce `source`, which has `counts[r]` elements for rank r, and store this rank's part in `own`."""
+        """Reduce `source` over all ranks and store this rank's part in `own`.
+
+        The part for rank r has `counts[r]` elements.
+        """
         how = Accumulation.of(source.dtype, reduction, self.size)
         me = self.host.rank
         pieces = []  # this leader's share of each host's block
@@ -363,7 +371,10 @@ class HierarchicalCore(GroupCore):
     def _all_gather(
         self, source: Tensor, counts: Sequence[int], targets: Sequence[Tensor], flags: int
     ) -> None:
-        """Copy `source`, which has `counts[r]` elements on rank r, from each rank r to `targets[r]` on all ranks."""
+        """Gather `source` from each rank r into `targets[r]` on all ranks.
+
+        `source` has `counts[r]` elements on rank r.
+        """
         whole = torch.empty(sum(counts), dtype=source.dtype, device="cpu")
         blocks = self.hosts.blocks(whole, counts)
         own_block = list(blocks[self.hosts.index].split([counts[r] for r in self.host.members]))
@@ -402,12 +413,16 @@ class HierarchicalCore(GroupCore):
 
 
 def _fingerprint(counts: Sequence[int]) -> int:
-    """Return a hash for a list of counts; never 0, which means that there is no list."""
+    """Return a hash of a list of counts; the hash is never 0, because 0 means that there is no list."""
     return zlib.crc32(array("q", counts)) or 1
 
 
 def _record_of(tensor: Tensor, counts: Sequence[int] | None) -> CallRecord:
-    """Return the call record for a gather or a scatter, with equal counts or a list of counts."""
+    """Return the call record for a gather or a scatter.
+
+    If `counts` is None, every rank's part has the size of `tensor`; otherwise, the part of rank r has `counts[r]`
+    elements.
+    """
     if counts is None:
         return CallRecord(type=TYPES[tensor.dtype], count=tensor.numel())
     return CallRecord(type=TYPES[tensor.dtype], count=sum(counts), layout=_fingerprint(counts))

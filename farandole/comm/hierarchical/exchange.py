@@ -121,7 +121,10 @@ class HostExchange:
         return pairs
 
     def _aggregates(self, counts: Tensor, element_size: int) -> bool:
-        """Return whether to aggregate messages with these element counts; both hosts must pass the same counts."""
+        """Return whether to aggregate the messages in one direction between two hosts.
+
+        Both hosts must pass the same `counts`, so that they make the same choice.
+        """
         size = int(counts.sum()) * element_size // counts.numel()
         return counts.numel() > 1 and self._aggregated("all_to_all", size, max(counts.shape))
 
@@ -129,7 +132,7 @@ class HostExchange:
         return self._choice.exchange(operation, size, ranks) == "aggregated"
 
     def _compare(self, pair: HostPair, sent: Tensor) -> None:
-        """Fail the group unless the counts that the other host sends equal the counts that this host expects."""
+        """Fail the group unless the counts in `sent`, from the other host, equal the counts that this host expects."""
         sent = sent.view(len(pair.members), self._host.size).t()
         if torch.equal(sent, pair.received):
             return
@@ -144,7 +147,11 @@ class HostExchange:
     def _collect(
         self, pairs: list[HostPair], outputs: Sequence[Tensor], inputs: Sequence[Tensor], flags: int
     ) -> dict[int, Tensor]:
-        """Exchange tensors within this host; return the aggregated messages that this rank sends, by peer."""
+        """Exchange tensors within this host, and collect the aggregated messages that this rank sends.
+
+        Returns:
+            The message for each receiving rank on another host.
+        """
         host, me = self._host, self._host.rank
         pairs = [pair for pair in pairs if pair.aggregates_sent]
         own = [pair for pair in pairs if pair.leader == me]
@@ -171,7 +178,10 @@ class HostExchange:
     def _distribute(
         self, pairs: list[HostPair], received: dict[int, Tensor], outputs: Sequence[Tensor], flags: int
     ) -> None:
-        """Distribute aggregated messages, in which tensors are ordered by sender, then by receiver."""
+        """Copy the tensors in the received aggregated messages to the `outputs` of the ranks on this host.
+
+        `received[r]` is the message from rank r.  The tensors in a message are ordered by sender, then by receiver.
+        """
         host, me = self._host, self._host.rank
         pairs = [pair for pair in pairs if pair.aggregates_received]
         if not pairs:
@@ -243,7 +253,12 @@ class HostExchange:
     def _post_blocks(
         self, tensors: Sequence[Tensor], root: int, counts: Sequence[int], aggregated: bool, *, sends: bool
     ) -> tuple[dict[tuple[int, ...], Tensor], list[Pending]]:
-        """Post the root's messages to or from other hosts; return the aggregated receive blocks and the messages."""
+        """Post the root's messages to or from the other hosts.
+
+        Returns:
+            A dictionary with the receive buffer for each remote host, keyed by the ranks of that host, and the list of
+            the posted messages.  The dictionary is empty unless aggregated messages are received.
+        """
         hosts = self._hosts
         post = hosts.all.send if sends else hosts.all.recv
         blocks: dict[tuple[int, ...], Tensor] = {}
@@ -262,7 +277,12 @@ class HostExchange:
         return blocks, messages
 
     def _host_block(self, like: Tensor, root: int, counts: Sequence[int]) -> tuple[int, Tensor, list[Tensor]]:
-        """Return this host's rank that communicates with `root`, its message buffer, and the parts of the buffer."""
+        """Prepare the aggregated message between this host and `root`.
+
+        Returns:
+            The local rank on this host that exchanges the message with `root`, the message buffer, and the part of the
+            buffer for each rank on this host.  On all other ranks, the buffer is empty and there are no parts.
+        """
         host = self._host
         leader = root % host.size
         if host.rank != leader:

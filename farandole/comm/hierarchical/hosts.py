@@ -21,8 +21,8 @@ _LEADERS, _ALL = 1, 2  # channel numbers
 class Hosts:
     """The ranks of a group by host; `members[h]` lists the ranks on host h.
 
-    If this rank is leader number l (`leads`), `transport` connects it with leader number l of every other host; the
-    ranks in this transport are host numbers.  `all` connects any two ranks of the group.
+    If this rank is a leader (`leads`), `transport` connects it with the leaders that have the same local rank on the
+    other hosts.  The ranks in this transport are host numbers.  `all` connects any two ranks of the group.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Hosts:
 
     @property
     def transport(self) -> Transport:
-        """The transport to the leaders with the same number on the other hosts."""
+        """The transport between the leaders that have the same local rank on each host."""
         assert self._transport is not None, "only leaders have a transport"
         return self._transport
 
@@ -63,7 +63,10 @@ class Hosts:
         return next(index for index, ranks in enumerate(self.members) if rank in ranks)
 
     def blocks(self, flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Split a tensor with one part per rank into one block per host; copy unless a host's ranks are consecutive."""
+        """Split a tensor with one part per rank into one block per host.
+
+        A block is a view if the ranks of the host are consecutive, else a copy.
+        """
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + count)
@@ -115,7 +118,10 @@ class Hosts:
         host.fail(failure_to_error(failure, host.group_rank, host.membership, host.call_timeout_s), culprit)
 
     def release(self) -> None:
-        """Cancel messages that are pending after an error; called after each collective."""
+        """Cancel all messages that are still pending; called after each collective.
+
+        Messages are pending then only if the collective failed.
+        """
         self.all.release()
         if self._agreement is not None:
             self._agreement.release()

@@ -1,4 +1,4 @@
-"""Split a large tensor into windows, so that shared memory and the inter-node link work in parallel."""
+"""Division of a large tensor into windows, so that shared memory and the inter-node link work in parallel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from farandole.comm.host_group import HostGroup
 from farandole.comm.transport import Transport
 
 WINDOW_BYTES = 2 << 20
-"""The size of one window in bytes, over all ranks of a host."""
+"""The size of one window in bytes; all ranks on a host work on the same window."""
 WINDOWS_AHEAD = 4
 """How many windows may wait for the link while shared memory processes the next window."""
 
@@ -40,7 +40,7 @@ class Accumulation:
 
     @classmethod
     def of(cls, dtype: torch.dtype, reduction: int, ranks: int) -> Accumulation:
-        """Return the accumulation for a reduction over `ranks` tensors."""
+        """Return the dtype, the reduction and the final conversion with which to reduce `ranks` tensors."""
         averages, whole = reduction == _AVG, not dtype.is_floating_point
         wide = dtype
         if averages and whole:
@@ -65,11 +65,11 @@ class Window:
     shares: list[Tensor]  # to be reduced
     results: list[Tensor]
     lead: Callable[[Tensor, Transport], Steps]
-    """Reduces a leader's share over the hosts and stores the result."""
+    """A function that reduces a leader's share over the hosts and stores the result."""
 
 
 def windows_of(flat: Tensor, how: Accumulation) -> Iterator[Tensor]:
-    """Split a tensor into windows."""
+    """Split a tensor into windows of `WINDOW_BYTES`, counted in the accumulation dtype."""
     length = max(1, WINDOW_BYTES // how.dtype.itemsize)
     return iter(flat.split(length) if flat.numel() else ())
 
@@ -79,7 +79,10 @@ def in_windows(
     begin: Callable[[int, _Piece], tuple[Any, ...]],
     complete: Callable[..., None],
 ) -> None:
-    """Begin and complete each window, starting up to WINDOWS_AHEAD windows before the oldest is completed."""
+    """Call `begin` and later `complete` for each window, in order.
+
+    Up to `WINDOWS_AHEAD` further windows are begun before the oldest window is completed.
+    """
     under_way: deque[tuple[Any, ...]] = deque()
     for number, window in enumerate(windows):
         under_way.append(begin(number, window))
@@ -90,7 +93,10 @@ def in_windows(
 
 
 def combine_in_core(host: HostGroup, dtype: torch.dtype, reduction: int) -> Combine:
-    """Return the C core's reduction for two tensors, which is single-threaded to avoid competition for cores."""
+    """Return a function that reduces two tensors in the C core.
+
+    The function uses a single thread, so that the ranks do not compete for cores.
+    """
     core, kind = host.core, TYPES[dtype]
 
     def combine(result: Tensor, a: Tensor, b: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""An MPI backend for `torch.distributed` that works with stock wheels and uses mpi4py's MPI library.
+"""An MPI backend for `torch.distributed` that works with the standard torch wheels and uses mpi4py's MPI library.
 
     mpiexec -n 4 python script.py       # the script calls init_process_group("farandole-mpi")
 

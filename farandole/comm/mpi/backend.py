@@ -55,7 +55,10 @@ def _make_group(
     name: str,
     backend: str = "farandole-mpi",
 ) -> FarandoleProcessGroup:
-    """Return a process group of the world ranks `ranks`, which all call this; `rank` is this rank in the group."""
+    """Return a process group of the world ranks `ranks`; all these ranks must call this function.
+
+    `rank` is this rank in the group.
+    """
     report_untested(ranks[rank])
     is_default = name in ("0", "default", "default_pg")
     who = "the default group" if is_default else f"group {name!r} (ranks {', '.join(map(str, ranks))})"
@@ -87,7 +90,7 @@ def rendezvous(
 
 
 def _world_store(timeout: timedelta) -> dist.Store:
-    """Return a store with a new prefix at each call; all ranks call this."""
+    """Return a store with a new prefix; every rank must call this function the same number of times."""
     number = next(_rendezvous_numbers())
     return dist.PrefixStore(f"rendezvous-{number}/", _job_store(timeout))
 
@@ -144,7 +147,10 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
 
         @staticmethod
         def create(ranks: list[int]) -> FarandoleProcessGroup:
-            """Return a group of these world ranks, by default of all ranks; only the members call this."""
+            """Return a group of these world ranks, or of all ranks if `ranks` is empty.
+
+            Only the members of the group call this function.
+            """
             world = engine().mpi.COMM_WORLD
             members = list(ranks) or list(range(world.Get_size()))
             if not ranks:

@@ -1,10 +1,11 @@
 """Operations on tensors among the ranks of an MPI communicator.
 
 MPI runs the reductions whose results match torch's, and `_reduce_here` computes the others.  MPI has no average and no
-16-bit floats (the bf16 datatype is null in the MPICH wheel, and using it ends the job).  MPI's minimum may drop a NaN on
-one rank and keep it on another.  Sums of 8-bit and 16-bit integers wrap around in torch but saturate in Open MPI.
+16-bit floats (the bf16 datatype is null in the MPICH wheel, and using it ends the job).  MPI's minimum may drop a NaN
+on one rank and keep it on another.  Sums of 8-bit and 16-bit integers wrap around in torch but saturate in Open MPI.
 
-Before version 4, MPI has 32-bit counts.  Longer tensors are split, or sent as messages between each pair of ranks.
+Before version 4, MPI has 32-bit counts.  Operations on longer tensors are split, or use messages between each pair of
+ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from farandole.comm.reduce_rows import reduce_rows
 from farandole.native import BACKGROUND, Operation
 
 BLOCKING_FROM_BYTES = 32 << 10
-"""The size in bytes from which Open MPI's blocking collectives are faster, including the preceding agreement."""
+"""The size in bytes from which Open MPI's blocking collectives are faster than its non-blocking collectives.
+
+The time of a blocking collective includes the preceding agreement (`_block`).
+"""
 PIECE_BYTES = 1 << 30
 WINDOW_BYTES = 2 << 20
 """The window size in bytes for `_reduce_here`, small enough for the cache."""
@@ -83,7 +87,7 @@ class MpiCore(GroupCore):
         return self.name
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all tensors are strided CPU or CUDA tensors; wait for kernels that write them."""
+        """Return whether all tensors are strided CPU or CUDA tensors; wait for the kernels that write these tensors."""
         for tensor in tensors:
             if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
                 return False
@@ -91,7 +95,7 @@ class MpiCore(GroupCore):
         return True
 
     def subgroup(self, members: Sequence[int]) -> MpiCore:
-        """Return an implementation for `members`; only these ranks call this."""
+        """Return an implementation for the group of `members`; only these ranks call this method."""
         return MpiCore(self.group.subgroup(members), self.name)
 
     # ---- reductions ----
@@ -144,7 +148,7 @@ class MpiCore(GroupCore):
     def _reduce_here(
         self, output: Tensor | None, input: Tensor, reduction: int, root: int | None, flags: int
     ) -> None:
-        """Reduce in windows: every rank reduces its part and sends it to all ranks or to the root.
+        """Reduce in windows: every rank reduces one part of each window and sends the result to all ranks or the root.
 
         Three windows overlap: window n is exchanged while window n - 1 is reduced and window n - 2 is gathered.
         """
@@ -170,7 +174,11 @@ class MpiCore(GroupCore):
         self._finish(gathering[0], gathering[1].nbytes, flags)
 
     def _exchange_rows(self, window: Tensor, flags: int) -> tuple[Any, Tensor]:
-        """Start collecting this rank's part of every rank's window; return the request and the rows, one per rank."""
+        """Start collecting every rank's values for the part of the window that this rank reduces.
+
+        Returns:
+            The request, and a matrix that will hold one row of values per rank.
+        """
         size, count = self.size, window.numel()
         if not count % size:
             rows = torch.empty(size, count // size, dtype=window.dtype, device="cpu")
@@ -183,7 +191,7 @@ class MpiCore(GroupCore):
         return self._start(flags, "Alltoallv", window.nbytes, sends, receives), rows
 
     def _gather_parts(self, window: Tensor, part: Tensor, root: int | None, flags: int) -> Any:
-        """Start gathering the reduced parts of a window on all ranks or on the root; return the request."""
+        """Start gathering the reduced parts into `window` on all ranks or on the root; return the request."""
         even, takes = not window.numel() % self.size, root in (None, self.rank)
         receives = None
         if takes:
@@ -195,7 +203,7 @@ class MpiCore(GroupCore):
         return self._start(flags, name, window.nbytes, *arguments)
 
     def _reduce_part(self, source: Tensor, counts: Sequence[int], reduction: int, flags: int) -> Tensor:
-        """Return this rank's part of a reduction, reduced in rank order."""
+        """Reduce `source` over all ranks in rank order, and return this rank's part of the result."""
         own = [counts[self.rank]] * self.size
         rows = torch.empty(self.size, own[0], dtype=source.dtype, device="cpu")
         if self._uncountable(counts, own):
@@ -262,7 +270,7 @@ class MpiCore(GroupCore):
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Send `inputs[r]` from rank `root` to rank r."""
+        """Send `inputs[r]` from rank `root` to `output` on rank r."""
         sizes = list(counts or [output.numel()] * self.size)
         self._begin(flags, Operation.SCATTER, output, 0, sum(sizes) if counts else output.numel(), root)
         is_root = self.rank == root
@@ -277,7 +285,7 @@ class MpiCore(GroupCore):
         self._collective(flags, name, transfer, sends, self._buffer(output), root)
 
     def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> None:
-        """Send input j to rank j and receive output i from rank i."""
+        """Send part j of `inputs` to rank j, and receive part i of `outputs` from rank i."""
         self._begin(flags, Operation.ALL_TO_ALL, inputs[0])
         with self._collected(outputs) as whole:
             source = _apart(self._whole(inputs), whole)
@@ -333,7 +341,10 @@ class MpiCore(GroupCore):
             part.copy_(values.view(part.shape))
 
     def _uncountable(self, *counts: Sequence[int]) -> bool:
-        """Return whether the counts exceed MPI's limit; all ranks must pass the same counts to agree."""
+        """Return whether any sum of counts exceeds MPI's limit.
+
+        All ranks must pass the same counts, so that they make the same choice.
+        """
         return any(sum(each) > self.engine.largest_count for each in counts)
 
     # ---- calls ----
@@ -354,11 +365,21 @@ class MpiCore(GroupCore):
             self.group.compare(bool(flags & BACKGROUND))
 
     def _collective(self, flags: int, name: str, transfer: int, *arguments: Any) -> None:
-        """Run the MPI collective `name`, a blocking method; all ranks pass the same `transfer` in bytes."""
+        """Run an MPI collective and block until it is complete.
+
+        Args:
+            flags: The flags of the call.
+            name: The name of mpi4py's blocking method, such as `Alltoall`.
+            transfer: The amount of data in bytes, which must be equal on all ranks.
+            arguments: The arguments of the method.
+        """
         self._finish(self._start(flags, name, transfer, *arguments), transfer, flags)
 
     def _start(self, flags: int, name: str, transfer: int, *arguments: Any) -> Any:
-        """Start a collective; return its request, or None if the collective is already complete."""
+        """Start the MPI collective `name`, or run it immediately if blocking collectives are faster.
+
+        Return the request, or None if the collective is already complete.
+        """
         if (
             transfer >= BLOCKING_FROM_BYTES
             and self.engine.prefers_blocking
@@ -375,7 +396,10 @@ class MpiCore(GroupCore):
             self.group.finish(request, transfer, background=bool(flags & BACKGROUND))
 
     def _block(self, background: bool, call: Callable[..., Any], arguments: Sequence[Any]) -> bool:
-        """Make a blocking call if all ranks have arrived and may block (see `engine.py`); return whether it ran."""
+        """Run the blocking method `call` if all ranks have arrived and may block; return whether `call` ran.
+
+        See `engine.py` for the reason.
+        """
         alone = not background and self.engine.try_alone()
         try:
             agreed = (ctypes.c_byte * 1)(alone)
@@ -412,7 +436,7 @@ def _shares(count: int, ranks: int) -> list[int]:
 
 
 def _differs(dtype: torch.dtype, reduction: str) -> bool:
-    """Return whether MPI's result for a reduction may differ from torch's."""
+    """Return whether MPI's result for a reduction may differ from torch's result."""
     if dtype.is_floating_point:
         return reduction in ("min", "max")
     return dtype is not torch.bool and dtype.itemsize < 4 and reduction in ("sum", "product")
@@ -437,7 +461,7 @@ def _joined(parts: Parts) -> Tensor:
 
 
 def _apart(source: Tensor, target: Tensor) -> Tensor:
-    """Return the source, or a copy if it overlaps the target, because MPI forbids overlap."""
+    """Return `source`, or a copy if `source` overlaps `target`, because MPI forbids overlap."""
     start, end = source.data_ptr(), target.data_ptr()
     overlaps = start < end + target.nbytes and end < start + source.nbytes
     return source.clone() if overlaps else source

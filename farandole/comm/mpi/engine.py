@@ -31,11 +31,14 @@ from farandole.comm.notices import warn
 SPINS = 30
 """How many times a waiting thread tests an operation before the thread yields its core."""
 YIELDING_S = 0.005
-"""Seconds for which a waiting thread yields before it sleeps between tests; longer for large transfers."""
+"""How long a waiting thread yields its core before it sleeps between tests, in seconds; longer for large transfers."""
 MOVED_PER_S = 50e6
 NAP_S, LONG_NAP_S = 50e-6, 500e-6
 BACKGROUND_NAP_S = 20e-6
-"""Seconds for which a thread sleeps between tests for a background call, with the interpreter lock released."""
+"""How long a thread sleeps between tests in an asynchronous call, in seconds.
+
+The thread releases the interpreter lock while it sleeps.
+"""
 BURST = 16
 """The number of tests between two sleeps; MPICH transfers 16 KiB in each test."""
 IDLE_S = 1.0
@@ -73,7 +76,7 @@ class Engine:
         Finalize(None, self._end, exitpriority=-1)
 
     def complete_soon(self, request: Any, spins: int = SPINS) -> bool:
-        """Test a request several times; return whether it is complete."""
+        """Test a request up to `spins` times; return whether it is complete."""
         lock, test = self.lock, request.Test
         for _ in range(spins):
             with lock:
@@ -92,7 +95,13 @@ class Engine:
     ) -> bool:
         """Test a request until it is complete; return False if `seconds` pass first.
 
-        `transfer` is the number of bytes.  `each_turn(waited_s)` is called between tests, without the lock.
+        Args:
+            request: The MPI request.
+            seconds: The time limit.
+            transfer: The number of bytes; for a large transfer, the thread yields for longer before it sleeps.
+            background: Whether the call is asynchronous, so that this thread must leave the cores to other threads.
+            each_turn: A function to call between tests, while this thread does not hold the lock.  Its argument is the
+                time waited so far, in seconds.
         """
         started = time.monotonic()
         yielding = YIELDING_S + transfer / MOVED_PER_S
@@ -115,7 +124,10 @@ class Engine:
     # ---- calls that may block inside MPI ----
 
     def try_alone(self) -> bool:
-        """Try to reserve blocking MPI calls for this thread until it calls `leave_alone`; return True on success."""
+        """Reserve blocking MPI calls for this thread, until the thread calls `leave_alone`; return True on success.
+
+        The reservation fails if another thread has a reservation or is creating a group.
+        """
         with self._alone:
             if self._blocking or self._making_groups:
                 return False
@@ -123,7 +135,7 @@ class Engine:
             return True
 
     def leave_alone(self) -> None:
-        """Revoke the permission granted by `try_alone`."""
+        """End the reservation made by `try_alone`."""
         with self._alone:
             self._blocking = 0
             self._alone.notify_all()
@@ -150,7 +162,10 @@ class Engine:
 
     @contextmanager
     def making_group(self) -> Iterator[None]:
-        """Prevent other blocking calls while this thread creates a communicator, which blocks inside MPI."""
+        """Wait for blocking calls, and prevent new ones while the `with` block creates a communicator.
+
+        Creating a communicator also blocks inside MPI.
+        """
         with self._alone:
             self._alone.wait_for(lambda: not self._blocking)
             self._making_groups += 1
@@ -175,7 +190,8 @@ class Engine:
     def abandon(self, request: Any) -> None:
         """Keep a request that cannot be cancelled, and its memory, alive until the request is complete.
 
-        Local variables of the callers hold the tensors, so this method keeps their stack frames alive.
+        Local variables of the calling functions hold the tensors, so this method keeps the stack frames of these
+        functions alive.
         """
         self.watch(Abandoned(request, sys._getframe(1)))
 
@@ -204,7 +220,10 @@ class Engine:
                 last_used = time.monotonic()
 
     def _end(self) -> None:
-        """Shut down at program exit; a failed rank aborts the job because MPI_Finalize would wait for all ranks."""
+        """Stop the background thread at program exit; abort the job if this rank failed or requests are pending.
+
+        Without the abort, MPI_Finalize would wait for all ranks.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -69,10 +69,14 @@ class MpiGroup:
     def connect(
         cls, rendezvous: Rendezvous, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
     ) -> MpiGroup:
-        """Create the group; all its ranks call this method.
+        """Create the group; every rank of the group must call this method.
 
-        `ranks` are the rank numbers shown in error messages.  They may differ from the ranks in MPI_COMM_WORLD, which
-        the processes exchange through `rendezvous`.
+        Args:
+            rendezvous: The rendezvous through which the processes exchange their ranks in MPI_COMM_WORLD.
+            size: The number of ranks.
+            timeout: The group's timeout, which also limits the creation of the group.
+            name: The name of the group in error messages.
+            ranks: The rank numbers in error messages, which may differ from the ranks in MPI_COMM_WORLD.
 
         Raises:
             RankLate: if a rank did not arrive before the timeout.
@@ -106,7 +110,7 @@ class MpiGroup:
         return cls(comm, mpi_engine, membership, rendezvous.store, timeout)
 
     def subgroup(self, members: Sequence[int]) -> MpiGroup:
-        """Return a group of `members` in this order; only these ranks call this method."""
+        """Return a group in which rank r is `members[r]` of this group; only `members` call this method."""
         mpi_engine, name = (
             self.engine,
             f"ranks {', '.join(str(self.membership.ranks[rank]) for rank in members)}",
@@ -133,7 +137,7 @@ class MpiGroup:
         self.timeout_s = timeout.total_seconds()
 
     def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
-        """Return `call` with a separate timeout, in seconds."""
+        """Return a function that runs `call` with a timeout of `timeout_s` seconds instead of the group's timeout."""
 
         def timed(flags: int) -> None:
             self._call_timeout_s = timeout_s
@@ -190,7 +194,7 @@ class MpiGroup:
         self._call = (operation, kind, op, count, root)
 
     def start(self, begin: Callable[..., Any], *arguments: Any) -> Any:
-        """Call MPI and convert MPI errors to `CommunicationError`."""
+        """Call the MPI function `begin` and return its result; convert MPI errors to `CommunicationError`."""
         try:
             with self.engine.lock:
                 return begin(*arguments)
@@ -198,7 +202,7 @@ class MpiGroup:
             raise self._failed(error) from error
 
     def block(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Make a call that blocks inside MPI; the process exits if the call exceeds the timeout."""
+        """Make a call that blocks inside MPI; if the call exceeds the timeout, this process exits."""
         seconds = self._call_timeout_s or self.timeout_s
         with self.engine.limited(seconds, lambda: str(self._late(seconds))):
             self.start(call, *arguments)
@@ -229,7 +233,7 @@ class MpiGroup:
             raise self._broken
 
     def _each_turn(self, warning: StallWarning, waited_s: float) -> None:
-        """Check for stalls and for `give_up` between two tests of a request."""
+        """Warn of a stall and check for `give_up`; called between two tests of a request."""
         if self._given_up:
             raise CommunicationError(
                 f"the group was destroyed during {self._in_words()}{see('the-group-was-destroyed')}"
@@ -246,7 +250,7 @@ class MpiGroup:
         return f"{self.membership.rank(self.rank)} is waiting in {self.whereabouts()}{see('is-waiting-in')}"
 
     def compare(self, background: bool) -> None:
-        """Raise `CallMismatch` unless all ranks make the same call; used if TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+        """Raise `CallMismatch` unless all ranks make the same call; used only if TORCH_DISTRIBUTED_DEBUG=DETAIL."""
         own_call = torch.tensor([self._index, *self._call], device="cpu")
         calls = torch.empty(self.size, own_call.numel(), dtype=own_call.dtype, device="cpu")
         request = self.start(self.comm.Iallgather, own_call.numpy(), calls.numpy())
@@ -268,7 +272,10 @@ class MpiGroup:
         raise self._broken
 
     def message_buffer(self, address: int, nbytes: int) -> Any:
-        """Return an mpi4py buffer; beyond MPI's largest count, all bytes form one element of a derived datatype."""
+        """Return an mpi4py buffer for a message of `nbytes` bytes at `address`.
+
+        If `nbytes` exceeds MPI's largest count, the buffer is a single element of a derived datatype.
+        """
         mpi = self.engine.mpi
         memory = mpi.memory.fromaddress(address, nbytes)
         if nbytes <= self.engine.largest_count:

@@ -80,7 +80,7 @@ _process: list[int] = []
 
 
 def loaded() -> Any:
-    """Return `mpi4py.MPI` like `load`, but raise `MpiUnavailable` in a forked child."""
+    """Return `mpi4py.MPI`; raise `MpiUnavailable` if MPI cannot be used, as in a forked child."""
     mpi = load()
     if _process[0] != os.getpid():
         raise MpiUnavailable(NO_FORK)
@@ -96,8 +96,8 @@ def describe_library(mpi: Any) -> str:
 def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
     """Raise `MpiUnavailable` if a launcher started several ranks but MPI reports a single rank.
 
-    This happens if one MPI's mpirun starts processes that load another MPI library.  Each process would run the whole
-    job.
+    This happens if the mpirun of one MPI library starts processes that load another MPI library.  Each process would
+    then run the whole job alone.
     """
     variable = next((name for name in _SIZES if environ.get(name, "").isdecimal()), None)
     if size != 1 or variable is None or int(environ[variable]) <= 1:
@@ -109,7 +109,10 @@ def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
 
 
 def _warn_of_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Log a warning before MPI_Init, because most other MPI libraries exit in MPI_Init under Open MPI's mpirun."""
+    """Log a warning if Open MPI's mpirun started this process but mpi4py loads another MPI library.
+
+    This function is called before MPI_Init, because most other MPI libraries exit in MPI_Init in this case.
+    """
     variable = "OMPI_COMM_WORLD_SIZE"
     if environ.get(variable, "1") != "1" and not library.startswith("Open MPI"):
         warn_once(

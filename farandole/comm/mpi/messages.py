@@ -35,7 +35,7 @@ class MpiMessage:
         return bool(self.call.operation == Operation.SEND)
 
     def advance(self) -> bool:
-        """Test the message while holding the engine's lock; return whether it has completed or failed."""
+        """Test the message; return whether it has completed or failed.  The caller must hold the engine's lock."""
         if self.complete:
             return True
         mpi = self._way.mpi
@@ -77,13 +77,13 @@ class MpiMessage:
             return self.advance()
 
     def cancel(self) -> None:
-        """Cancel a receive; a send cannot be cancelled and remains with the engine."""
+        """Cancel a pending receive; do nothing for a send, which MPI cannot cancel."""
         with self._way.lock:
             if not self.sends and not self.advance():
                 self._request.Cancel()
 
     def wait(self, seconds: float, *, background: bool) -> bool:
-        """Test the message until it is complete; return False if `seconds` pass first."""
+        """Test the message until it is complete or failed; return False if `seconds` pass first."""
         tested, started = _Tested(self), time.monotonic()
         if self._way.complete_soon(tested):
             return True
@@ -126,7 +126,7 @@ class MpiMessage:
 
 
 class _Tested:
-    """An adapter that lets the engine test a message as if it were a request."""
+    """An adapter with the `Test` method of a request, so that the engine can test a message like a request."""
 
     def __init__(self, message: MpiMessage) -> None:
         self.Test = message.advance
@@ -147,7 +147,7 @@ class Messages:
         return self._post(self.group.comm.Irecv, Operation.RECV, address, nbytes, kind, peer, tag)
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Send `nbytes` bytes and block until they may be modified; return 0 or raise an exception."""
+        """Send `nbytes` bytes and block until their memory may be modified; return 0 or raise an exception."""
         return self._finish(self.post_send(address, nbytes, kind, peer, tag), flags)
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
@@ -176,11 +176,14 @@ class Messages:
         return message
 
     def test_message(self, message: MpiMessage) -> Any:
-        """Return `Status.PENDING`, or the message as its outcome."""
+        """Return `message` as its own outcome if it has completed or failed, else `Status.PENDING`."""
         return message if message.test() else Status.PENDING
 
     def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
-        """Wait for the message and return it; on timeout return a `RankLate` or, with `TRY`, `Status.PENDING`."""
+        """Wait up to `seconds` seconds for `message`, and return it as its own outcome.
+
+        If the message is still pending then, return `Status.PENDING` if `flags` contains `TRY`, else a `RankLate`.
+        """
         if message.wait(seconds, background=bool(flags & BACKGROUND)):
             return message
         return Status.PENDING if flags & TRY else message.late(seconds)

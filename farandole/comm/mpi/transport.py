@@ -86,7 +86,11 @@ class MpiPending:
         self._tensor = tensor
 
     def wait(self, timeout_s: float) -> None:
-        """Block until the message is complete; raise `RankLate` after `timeout_s` s, but keep the message pending."""
+        """Block until the message is complete.
+
+        If `timeout_s` seconds pass first, raise `RankLate`; the message remains pending, and `wait` may be called
+        again.
+        """
         if not self._message.wait(timeout_s, background=False):
             raise self._message.late(timeout_s)
         self._raise()
