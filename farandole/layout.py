@@ -13,9 +13,9 @@ Terms:
 
 - A *box* is one range per dimension of the global tensor.
 - A *piece* is a box that every cell holds either completely or not at all.  If boxes of different cells overlap only in
-  part, for example in a pipeline with stages of different widths, they are cut into pieces.
+  part, for example in a pipeline with stages of different widths, the boxes are cut into pieces.
 - The *replica set* of a piece contains the cells that hold the piece.
-- A replica set is divided into *classes*. The gradients within a class are identical.  The gradients of different
+- A replica set is divided into *classes*.  The gradients within a class are identical.  The gradients of different
   classes are summed.
 """
 
@@ -42,7 +42,9 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows in a sharded dimension that are sharded separately, such as q, k and v in a fused projection.
+    """Consecutive rows of a sharded dimension, such as the rows of q in a fused projection of q, k and v.
+
+    Each part of the dimension is sharded separately, so that every rank has rows of each part.
 
     Each group of `unit` rows stays together, such as the rows of an attention head.  Groups of `copies` consecutive
     ranks on the axis hold the same chunk, such as ranks that share a key-value head.
@@ -55,7 +57,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """Sharding of dimension `dim`: of each part separately or, without parts, of all rows in multiples of `unit`."""
+    """Describes how an axis shards dimension `dim` of a tensor.
+
+    Each of the `parts` is sharded separately.  Without parts, all rows of the dimension form one part, which is sharded
+    in multiples of `unit` rows.
+    """
 
     dim: int
     parts: tuple[Part, ...] = ()
@@ -64,11 +70,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The ranks that sum the gradient of a piece, and the coefficient of each rank's gradient in the sum (`weights`).
+    """The ranks that sum the gradient of a piece, and each rank's coefficient in the sum (`weights`).
 
-    Each column in `columns` is a set of ranks whose gradients, multiplied by these coefficients, sum to the total
-    gradient.  Every rank that holds the piece is in exactly one column, and each column sums separately.  Norms and
-    checkpoints use the first column.
+    Each column in `columns` is a group of ranks.  The total gradient is the sum of the gradients in a column, each
+    multiplied by the coefficient of its rank.  Every rank that holds the piece is in exactly one column, and each
+    column sums separately.  Norms and checkpoints use the first column.
     """
 
     columns: tuple[tuple[int, ...], ...]
@@ -112,7 +118,10 @@ class Layout:
         return [cell for cell in mesh.cells if cell.pipeline in self.stages]
 
     def boxes(self, mesh: Mesh, cell: Cell) -> tuple[Box, ...]:
-        """Return the boxes of the global tensor that a cell stores, concatenated along the sharded dimensions."""
+        """Return the boxes of the global tensor that a cell stores.
+
+        The cell's tensor is the concatenation of these boxes along the sharded dimensions.
+        """
         return self._boxes(
             tuple((mesh.width(axis, cell.pipeline), mesh.coordinate(cell, axis)) for axis, _ in self.shards)
         )
@@ -173,21 +182,22 @@ class Layout:
     def reduction(self, mesh: Mesh, piece: Box) -> Reduction:
         """Return the ranks that sum a piece's gradient, and the coefficient of each rank's gradient in the sum.
 
-        Ranks, not cells, communicate.  A *column* is a group of ranks that sums gradients.  A rank with several cells
-        of the replica set has one tensor, whose gradient is the sum over these cells.  The *signature* of a rank is the
-        number of its cells in each class.  Ranks with the same signature have equal gradients.
+        Ranks, not cells, communicate.  A *column* is a group of ranks that sums gradients.  A rank can have several
+        cells of the replica set.  These cells share one tensor, whose gradient is the sum over the cells.  The
+        *signature* of a rank is the number of its cells in each class.  Ranks with the same signature have equal
+        gradients.
 
-        - If each class occurs in exactly one signature, once, and every signature belongs to the same number of ranks,
-          a column has one rank of each signature.
-        - If each class occurs once, but these numbers of ranks differ, one column has all ranks.  The coefficient of a
-          rank is 1 / (number of ranks with its signature).
-        - If a class occurs several times, all ranks form one column, and the coefficients count each class once.
+        - If no class occurs in two signatures, and no rank has two cells of one class, there are two cases.  If every
+          signature belongs to equally many ranks, each column contains one rank of each signature, and all coefficients
+          are 1.  If some signatures belong to more ranks than others, a single column contains all ranks, and the
+          coefficient of a rank is 1 / (number of ranks with its signature).
+        - Otherwise, a single column contains all ranks, and the coefficients are chosen so that each class counts once.
 
         Returns:
             The columns, and the coefficient of each rank.
 
         Raises:
-            LayoutError: if no such coefficients exist.
+            LayoutError: if no coefficients count each class once.
         """
         if not self.shards:  # independent of name and shape, so tensors share the cached result
             return _reduction(Layout("", (), self.stages, (), self.same), mesh, ())

@@ -61,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class SubAxis:
-    """A factor of an axis: coordinate c on `axis` has the coordinate `(c // stride) % size` on the sub-axis."""
+    """A factor of an axis: a cell with coordinate c on `axis` has coordinate `(c // stride) % size` on the sub-axis."""
 
     axis: str
     stride: int
@@ -73,8 +73,8 @@ class Mesh:
 
     Args:
         cells: cells with distinct coordinates, on ranks numbered from 0.
-        factors: the sub-axes of an axis, the outer one first: `{"data": {"replicate": 2, "shard": 4}}` defines
-            "data.replicate" and "data.shard".
+        factors: the sub-axes of an axis and their sizes, the outermost first.  For example, `{"data": {"replicate": 2,
+            "shard": 4}}` defines "data.replicate" and "data.shard".
 
     Raises:
         MeshError: if cells have equal coordinates, a rank has no cell, or the product of factors is not the size of
@@ -132,10 +132,12 @@ class Mesh:
         factors: Mapping[str, Mapping[str, int]] | None = None,
         **sizes: int,
     ) -> Mesh:
-        """Return a mesh with these axis sizes; `mirror=2` adds a reversed pipeline on the same ranks.
+        """Return a mesh in which each axis has the size given in `sizes`, by default 1.
 
         Args:
             ranks: the number of ranks, or the ranks in the order in which they are assigned to cells (`by_host`).
+            factors: the sub-axes, as in `Mesh`.
+            sizes: the size of each axis; `mirror=2` adds a reversed pipeline on the same ranks.
 
         Raises:
             MeshError: if the product of the sizes without `mirror` is not the number of ranks.
@@ -165,7 +167,7 @@ class Mesh:
         stages have different sizes, cells are assigned to these ranks in round-robin order.
 
         Raises:
-            MeshError: if a size is invalid, or the stages need a different number of ranks.
+            MeshError: if a size is invalid, or the number of ranks is not the number that the stages need.
         """
         order = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
         if mirror not in (1, 2):
@@ -196,7 +198,10 @@ class Mesh:
 
     @property
     def losses(self) -> int:
-        """The number of ranks with different tokens; a PyTorch training loop averages gradients over these ranks."""
+        """The number of groups of ranks that process different tokens.
+
+        A PyTorch training loop averages gradients over this number of groups.
+        """
         return math.prod(self.width(axis, self.stages - 1) for axis in LOSS_AXES)
 
     @property
@@ -246,7 +251,10 @@ class Mesh:
         return int(getattr(cell, part.axis)) // part.stride % part.size
 
     def others(self, axes: Sequence[str]) -> list[str]:
-        """Return all axes except `axes`; for a factored axis, return its sub-axes except `axes`."""
+        """Return all axes except `axes`.
+
+        If `axes` contains a sub-axis, the result contains the other sub-axes of the same axis instead of this axis.
+        """
         rest = []
         for axis in AXES:
             if axis in axes:
@@ -323,8 +331,8 @@ class Groups:
     def __post_init__(self) -> None:
         """Create the communicators.
 
-        This cannot deadlock.  Consider the first incomplete group in the order of `sets`: none of its members waits in
-        an earlier or a later group, so the group can be created.
+        This cannot deadlock, because all ranks create their groups in the order of `sets`.  Consider the first
+        incomplete group in this order: none of its members waits in another group, so the group can be created.
         """
         if self.comm.size != self.mesh.size:
             raise MeshError(
@@ -338,7 +346,10 @@ class Groups:
                 self._made[ranks] = self.comm.create_group(ranks)
 
     def of(self, cell: Cell, *axes: str) -> Group:
-        """Return the group of `cell`, a cell of this rank, and all cells that differ from it on these axes only."""
+        """Return the group that contains `cell` and all cells that differ from `cell` on these axes only.
+
+        This rank must hold `cell`.
+        """
         cells = self.mesh.peers(cell, *axes)
         ranks = ranks_of(cells)
         return Group(cells, ranks, self.of_ranks(ranks))

@@ -12,14 +12,17 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 class ProcessSet:
-    """A set of ranks.  All ranks must register the set with `hvd.init(process_sets=...)` or `hvd.add_process_set`.
+    """A set of ranks that run collective operations with each other.
+
+    Before a set is used, all ranks in Horovod's world must register the set with `hvd.init(process_sets=...)` or
+    `hvd.add_process_set`.  This includes the ranks that are not in the set.
 
         even = hvd.add_process_set(range(0, hvd.size(), 2))
         if even.included():
             hvd.allreduce(tensor, process_set=even)
 
     Args:
-        ranks: Distinct ranks in the world, in any order.
+        ranks: Distinct ranks in Horovod's world, in any order.
 
     Raises:
         ValueError: if `ranks` is not a list of distinct integers.
@@ -64,11 +67,18 @@ class ProcessSet:
         return len(self._registered())
 
     def register(self, number: int, ranks: list[int], world_rank: int, engine: Engine | None) -> None:
-        """Mark the set as registered.  `engine` is None if this process is not in the set."""
+        """Mark the set as registered.
+
+        Args:
+            number: The id of the set.
+            ranks: The ranks in the set, in ascending order.
+            world_rank: This process's rank in Horovod's world.
+            engine: The engine that runs the set's operations, or None if this process is not in the set.
+        """
         self.process_set_id, self.ranks, self._world_rank, self.engine = number, ranks, world_rank, engine
 
     def invalidate(self) -> None:
-        """Mark the set as not registered."""
+        """Mark the set as unregistered, and forget its ranks and its engine."""
         self.process_set_id, self.ranks, self.engine = None, None, None
 
     def member(self) -> Engine:
@@ -99,4 +109,4 @@ class ProcessSet:
 
 
 global_process_set = ProcessSet([])
-"""The process set of all ranks."""
+"""The process set with all ranks in Horovod's world.  `hvd.init` registers this set."""

@@ -1,7 +1,7 @@
-"""Define the requests to the engine and their exceptions, and compare requests across ranks.
+"""Define requests and the exceptions for failed requests, and compare the requests of different ranks.
 
-A request is a named operation.  A `Signature` is the part of a request that is sent to other ranks.  A `Request` adds
-this rank's tensors.
+A request asks the engine to run a named collective operation.  `Signature` holds the properties of a request that are
+sent to other ranks.  `Request` adds the name and this rank's tensors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ BARRIER = "barrier"
 JOIN = "join"
 
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
-"""The values of `op`.  Average and Sum have the same values as in Horovod."""
+"""The reduction operations, the possible values of `op`.  Average and Sum have the same values as in Horovod."""
 
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 
 UNNAMED = ".noname."
-"""A marker in every generated name.  Generated names are used once and therefore not cached."""
+"""A substring of every generated request name.
+
+A generated name is used only once, so the response cache does not store the name.
+"""
 
 
 class HorovodInternalError(RuntimeError):
@@ -66,8 +69,8 @@ class Request:
         name: The name of the operation.
         signature: The properties that ranks compare.
         inputs: The tensors to read.
-        outputs: The tensors to write.  An in-place operation writes its inputs.  The list is empty if the result sizes
-            depend on other ranks; the engine then sets `outputs`.
+        outputs: The tensors to write.  For an in-place operation, these are the inputs.  If the sizes of the results
+            depend on other ranks, the list is empty, and the engine later sets `outputs`.
     """
 
     __slots__ = (
@@ -97,7 +100,7 @@ class Request:
         self._done.acquire()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark the request as finished, and wake the waiting threads."""
+        """Mark the request as finished, and wake the waiting threads.  `error` is the reason if the request failed."""
         self.error = error
         self._done.release()
 
@@ -106,7 +109,7 @@ class Request:
         return not self._done.locked()
 
     def wait(self) -> None:
-        """Block until the request finishes, and raise its error if it failed."""
+        """Block until the request finishes.  If the request failed, raise its error."""
         self._done.acquire()
         self._done.release()
         if self.error is not None:
@@ -116,12 +119,12 @@ class Request:
 
 
 def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Sequence[int]) -> str | None:
-    """Return an error message if the ranks' signatures differ, otherwise None.
+    """Return an error message if the ranks' signatures are incompatible, otherwise None.
 
     Args:
         name: The name of the request.
-        signatures: The signature from each member of the process set, or None for members that have joined.
-        ranks: The members' ranks in the world.
+        signatures: One signature per member of the process set, or None for a member that has called `join`.
+        ranks: The members' ranks in the world, in the order of `signatures`.
     """
     given = [(rank, found) for rank, found in zip(ranks, signatures, strict=True) if found is not None]
     first_rank, first = given[0]
@@ -168,7 +171,10 @@ def _one(kind: str) -> str:
 
 
 def _show(value: Any) -> str:
-    """Format a value: shapes as lists, and one-item tuples as their item."""
+    """Format a value for an error message.
+
+    Shapes and tuples look like lists, and a tuple with one item looks like the item.
+    """
     if isinstance(value, torch.Size):
         return str(list(value))
     if isinstance(value, tuple):

@@ -38,7 +38,10 @@ _MODULES = {
     "horovod.tensorflow.util": ".tensorflow.functions",
     "horovod.keras.callbacks": ".tensorflow.callbacks",
 }
-"""Horovod modules whose counterparts have different names, relative to `farandole.horovod`."""
+"""Maps Horovod modules to counterparts with a different name.
+
+The counterparts' names are relative to `farandole.horovod`.
+"""
 
 
 class HorovodFinder(MetaPathFinder):

@@ -28,7 +28,7 @@ from farandole.launch.runtime import init as join_job
 _log = logging.getLogger("horovod")
 
 TIMEOUT_S = 600.0
-"""The timeout for collectives, and for tensors that only some ranks have submitted."""
+"""The timeout for collective operations, and for operations that only some ranks have submitted."""
 
 
 Collect = Callable[[Request], Any]
@@ -36,7 +36,7 @@ Collect = Callable[[Request], Any]
 
 
 class Horovod:
-    """Stores this process's ranks, process sets and uncollected requests."""
+    """Stores this process's ranks, its process sets, and the requests whose results have not yet been returned."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
@@ -60,8 +60,8 @@ class Horovod:
         """Join the job.  Repeated calls do nothing.
 
         Args:
-            comm: The ranks in Horovod's world: a list, identical on all these ranks, or an mpi4py communicator.  None
-                selects all ranks.
+            comm: The job's ranks that form Horovod's world: an ascending list of ranks, or an mpi4py communicator.  All
+                ranks in the list must pass the same list.  None or an empty list selects all ranks of the job.
             process_sets: The process sets to register, or "dynamic".  In both cases, more sets can be added later.
 
         Raises:
@@ -130,7 +130,7 @@ class Horovod:
     # ---- elastic programs ----
 
     def prepare_to_reform(self) -> None:
-        """Exchange the data that the ranks need to form a new world if some ranks die."""
+        """Exchange the data with which the surviving ranks form a new world if some ranks die."""
         runtime = self.joined()
         if self._elastic is not None or runtime.size == 1:
             return
@@ -208,7 +208,7 @@ class Horovod:
         return self._homogeneous
 
     def _set_local_ranks(self, runtime: Runtime) -> None:
-        """Set the local and cross ranks and sizes."""
+        """Derive `local` and `homogeneous` from the hosts of all ranks."""
         hosts: list[str] = [text.rstrip("\0") for text in self._gather_text(runtime.host)]
         own_host, rank = hosts[self.rank], self.rank
         local_rank, local_size = hosts[:rank].count(own_host), hosts.count(own_host)
@@ -225,7 +225,7 @@ class Horovod:
         self._homogeneous = len({hosts.count(name) for name in names}) == 1
 
     def _gather_text(self, text: str) -> list[str]:
-        """All-gather one string per rank, truncated to 256 bytes."""
+        """All-gather one string per rank.  Each string is truncated, or padded with null characters, to 256 bytes."""
         data = torch.zeros(1, 256, dtype=torch.uint8)
         encoded = text.encode()[:256]
         data[0, : len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -339,7 +339,12 @@ class Horovod:
         return handle
 
     def start_timeline(self, path: str, marks_cycles: bool) -> None:
-        """Start the timeline on rank 0."""
+        """Start writing the timeline to the file `path`, on rank 0 only.
+
+        Args:
+            path: The timeline file.
+            marks_cycles: Whether to record each cycle of the engine.
+        """
         if self.rank == 0:
             self.timeline.start(path, marks_cycles)
 

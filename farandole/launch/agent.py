@@ -26,7 +26,7 @@ logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logg
 
 
 class Agent(LocalElasticAgent):
-    """Starts the ranks of this host and applies the rules of `RankMonitor` until all ranks have ended."""
+    """Starts the ranks of this host, and monitors the ranks with a `RankMonitor` until all ranks have ended."""
 
     def __init__(
         self, spec: WorkerSpec, logs: LogsSpecs, rendezvous: LauncherRendezvous, program: Program
@@ -87,7 +87,7 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _announce_restart(self, result: RunResult) -> None:
-        """Print the cause of a restart; an interrupted job is not restarted."""
+        """Print the cause of a restart, or prevent the restart if a signal has interrupted the job."""
         if self.rank_monitor.interrupted_by:
             self._remaining_restarts = 0
             return

@@ -1,9 +1,10 @@
 """Open the key-value store with which the ranks of a job create their process group.
 
-The ranks of one host need an address that every rank can derive, that no other job uses, and that disappears when the
-job ends.  A name in Linux's *abstract* socket namespace, derived from the job's identity, has these properties. Rank 0
-listens at this name and sends the port of its store to the other ranks.  The kernel reports the user of each
-connection, so another user of the machine can neither impersonate rank 0 nor learn the port.
+If the launcher provides no address and all ranks run on one host, the ranks need an address that every rank can derive,
+that no other job uses, and that disappears when the job ends.  A name in Linux's *abstract* socket namespace, derived
+from the job's identity, has these properties.  Rank 0 listens on this name and sends the port of its store to the other
+ranks.  The kernel reports the user of each connection, so another user of the machine can neither impersonate rank 0
+nor learn the port.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def open_store(placement: Placement, timeout_s: float) -> dist.Store:
 
 
 def wait_for_readers(store: dist.Store, placement: Placement) -> None:
-    """On rank 0, wait until the other ranks have finished reading the store, because the store may end with rank 0.
+    """Make rank 0 wait until the other ranks have read the store, because the store may end with rank 0.
 
-    All ranks call this function.
+    All ranks must call this function.
     """
     if placement.rank > 0:
         store.set(f"farandole/has read/{placement.rank}", "")
@@ -54,7 +55,7 @@ def wait_for_readers(store: dist.Store, placement: Placement) -> None:
 
 
 def loopback_store() -> dist.TCPStore:
-    """Return a new store at a free port of the loopback interface."""
+    """Return a new store that listens on a free port of the loopback interface."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -63,7 +64,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 def rendezvous_name(job: str) -> str:
-    """Return the abstract socket name at which the ranks of a job on this host rendezvous."""
+    """Return the abstract socket name with which the ranks of a job on this host find each other."""
     return "farandole-" + hashlib.sha256(f"{os.getuid()} {job}".encode()).hexdigest()[:32]
 
 
@@ -115,7 +116,7 @@ def _open_on_host(job: str, placement: Placement, timeout: timedelta) -> dist.St
 
 
 def _serve_port(name: str, port: int, others: int, timeout_s: float) -> None:
-    """Listen at `name` and, in a thread, send `port` to each of the `others` other ranks."""
+    """Listen on `name`, and start a thread that sends `port` to the other ranks (`others` of them)."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(name)
@@ -170,6 +171,6 @@ def _request_port(name: str, placement: Placement, timeout_s: float) -> int:
 
 
 def _user_of(peer: socket.socket) -> int:
-    """Return the user of the peer process, as reported by the kernel."""
+    """Return the user id of the peer process, as reported by the kernel."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])

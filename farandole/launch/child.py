@@ -37,7 +37,7 @@ class RankSpec:
     shares: tuple[Share, ...]
     kind: Kind
     output: str | None = None
-    """The folder for the output of the ranks."""
+    """The folder for the ranks' output, or None to leave the output with the launcher."""
 
     def dump(self) -> str:
         """Return the spec as JSON."""
@@ -51,7 +51,7 @@ class RankSpec:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the launcher's program as rank LOCAL_RANK of this host; on failure, exit with the program's status."""
+    """Run the user's program as rank LOCAL_RANK of this host; on failure, exit with the program's status."""
     text, target, *program_arguments = arguments
     spec = RankSpec.load(text)
     die_with_parent(spec.launcher_pid)
@@ -86,7 +86,10 @@ def main(arguments: list[str]) -> None:
 
 
 def _run_command(name: str, arguments: list[str]) -> NoReturn:
-    """Replace this process by a command, which stays pinned to its cores and also ends when the launcher ends."""
+    """Replace this process with a command.
+
+    The command remains pinned to this rank's cores, and the kernel still kills the command when the launcher ends.
+    """
     sys.stdout.flush()
     os.execvp(name, [name, *arguments])
 
@@ -119,7 +122,7 @@ def _apply_share(share: Share) -> None:
 
 
 def _redirect_output(folder: str) -> None:
-    """Redirect the output of this rank to FOLDER/rank.N/stdout and stderr, as horovodrun does."""
+    """Redirect this rank's output to the files `stdout` and `stderr` in `folder`/rank.N, as horovodrun does."""
     width = len(str(int(os.environ["WORLD_SIZE"]) - 1))
     own = os.path.join(folder, f"rank.{os.environ['RANK']:0>{width}}")
     os.makedirs(own, exist_ok=True)
@@ -136,14 +139,17 @@ def _error_report(error: BaseException) -> ErrorReport:
 
 
 def _exit_report(code: object) -> ErrorReport:
-    """Return the report for sys.exit(7) or sys.exit("message"); a message has no traceback."""
+    """Return the report for `sys.exit(code)`, where `code` is an exit status or a message.
+
+    The report has no traceback.
+    """
     if isinstance(code, int):
         return ErrorReport(kind="SystemExit", message=f"exit status {code}", trace="", status=code & 0xFF)
     return ErrorReport(kind="SystemExit", message=str(code), trace=f"{code}\n")
 
 
 def _fail(report: ErrorReport) -> NoReturn:
-    """Write the report for the launcher, or print the report if it cannot be written, and exit."""
+    """Write the report for the launcher, and exit.  If the report cannot be written, print its traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         write_report(path or "", report)
@@ -153,7 +159,10 @@ def _fail(report: ErrorReport) -> NoReturn:
 
 
 def _program_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Remove the frames that start the program; return None if the program did not start (a syntax error)."""
+    """Remove the frames that start the program.
+
+    Return None if the program did not start, for example because of a syntax error.
+    """
     starting = (__file__, runpy.__file__)
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -164,7 +173,10 @@ def _program_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Return whether *another* rank's failure caused `error`, a communication error of this package or of Gloo."""
+    """Return whether `error`, or one of its causes, is a communication error of this package or of Gloo.
+
+    Such an error is a consequence of *another* rank's failure.
+    """
     errors = sys.modules.get("farandole.comm.errors")
     while error is not None:
         if errors is not None and isinstance(error, errors.CommunicationError):

@@ -13,7 +13,7 @@ from pathlib import Path
 MOUNT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 UNLIMITED = 1 << 60
-"""Version 1 reports a number of bytes above this value if there is no limit."""
+"""Version 1 of control groups reports a limit of at least this number of bytes if memory is unlimited."""
 
 
 def available_memory() -> int:
@@ -45,7 +45,7 @@ def free_memory() -> int | None:
 
 
 def free_tasks() -> int | None:
-    """Return the number of additional processes and threads that the control groups allow; None if it is unlimited."""
+    """Return the number of additional processes and threads that the control groups allow; None if unlimited."""
     found = []
     for folder in _folders("pids"):
         limit, current = _read_number(folder / "pids.max"), _read_number(folder / "pids.current")
@@ -55,7 +55,7 @@ def free_tasks() -> int | None:
 
 
 def processor_quota() -> float | None:
-    """Return the processor quota of the control groups as a number of processors; None if it is unlimited.
+    """Return the processor quota of the control groups as a number of processors; None if there is no quota.
 
     `docker run --cpus` and Kubernetes limits set this quota.
     """
@@ -84,7 +84,10 @@ def oom_kills() -> int | None:
 
 
 def read_field(path: Path, name: str) -> int | None:
-    """Return the number after `name` in a file with a name and a number per line, or None."""
+    """Return the number that follows `name` in a file, or None if the file does not contain `name`.
+
+    Each line of the file has a name and a number.
+    """
     try:
         lines = path.read_text().splitlines()
     except OSError:

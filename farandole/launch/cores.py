@@ -38,7 +38,10 @@ LOCK_S = 2.0
 
 @dataclass(frozen=True)
 class Share:
-    """The number of threads and the processors of one rank; a rank without processors is not pinned."""
+    """The number of threads of one rank, and the processors to which the rank is pinned.
+
+    Without processors, the rank is not pinned.
+    """
 
     threads: int
     processors: Sequence[int] = ()
@@ -85,7 +88,13 @@ def usable_cores() -> int:
 def physical_cores(
     processors: frozenset[int], siblings: Callable[[int], frozenset[int]] | None = None
 ) -> list[Core]:
-    """Group logical processors by physical core, in ascending order."""
+    """Group logical processors by physical core, in ascending order.
+
+    Args:
+        processors: The logical processors to group.
+        siblings: A function that returns all logical processors on the same physical core as a given processor.  None
+            selects the processors that Linux lists.
+    """
     find = siblings or _siblings
     return sorted({tuple(sorted((find(p) | {p}) & processors)) for p in processors})
 
@@ -119,12 +128,12 @@ def divide_cores(
     """Divide `cores` among the `ranks` of this host.
 
     Args:
-        quota: The available processor time as a number of processors; None if it is unlimited.
+        quota: The available processor time, as a number of processors; None if unlimited.
         pin: Whether to pin the ranks.  Each rank is pinned to its own cores; with fewer cores than ranks, the same
             number of ranks is pinned to each core.  Without pinning, the kernel may run more ranks on one core than on
             another, and every collective waits for the slower ranks.  Ranks are not pinned if they cannot be divided
-            evenly, if other jobs have reserved cores that the ranks need, or if `quota` allows less time than the
-            cores provide.  A single rank is pinned only if other jobs have reserved cores.
+            evenly among the cores, if other jobs have reserved cores that the ranks need, or if `quota` allows less
+            time than the cores provide.  A single rank is pinned only if other jobs have reserved cores.
         threads: The number of threads per rank; None divides the cores by the number of ranks.
         reserved: The processors that other jobs have reserved.
     """
@@ -255,7 +264,11 @@ def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Divisi
 
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
-    """Prevent two jobs that start at the same time from each reserving only part of the cores that it needs."""
+    """Ensure that only one launcher at a time reserves cores.
+
+    Otherwise, of two jobs that start at the same time, each could reserve only some of the cores that it needs.  If
+    another launcher holds the lock for longer than `LOCK_S` seconds, continue without the lock.
+    """
     deadline = time.monotonic() + LOCK_S
     held = None
     while held is None and time.monotonic() < deadline:

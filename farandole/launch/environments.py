@@ -2,7 +2,8 @@
 
 For each launcher, one function maps `environ` to a `Placement`, or to None if the launcher's variables are not set.
 The order of `LAUNCHERS` puts inner launchers first: torchrun started by srun counts as torchrun, mpirun inside a Slurm
-allocation counts as mpirun (srun numbers its helper processes differently), and srun with its own PMI counts as srun.
+allocation counts as mpirun (Slurm's variables then describe mpirun's helper processes, not the ranks), and srun with
+its own PMI counts as srun.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from farandole.launch.placement import (
 )
 
 RUN_ID_PREFIX = "farandole-"
-"""The prefix of the run ids of `farandole launch`; torch's agent passes the run id to its ranks."""
+"""The prefix of `farandole launch`'s run ids.  The elastic agent passes the run id to the ranks."""
 
 FIRST_PORT, PORTS = 10_000, 20_000
 """Slurm jobs use a port from FIRST_PORT to FIRST_PORT + PORTS - 1, below Linux's ephemeral ports (32768 and up)."""
@@ -121,7 +122,7 @@ def _pmi(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _job_of_ancestor(*names: str) -> str:
-    """Return a job name derived from the nearest ancestor process with one of these names, or else from the parent.
+    """Return a job name derived from the nearest ancestor process whose name is in `names`, or else from the parent.
 
     The start time is part of the name, because process ids are reused.
     """
@@ -151,8 +152,8 @@ def _process(pid: int) -> tuple[str, int, int]:
 def _slurm(environ: Mapping[str, str]) -> Placement | None:
     """Read the variables of a task started by srun.
 
-    https://slurm.schedmd.com/srun.html, "Output environment variables".  A script started by sbatch also has task
-    number 0, although srun did not start it.
+    https://slurm.schedmd.com/srun.html, "Output environment variables".  Return None for a script that sbatch has
+    started directly, although the script has a task number (0).
     """
     is_batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     if "SLURM_PROCID" not in environ or is_batch_script:
@@ -178,7 +179,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """Expand Slurm's run-length list of the tasks on each node.
+    """Expand Slurm's run-length encoded list of the number of tasks on each node.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
@@ -190,7 +191,10 @@ def tasks_per_node(counts: str) -> list[int]:
 
 
 def _slurm_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
-    """Return the rendezvous at the first host of the step, with a port derived from the job and step ids."""
+    """Return the rendezvous for a job step.
+
+    If the step uses several hosts, the address is the first host, with a port derived from the job and step ids.
+    """
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "0")
     node_lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[name] for name in node_lists if name in environ), "")

@@ -33,7 +33,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Parse `--hosts`: host names with slots, by default 1.
+    """Parse the value of `--hosts`: host names, each with an optional number of slots (by default 1).
 
     >>> parse_hosts("a:4,b")
     [Host(name='a', slots=4), Host(name='b', slots=1)]
@@ -62,9 +62,14 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """Return the hosts that run ranks, with their numbers of ranks as slots; hosts are filled in order.
+    """Assign ranks to hosts, filling the hosts in order.
 
-    If `ranks` is None, every slot gets a rank.
+    Args:
+        hosts: The available hosts.
+        ranks: The number of ranks, or None to assign one rank to each slot.
+
+    Returns:
+        The hosts that have ranks.  The `slots` of a returned host are the number of its ranks.
 
     Raises:
         LaunchError: if there are fewer slots than ranks.
@@ -87,7 +92,7 @@ def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
 
 
 def is_this_host(name: str) -> bool:
-    """Return whether `name` is a name of this machine, that is, a process can listen at its address."""
+    """Return whether `name` is a name of this host, that is, whether a process can bind a socket to its address."""
     if name in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(OSError):
@@ -118,9 +123,11 @@ def _distinct(hosts: list[Host], source: str) -> list[Host]:
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """The index `node_rank` of this launcher among `nodes` launchers, one per host, and the address of the shared store.
+    """Describes how the launchers of a job, one per host, find each other.
 
-    A job on one host has no address: its store is at a free port of the loopback interface.
+    The job has `nodes` launchers, and `node_rank` is the index of this launcher.  The launchers share a store, which
+    listens on `port` at one of `addresses`.  A job on one host has no address: its store listens on a free port of the
+    loopback interface.
     """
 
     nodes: int = 1
@@ -143,9 +150,14 @@ class RendezvousConfig:
 def parse_rendezvous(
     nodes: int, node_rank: int, address: str | None, timeout_s: float, interfaces: str | None = None
 ) -> RendezvousConfig:
-    """Return the configuration of a launcher that a user starts on each host.
+    """Return the configuration of this launcher, for a job in which the user starts one launcher on each host.
 
-    `address` is the value of `--rendezvous`: "HOST:PORT" on the first host, or None for one host.
+    Args:
+        nodes: The value of `--nodes`, the number of hosts.
+        node_rank: The value of `--node-rank`, the index of this host.
+        address: The value of `--rendezvous`: "HOST:PORT", with a port on the first host, or None for a job on one host.
+        timeout_s: How long to wait for the other launchers, in seconds.
+        interfaces: The value of `--network-interface`, or None.
 
     Raises:
         LaunchError: if `address` is missing or invalid, or `node_rank` is out of range.
@@ -172,7 +184,10 @@ def parse_rendezvous(
 
 
 def find_interfaces(names: str | None) -> dict[str, str]:
-    """Return the addresses of the named interfaces ("eth0,eth1"), or of all interfaces except the loopback.
+    """Return the IPv4 addresses of network interfaces, keyed by the interface's name.
+
+    Args:
+        names: The names of the interfaces ("eth0,eth1"), or None for all interfaces except the loopback interface.
 
     Raises:
         LaunchError: if this host lacks one of the named interfaces.
@@ -193,7 +208,7 @@ def find_interfaces(names: str | None) -> dict[str, str]:
 
 
 def use_interfaces(names: Iterable[str]) -> None:
-    """Make the ranks that this process starts use these network interfaces between hosts."""
+    """Select the network interfaces for communication between hosts, for all ranks that this process starts later."""
     os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, ",".join(names)))
 
 

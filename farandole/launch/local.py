@@ -59,8 +59,7 @@ def launch(
 
     Args:
         pin: Whether to pin each rank to its own cores.  A line on stderr describes the division of the cores.
-        stop_timeout_s: The time in seconds that ranks have to end after a signal to the launcher, before they are
-            killed.
+        stop_timeout_s: How long, in seconds, ranks may run after a signal to the launcher before they are killed.
 
     Returns:
         The exit status of the rank that failed first, or 0.  When a rank fails, the other ranks are stopped, and the
@@ -79,7 +78,11 @@ def run_on_this_host(
     """Run the ranks of this host; return the exit status.
 
     Args:
-        name: The name of this host, if another process started this launcher and reports the end of the job.
+        program: The program to run.
+        ranks: The number of ranks on this host.
+        rendezvous: How this launcher finds the launchers of the other hosts.
+        name: The name of this host, if another process has started this launcher.  That process then reports how the
+            job ended.
 
     Raises:
         LaunchError: if the ranks cannot be started.
@@ -176,9 +179,13 @@ def _run_agent(
 
 
 def _report(agent: Agent, failures: list[RankFailure], oom_kills: int | None, print_end: bool) -> int:
-    """Print the reason if the job failed; return the exit status.
+    """Print why the job failed or was stopped, publish failures to other hosts, and return the exit status.
 
-    `oom_kills` is the number of processes that the kernel killed for lack of memory during the job, if known.
+    Args:
+        agent: The agent that has run the ranks of this host.
+        failures: The failed ranks of this host.
+        oom_kills: The number of processes that the kernel killed for lack of memory during the job, if known.
+        print_end: Whether to report a signal, or a failure on another host.
     """
     interrupted, elsewhere = agent.rank_monitor.interrupted_by, agent.rendezvous.remote_failure
     if interrupted or elsewhere:

@@ -29,7 +29,7 @@ FAILURE_GRACE_S = 0.5
 TERMINATION_GRACE_S = 5.0
 STOP_TIMEOUT_S = 60.0
 SLOW_STOP_S = 1.0
-"""The time, in seconds, after which ranks that are still stopping are reported."""
+"""How long, in seconds, ranks may take to stop before the launcher reports that they are still stopping."""
 
 
 def signals_to_handle() -> tuple[signal.Signals, ...]:
@@ -45,7 +45,7 @@ def restore_ignored_signals() -> None:
 
 @contextlib.contextmanager
 def restored_handlers() -> Iterator[None]:
-    """Restore the handlers of `SIGNALS` after the context, which may install other handlers."""
+    """Save the handlers of `SIGNALS`, and restore them after the context."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -55,10 +55,10 @@ def restored_handlers() -> Iterator[None]:
 
 
 class RankMonitor:
-    """The processes of the ranks, by local rank, and the signals that they have received.
+    """Monitors the ranks of one host, identified by local rank, and sends signals according to the rules above.
 
-    Call `poll` repeatedly until it returns True, when all ranks have ended.  `interrupt` may be called from a signal
-    handler.
+    Call `poll` repeatedly until all ranks have ended, that is, until `poll` returns True.  `interrupt` may be called
+    from a signal handler.
     """
 
     def __init__(
@@ -129,9 +129,10 @@ class RankMonitor:
         return running
 
     def _poll(self, process: Popen[bytes]) -> int | None:
-        """Return a rank's exit status, or None while it runs; if the rank failed, kill the processes that it started.
+        """Return a rank's exit status, or None while the rank is running.
 
-        Until the rank is reaped, its process id can only refer to its own process group.
+        If the rank failed, first kill the processes that it has started.  They are killed before the rank is reaped,
+        because another process group may have the same id afterwards.
         """
         if process.returncode is None and sys.platform == "linux":
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -155,7 +156,7 @@ class RankMonitor:
             )
 
     def _send(self, number: signal.Signals, running: list[int]) -> None:
-        """Signal each rank's process group: the rank and the processes that it started."""
+        """Send a signal to the process group of each running rank: the rank and the processes that it has started."""
         for rank in running:
             self.stopped.add(rank)
             os.killpg(self._processes[rank].pid, number)

@@ -1,8 +1,8 @@
-"""The launcher of one host, for a job that one command starts on several hosts: `python -m farandole.launch.node`.
+"""Run the launcher of one host, for a job that one command starts on several hosts.
 
-The command that started the job writes to this launcher's standard input: first a line with a `NodeSpec`, then one line
-per signal to raise, with the signal's number.  The end of the input means that the command has ended, so this launcher
-also ends.
+The command runs `python -m farandole.launch.node` on each host, and writes to this launcher's standard input: first a
+line with a `NodeSpec`, then one line per signal to raise, with the signal's number.  The end of the input means that
+the command has ended, so this launcher also ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from farandole.launch.reports import notify
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """The part of a job that one host's launcher runs."""
+    """Describes the part of a job that one host's launcher runs."""
 
     host: str
     """The host's name, as used by the remote shell."""

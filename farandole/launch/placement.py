@@ -17,7 +17,7 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class TorchVariables:
-    """Rendezvous as in torch: at MASTER_ADDR and MASTER_PORT, in torchrun's store."""
+    """Rendezvous as in torch: through the store at MASTER_ADDR and MASTER_PORT."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ def read_placement(
     local_rank: str | None = None,
     local_size: str | None = None,
 ) -> Placement:
-    """Build a placement from the variables with the given names.
+    """Build a placement from environment variables.
+
+    The arguments `rank`, `size`, `local_rank` and `local_size` are the names of the variables.
 
     Raises:
         LaunchError: if `rank` or `size` is missing, a variable is not a number, or the numbers contradict each other.
@@ -101,7 +103,7 @@ def read_placement(
 
 
 def master_address(environ: Mapping[str, str], launcher: str) -> Address | None:
-    """Return the address that the user chose with MASTER_ADDR and MASTER_PORT, or None."""
+    """Return the address that the user set with MASTER_ADDR and MASTER_PORT, or None if neither variable is set."""
     names = ("MASTER_ADDR", "MASTER_PORT")
     given = [name for name in names if environ.get(name)]
     if not given:

@@ -39,7 +39,7 @@ class Program:
     output: str | None = None
     """The folder for the output of the ranks, with a subfolder per rank; None prints the output."""
     verbose: bool = False
-    """Whether to print the processes that are started."""
+    """Whether to print a line for each process that is started."""
     max_restarts: int = 0
     """The maximum number of times that all ranks are restarted after a failure."""
     stop_timeout_s: float = STOP_TIMEOUT_S
@@ -59,7 +59,10 @@ class Program:
 
 
 def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
-    """Return the kind and the words of a program, without `python` and its options `-u` and `-m`.
+    """Remove `python` and its options `-u` and `-m` from a command line, if present.
+
+    Returns:
+        The kind of the program, and the remaining words: the script or module, and its arguments.
 
     Raises:
         LaunchError: if `python` is not followed by a script or a module.
@@ -136,7 +139,7 @@ def _find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
 
 
 def _find_installed(name: str) -> ModuleSpec | None:
-    """Find a module with all other finders, such as finders for editable installations."""
+    """Find a module with the finders in `sys.meta_path`, which include the finders for editable installations."""
     try:
         return importlib.util.find_spec(name) if name else None
     except ValueError:  # the module is loaded but has no spec

@@ -1,7 +1,9 @@
-"""Start a job on several hosts: a launcher on each host, through a remote shell, and a store on this host.
+"""Start a job on several hosts.
 
-A launcher reads its `NodeSpec` and signal numbers from the standard input of the remote shell.  The end of the input
-means that this process has ended.  The output of the ranks is printed unchanged.
+This process starts a launcher on each host through a remote shell, and serves the store of the job.
+
+A launcher reads its `NodeSpec` and signal numbers from the standard input of the remote shell.  When this process ends,
+the input ends, and the launcher stops its ranks.  The output of the ranks is printed unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from farandole.launch.program import Program
 from farandole.launch.reports import count, describe_stop, notify
 
 STOP_TIMEOUT_S = 8.0
-"""The time, in seconds, that the other launchers have to stop after one launcher has failed."""
+"""How long, in seconds, the other launchers may take to stop after one launcher has failed."""
 
 HOST_VARIABLES = re.compile(
     r"HOME|HOSTNAME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|TMPDIR|TERM|_|DISPLAY|LS_COLORS|(SSH|XDG|DBUS|BASH_FUNC)_.*"
@@ -70,7 +72,9 @@ def launch_on_hosts(
     interfaces: str | None,
     start_timeout_s: float,
 ) -> int:
-    """Run a program in `slots` ranks on each host; ranks are numbered in the order of the hosts.
+    """Run a program on several hosts; return the exit status.
+
+    Each host runs one rank per slot, and ranks are numbered in the order of the hosts.
 
     Every host needs this Python interpreter and this working directory at the same paths.
 

@@ -39,7 +39,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
         """The failure that another host's launcher published."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the launchers of all hosts, and return this launcher's index, their number and their store."""
+        """Wait for all launchers; return this launcher's index, the number of launchers and the shared store."""
         config = self._config
         if config.nodes == 1 and not config.addresses:
             self._store = loopback_store()
@@ -89,7 +89,10 @@ class LauncherRendezvous(StaticTCPRendezvous):
             time.sleep(0.05)
 
     def check_remote_failure(self) -> bool:
-        """Return whether ranks of another host failed; reads the store at most once per second."""
+        """Return whether another host has published a failure, or the store is lost.
+
+        Reads the store at most once per second.
+        """
         now = time.monotonic()
         if self._config.nodes > 1 and self._store is not None and now >= self._checked_at + CHECK_S:
             self._checked_at = now
@@ -101,7 +104,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
         return self.remote_failure is not None
 
     def publish_failure(self, message: str) -> None:
-        """Publish to the launchers of the other hosts that ranks of this host failed."""
+        """Tell the launchers of the other hosts, with `message`, that ranks of this host have failed."""
         if self._config.nodes == 1 or self._store is None:
             return
         with contextlib.suppress(RuntimeError):  # the store has ended; the other launchers detect this

@@ -1,6 +1,6 @@
 """Explain to the user why a job failed, and print the cause once.
 
-When a rank fails, other ranks fail as a consequence: their collectives raise an error, or the launcher stops them. The
+When a rank fails, other ranks fail as a consequence: their collectives raise an error, or the launcher stops them.  The
 cause is the first failure that is not a consequence.
 """
 
@@ -47,7 +47,10 @@ class ErrorReport:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A failed rank: its exit status (if negative, a signal number) and its report, if any."""
+    """A failed rank: its exit status and its report, if any.
+
+    A negative `status` means that signal number -`status` has killed the rank.
+    """
 
     rank: int
     pid: int
@@ -73,7 +76,11 @@ def write_report(path: str, report: ErrorReport) -> None:
 
 
 def read_report(data: dict[str, object]) -> ErrorReport | None:
-    """Return the report in the data that torch's elastic agent read from a rank's error file, or None."""
+    """Return the report in a rank's error file, or None if the file contains no report by `write_report`.
+
+    Args:
+        data: The content of the file, as read by torch's elastic agent.
+    """
     fields = data.get("farandole")
     return ErrorReport(**fields) if isinstance(fields, dict) else None
 
@@ -113,7 +120,10 @@ def find_cause(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def exit_status(failure: RankFailure) -> int:
-    """Return the launcher's exit status for a cause, as a shell would report it."""
+    """Return the launcher's exit status for the rank failure that caused the end of the job.
+
+    As in a shell, the exit status for a rank that signal number N has killed is 128 + N.
+    """
     if failure.report is not None:  # the launcher may also have signalled this rank
         return failure.report.status
     return 128 - failure.status if failure.status < 0 else failure.status
@@ -165,12 +175,15 @@ def notify(text: str) -> None:
 
 
 def count(number: int, noun: str) -> str:
-    """Return `1 rank` or `2 ranks`."""
+    """Return a number and its noun, in the plural if necessary: `1 rank` or `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def describe_stop(number: int, killed: Collection[int]) -> str:
-    """Return the line that ends a job after a signal; `killed` lists the ranks that had to be killed."""
+    """Return the last message of a job that the signal `number` has stopped.
+
+    `killed` lists the ranks that had to be killed.
+    """
     line = f"stopped by {signal_name(number)}"
     return f"{line}; {_format_ranks(sorted(killed))} had to be killed" if killed else line
 
@@ -191,7 +204,7 @@ def signal_name(number: int) -> str:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 1`, `ranks 0 and 2` or `ranks 1 to 7`."""
+    """Return text such as `rank 1`, `ranks 0 and 2` or `ranks 1 to 7`."""
     ranks = sorted(ranks)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -83,11 +83,11 @@ class Runtime:
 
 
 def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
-    """Join this process's job and return its `Runtime`; without a launcher, the process is the only rank.
+    """Join the job of this process, and return a `Runtime`.  Without a launcher, this process is the only rank.
 
-    All ranks call this function.  It determines the rank under `farandole launch`, torchrun, mpirun (of Open MPI, or
-    Hydra as in MPICH) and srun, and creates torch's process group.  A process group that already exists is used
-    unchanged.
+    All ranks must call this function.  The function reads the rank from the variables that the launcher has set, and
+    creates torch's process group.  A process group that already exists is used unchanged.  The supported launchers are
+    `farandole launch`, torchrun, mpirun (Open MPI, MPICH and other MPIs with Hydra) and srun.
 
     Args:
         backend: Any `torch.distributed` backend; None selects "farandole", or Gloo if farandole's C core is not
@@ -119,7 +119,10 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
 
 
 def _runtime(placement: Placement | None, device: torch.device | None, *, owns_group: bool) -> Runtime:
-    """Return the runtime of torch's process group; without a placement, find the local rank from the host names."""
+    """Return the runtime for torch's process group.
+
+    If `placement` does not contain the local rank, all ranks exchange their host names to find the local rank.
+    """
     assert dist.group.WORLD is not None  # for the type checker
     comm = Communicator(dist.group.WORLD)
     host = socket.gethostname()
@@ -150,7 +153,10 @@ def _find_local_rank(host: str, comm: Communicator) -> tuple[int, int]:
 
 
 def _device(local_rank: int | None) -> torch.device:
-    """Return the accelerator of this rank; ranks share accelerators if a host has more ranks than accelerators."""
+    """Select an accelerator for this rank, and return its device, or the CPU if there is no accelerator.
+
+    Ranks share accelerators if a host has more ranks than accelerators.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", (local_rank or 0) % torch.cuda.device_count())
@@ -159,10 +165,10 @@ def _device(local_rank: int | None) -> torch.device:
 
 
 def _limit_threads(placement: Placement, environ: Mapping[str, str]) -> None:
-    """Divide the cores among the ranks of mpirun or srun, because by default torch uses every core in each rank.
+    """Limit torch's threads to this rank's share of the cores, because by default torch uses every core in each rank.
 
-    Nothing changes if the launcher has bound its ranks, so that they may use fewer cores than the launcher, or if the
-    user has set OMP_NUM_THREADS.
+    The number of threads does not change if mpirun or srun has bound this rank to some of the cores, or if the user has
+    set OMP_NUM_THREADS.
     """
     bound = affinity() < affinity(os.getppid())
     if placement.local_size is None or bound or environ.get("OMP_NUM_THREADS"):

@@ -95,7 +95,7 @@ class Workers:
         return _connect(self._store, 0, self._ranks, self._name)
 
     def resume(self) -> None:
-        """Let `Link.wait` return on each worker.
+        """Wake each worker, which waits in `Link.wait`.
 
         Raises:
             LaunchError: if a worker has ended.
@@ -135,7 +135,7 @@ class Workers:
 
 
 class Link:
-    """The connection of a worker to the process that started the worker.
+    """Connects a worker to rank 0, the process that has started the worker.
 
     Args:
         descriptor: the command-line argument of the worker's module.

@@ -57,7 +57,7 @@ def file_system(folder: str | os.PathLike[str]) -> FileSystem:
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return the bytes that an unprivileged user can write to `folder`, or `sys.maxsize` if there is no limit."""
+    """Return how many bytes an unprivileged user can still write to `folder`; `sys.maxsize` if there is no limit."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
@@ -82,7 +82,7 @@ def require_folder(folder: str | os.PathLike[str]) -> Path:
 def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -> None:
     """Raise `NoSpace` unless `folder` has `needed` free bytes for each of `ranks` ranks on this host.
 
-    All ranks must check before the first rank creates its file, because a file reserves its space.
+    All ranks must call this function before any rank creates its file, because each file reserves space.
     """
     path = require_folder(folder)
     total, free = needed * ranks, free_bytes(path)
@@ -130,7 +130,10 @@ def _unescape(text: str) -> str:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """A disk's read and write bandwidths in bytes per second, measured separately, and its access mode."""
+    """The read and write bandwidths of a disk, in bytes per second, and the access mode of the measurement.
+
+    Reads and writes were measured separately.
+    """
 
     read: float
     write: float

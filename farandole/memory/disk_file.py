@@ -27,11 +27,17 @@ from farandole.memory.disk import (
 )
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
-"""Offsets, lengths and buffers are multiples of this number of bytes, the largest block size of current disks."""
+"""All offsets, lengths and buffer addresses are multiples of this number of bytes.
+
+No current disk has larger blocks.
+"""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR)
-"""Kernels without O_TMPFILE try to open the folder itself, which fails with EISDIR."""
+"""The errors if a kernel or file system does not support O_TMPFILE or O_DIRECT.
+
+A kernel without O_TMPFILE tries to open the folder itself, which fails with EISDIR.
+"""
 
 
 def padded(nbytes: int) -> int:
@@ -159,7 +165,10 @@ class DiskFile:
             raise NoSpace(f"{needed}, {size(free)} available; {more}") from error
 
     def _make_direct(self) -> bool:
-        """Enable direct access and return whether it works: some file systems accept the flag but reject reads."""
+        """Enable direct access, and return whether direct access works.
+
+        A trial read is necessary, because some file systems accept the flag but reject reads.
+        """
         if not hasattr(os, "O_DIRECT"):
             return False
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)

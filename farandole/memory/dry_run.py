@@ -33,13 +33,16 @@ from farandole.models.chunks import repetitions
 aten = torch.ops.aten
 
 _SOFTMAX = frozenset({aten._softmax, aten._safe_softmax, aten.logsumexp})
-"""Includes the normalization of ring attention (`parallel.context`)."""
+"""The operators that normalize attention scores.
+
+Ring attention (`parallel.context`) uses `logsumexp`.
+"""
 
 _BATCHED_PRODUCTS = frozenset({aten.bmm, aten.baddbmm})
-"""Includes the score products of unfused attention."""
+"""The operators that compute the scores of unfused attention."""
 
 _IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
-"""In-place products, which torch's `FlopCounterMode` does not count."""
+"""Maps in-place products, which torch's `FlopCounterMode` does not count, to the equivalent out-of-place products."""
 
 _CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -48,7 +51,11 @@ OUTSIDE = None
 
 
 def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return `example` as arguments: the items of a tuple or list, the entries of a dict, or the object itself."""
+    """Return the positional and keyword arguments with which to call a model on `example`.
+
+    The items of a tuple or list become positional arguments, and the entries of a dict become keyword arguments.  Any
+    other object is the only argument.
+    """
     if isinstance(example, dict):
         return (), dict(example)
     if isinstance(example, tuple | list):
@@ -154,7 +161,7 @@ def saved_bytes(
 
     Args:
         example: one tensor, a tuple of arguments or a dict of keyword arguments; if the model is on the meta device,
-            the example must be too.
+            the example must also be on the meta device.
         loss: a function of the model's output; tensors that it saves also count.
         device: the device of the fake tensors; by default the model's device, or the CPU for a model on the meta
             device.
@@ -254,11 +261,12 @@ def _undone(model: nn.Module) -> Iterator[None]:
 
 
 def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """Count the floating-point operations of one call to the operator `kind` if it is a matrix product or attention.
+    """Return the number of floating-point operations in one call to the operator `kind`.
 
-    For the operators that torch's `FlopCounterMode` supports, the count is equal to the count of `FlopCounterMode`.
-    In-place products and fused CPU attention, which `FlopCounterMode` does not support, are also counted: attention as
-    two products in the forward pass and five in the backward pass, which recomputes scores (Dao et al., 2022,
+    Only matrix products and attention count; the result for other operators is 0.  For the operators that torch's
+    `FlopCounterMode` supports, the result equals the count by `FlopCounterMode`.  In-place products and fused CPU
+    attention, which `FlopCounterMode` does not support, are also counted.  Fused CPU attention counts as two products
+    in the forward pass, and as five products in the backward pass, which recomputes the scores (Dao et al., 2022,
     "FlashAttention").
     """
     if kind in FUSED_ATTENTION:
@@ -280,8 +288,8 @@ def _attention_flops(query: Any, key: Any, value: Any, score_products: int, valu
 def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None = None) -> Counter[str]:
     """Count the operations (`flops_of`) that the recomputation of each module repeats, by module name.
 
-    Run one forward and backward pass of `model(example)`.  During this pass, each recomputation also records where it
-    can stop. `dtype` is as for `fake_model`.
+    This function runs one forward and backward pass of `model(example)` on fake tensors.  During this pass, each
+    recomputation also records where it can stop.  `dtype` has the same meaning as in `fake_model`.
     """
     counting = _CountRecomputed()
     with fake_model(model, example, device_of(model), dtype) as fake, torch.enable_grad(), counting:
@@ -317,10 +325,10 @@ class _CountRecomputed(TorchDispatchMode):
 def attention_modules(
     model: nn.Module, example: Any, dtype: torch.dtype | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) for all modules of `model` that compute attention themselves, not in a submodule.
+    """Return the name and module of each module that computes attention itself, not in a submodule.
 
     A module computes attention if it calls torch's scaled dot-product attention, or batched matrix products with a
-    softmax, which may be a separate module.  `dtype` is as for `fake_model`.
+    softmax, which may be a separate module.  `dtype` has the same meaning as in `fake_model`.
     """
     finder = _AttentionFinder()
     with ExitStack() as undo:

@@ -35,7 +35,7 @@ from farandole.memory.disk import Bandwidth, NoSpace, OffloadError, free_bytes, 
 from farandole.memory.disk_file import ALIGNMENT, DiskFile, aligned_buffer, padded
 
 PART_BYTES = 4 << 20
-"""The size of one kernel request in bytes."""
+"""The maximum size, in bytes, of one read or write request to the operating system."""
 
 DEPTH = 4
 """The number of requests in flight: the smallest number that reached full bandwidth on the tested disks."""
@@ -100,7 +100,7 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return 1-D uint8 memory of at least `nbytes` on `device`, for reading a record of `nbytes`."""
+        """Return 1-D uint8 memory on `device` into which a record of `nbytes` bytes can be read."""
 
     @abstractmethod
     def write(self, record: Any, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
@@ -159,11 +159,15 @@ class HostStore(OffloadStore):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Copy `data` to `record`.  A copy from a CUDA device starts after the kernels that are already queued."""
+        """Copy `data` to `record`.  A copy from a CUDA device starts after the queued kernels of the current stream."""
         return self._copy(record.memory, data, data)
 
     def read(self, record: Record, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Copy `record` to `into`, after the queued kernels of the current stream, which may still use this memory."""
+        """Copy `record` to `into`.
+
+        A copy to a CUDA device starts after the queued kernels of the current stream, because these kernels may still
+        use the memory.
+        """
         return self._copy(into, record.memory, into)
 
     def wait_until_done(self) -> None:
@@ -224,7 +228,10 @@ class _Extent(Record):
 
 
 class _DiskTransfer(Transfer):
-    """A transfer split into `parts` (offsets in a record), run by all threads that call `work`."""
+    """A transfer in several parts, whose offsets in the record are `parts`.
+
+    The threads that call `work` divide the parts among themselves.
+    """
 
     def __init__(
         self, what: str, parts: Iterable[int], move: Callable[[int], None], after: Iterable[Transfer]
@@ -245,7 +252,7 @@ class _DiskTransfer(Transfer):
         self._finished.wait()
 
     def work(self) -> None:
-        """Transfer parts until all parts have been started."""
+        """Wait for the transfers in `after`, then transfer parts until all parts have been started."""
         for before in self._after:
             if isinstance(before, _DiskTransfer):
                 before.work()  # in case no other thread runs this transfer
@@ -264,7 +271,7 @@ class _DiskTransfer(Transfer):
                 self._end_part()
 
     def fail(self, error: Exception) -> None:
-        """Fail the parts that have not started."""
+        """Record `error` for all parts that have not been started."""
         with suppress(IndexError):
             while True:
                 self._parts.pop()
@@ -427,7 +434,10 @@ class DiskStore(OffloadStore):
             self._file.write(buffer.data, offset)
 
     def _check(self, what: str, record: Record, memory: Tensor) -> np.ndarray[Any, Any]:
-        """Return the bytes to transfer: the record's bytes, and the padding if `memory` includes space for it."""
+        """Check the arguments of a transfer, and return the bytes of `memory` to transfer.
+
+        The result has the size of the record, or the padded size if `memory` is large enough.
+        """
         if self._closed:
             raise OffloadError(f"{what}: the file is closed; create a new store")
         if self._process != os.getpid():
@@ -450,7 +460,9 @@ class DiskStore(OffloadStore):
 
 
 def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_BYTES) -> Bandwidth:
-    """Write and read random bytes in `folder` as `DiskStore` does, for about one second and at most `limit_bytes`.
+    """Measure the bandwidth of the disk that contains `folder`.
+
+    For about one second, random bytes are written and then read as in a `DiskStore`, at most `limit_bytes` of them.
 
     Raises:
         OffloadError: if the folder cannot be written to, or has too little space.

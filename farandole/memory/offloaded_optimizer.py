@@ -27,10 +27,13 @@ _ALIGNMENT = 64
 """The alignment in bytes: every tensor in a record starts on a cache line."""
 
 _PROBE_ELEMENTS = 3
-"""The length of the example shard that is stepped once to determine the names and dtypes of the state."""
+"""The number of elements of an example shard.
+
+One step on the example shard determines the names and dtypes of the optimizer's state.
+"""
 
 _IN_RECORD = object()
-"""An entry of `_kept` for a tensor that is stored in the record."""
+"""The value in `OffloadedOptimizer._kept` for a tensor that is stored in the record."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,9 @@ class OffloadedOptimizer:
         self._broken = set()
 
     def kept(self, unit: int) -> list[dict[str, Any]]:
-        """Return the state of each shard of `unit` by name.
+        """Return the state of each shard of `unit`, keyed by name, without reading the record.
 
-        The entry for elementwise state is its dtype; the entry for other state is its value.
+        For state with one number per element, the value is the dtype.  For other state, the value is the state itself.
         """
         return [
             {
@@ -141,8 +144,10 @@ class OffloadedOptimizer:
         ]
 
     def saved(self, first: int = 0) -> Iterator[tuple[int, list[ShardState]]]:
-        """Yield the index and shard states of each unit, beginning with unit `first`; the states are valid until the
-        next iteration."""
+        """Yield the index and the shard states of each unit, beginning with unit `first`.
+
+        The states are valid until the next iteration.
+        """
         for index, record in self.stream.visit(range(first, len(self.units))):
             yield index, [self._shard_state(index, at, record) for at in range(len(self.units[index]))]
 
@@ -167,7 +172,7 @@ class OffloadedOptimizer:
         self._broken.discard(unit)
 
     def invalidate(self) -> None:
-        """Refuse further steps until every unit is loaded."""
+        """Make `step` raise `OffloadError` until every unit has been loaded with `load`."""
         self._broken = set(range(len(self.units)))
 
     def budget(self, bandwidth: Bandwidth | None = None) -> Budget:
@@ -286,7 +291,10 @@ class UnitReader:
         self._states: list[ShardState] = []
 
     def states(self, unit: int) -> list[ShardState]:
-        """Return the states of the shards of `unit`, valid until the next call."""
+        """Return the states of the shards of `unit`.
+
+        The states are valid until the next call of `states` or `close`.
+        """
         if unit != self._unit:
             if self._visit is None or unit != self._unit + 1:
                 self.close()
@@ -359,7 +367,7 @@ def _restricted_to(
 def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
     """Return the names and dtypes of the elementwise state of shards in group `index`.
 
-    Without existing state, these are determined by a step on a shard of three elements.
+    If the shards have no state yet, one step on an example shard determines the names and dtypes.
     """
     group = optimizer.param_groups[index]
     shards = [shard for shard in group["params"] if optimizer.state.get(shard)]
@@ -396,7 +404,10 @@ def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
 
 
 def _check(optimizer: Optimizer, units: list[list[nn.Parameter]]) -> dict[Tensor, int]:
-    """Return the group of every shard.  Raise ValueError unless each optimizer parameter is in exactly one unit."""
+    """Return the index of each shard's parameter group.
+
+    Raise ValueError unless each parameter of the optimizer is in exactly one unit.
+    """
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     left = set(group_of)
     for index, unit in enumerate(units):

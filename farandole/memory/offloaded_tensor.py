@@ -66,13 +66,13 @@ class OffloadedTensor:
         self._reading = self._writing = Transfer()
 
     def prefetch(self) -> None:
-        """Start reading the tensor, unless a read is in progress."""
+        """Start reading the tensor, unless a read is in progress or no copy is needed."""
         if self._ahead is None and self._in_place(self._device) is None:
             self._ahead = self._store.empty(self._nbytes, self._device)
             self._reading = self._store.read(self._record, self._ahead, after=[self._writing])
 
     def read(self, device: torch.device | None = None) -> Tensor:
-        """Return the values on `device`: the tensor's device or the host.
+        """Return the values on `device`, which is either the tensor's device (the default) or the host.
 
         If no copy is needed, the result is the record's memory, so in-place changes change the record.
         """
@@ -88,7 +88,7 @@ class OffloadedTensor:
         return self._values(memory)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
-        """Return an uninitialized tensor on `device`, to be filled and passed to `write`."""
+        """Return an uninitialized tensor on `device`, which the caller fills and passes to `write`."""
         if (memory := self._in_place(device or self._device)) is not None:
             self._wait_for_host()
             return memory

@@ -8,7 +8,7 @@
 
 Names in `state_dict` do not change.  Gradients are bitwise identical to gradients without recomputation, because a
 recomputation starts from the random states and buffers of the forward pass; for example, batch normalization counts
-each batch once. Keyword arguments, nested and repeated calls, autocast, `retain_graph`, inputs that require no
+each batch once.  Keyword arguments, nested and repeated calls, autocast, `retain_graph`, inputs that require no
 gradients, and forward passes in `torch.no_grad` mode are supported.  A block may depend only on its inputs, parameters,
 buffers and random numbers; PyTorch raises an error only if the shapes or dtypes of recomputed tensors differ.
 
@@ -45,7 +45,7 @@ __all__ = ["Recomputed", "apply_recompute", "recomputing"]
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The result of `apply_recompute`: `modules` maps the name of each module to its mode.
+    """The result of `apply_recompute`: `modules` maps the name of each recomputed module to its mode.
 
     A "block" module keeps only its inputs.  A "selective" module also keeps the outputs of weight products and fused
     attention.  An "attention" module also keeps the outputs of weight products.  `before` and `after` are the numbers
@@ -81,8 +81,8 @@ def apply_recompute(
             kept.
         example: a model input for a dry run, in a form that `saved_bytes` accepts.  The dry run must use the same
             autocast settings as training.  "attention" and "auto" require an example.  With an example, the result
-            includes byte counts, and selective recomputation omits unneeded outputs from the first step on; without an
-            example, from the second step on.
+            includes byte counts.  Selective recomputation keeps no unneeded outputs from the first step on with an
+            example, and from the second step on without an example.
         loss: a function of the output; the bytes that it saves are included in the counts.
         dtype: the model's dtype in training, if it differs from the current dtype.
         blocks: with a budget, the names of the blocks that may be recomputed; by default all blocks.
@@ -146,7 +146,7 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
 
 
 def recompute_modules(model: nn.Module, modes: Mapping[str, str]) -> None:
-    """Recompute only the modules in `modes`, which maps module names to modes like `Recomputed.modules`."""
+    """Recompute only the modules in `modes`, a mapping from module names to modes, as in `Recomputed.modules`."""
     for module in model.modules():
         unwrap_calls(module, RecomputeWrapper)
     for name, mode in modes.items():
@@ -154,20 +154,26 @@ def recompute_modules(model: nn.Module, modes: Mapping[str, str]) -> None:
 
 
 class Option(NamedTuple):
-    """The effect of recomputing a block in one mode: the reduction in bytes kept for the backward pass, and
-    the number of repeated floating-point operations."""
+    """The effect of recomputing a block in one mode.
+
+    `saved` is the reduction in the bytes that are kept for the backward pass, and `flops` is the number of repeated
+    floating-point operations.
+    """
 
     saved: int
     flops: int
 
 
 def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield choices in order of increasing savings: (reduction in bytes, mode of each recomputed block).
+    """Yield choices of blocks to recompute, in order of increasing savings.
 
-    `blocks` maps each block to its options by mode.  Consecutive choices differ in one block, namely by the change that
-    saves the most bytes per additional operation.  This is the greedy solution of a knapsack problem in which a block
-    can be recomputed partly or entirely.  Ties are resolved in the given order: the first blocks keep their activations
-    longest.
+    A choice is a pair: the reduction in bytes, and the mode of each recomputed block.  Consecutive choices differ in
+    one block, namely by the change that saves the most bytes per additional operation.  This is the greedy solution of
+    a knapsack problem in which a block can be recomputed partly or entirely.  In case of a tie, the earlier block is
+    recomputed first, because its activations would otherwise be kept for the longest time.
+
+    Args:
+        blocks: The options for each block, keyed by mode.
     """
     chosen: dict[str, str] = {}
     total = 0

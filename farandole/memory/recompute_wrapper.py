@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 aten = torch.ops.aten
 
 WEIGHT_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.convolution, aten._scaled_mm, aten.mv, aten.addmv})
-"""Products with weights, which perform many operations per output byte."""
+"""The operators for products with weights, which perform many operations per output byte."""
 
 FUSED_ATTENTION = frozenset(
     {
@@ -39,7 +39,7 @@ FUSED_ATTENTION = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable,
     }
 )
-"""Fused attention, whose output has the same size as the queries."""
+"""The operators for fused attention, whose outputs have the same size as the queries."""
 
 KEPT_PRODUCTS: dict[str, frozenset[Any]] = {
     "block": frozenset(),
@@ -55,12 +55,18 @@ _observers: list[Callable[[Tensor], None]] = []
 
 
 def recomputing() -> bool:
-    """Return whether this thread is recomputing; forward hooks also run in a recomputation."""
+    """Return whether this thread is recomputing a module.
+
+    Forward hooks also run in a recomputation, and can use this function to detect the recomputation.
+    """
     return recomputed_module() is not None
 
 
 def recomputed_module() -> str | None:
-    """Return the name of the module that this thread recomputes, the outermost if calls are nested, or None."""
+    """Return the name of the module that this thread is recomputing, or None.
+
+    If recomputations are nested, return the name of the outermost module.
+    """
     names: list[str] = getattr(_running, "names", [])
     return names[0] if names else None
 
@@ -96,7 +102,7 @@ class RecomputeWrapper:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the module, and keep only its inputs and the outputs of selected products."""
+        """Call the module, and keep only the inputs of the module and the outputs of the selected products."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         # All tensors become separate arguments.  PyTorch saves them like other saved tensors, so they are checked for
@@ -185,10 +191,10 @@ class _Buffers:
 
 
 class _Kept:
-    """The outputs of the `products` of one forward pass, by product index.
+    """The kept outputs of one forward pass, keyed by the index of the operation among all `products` in the pass.
 
     `needed` is the number of products that an earlier recomputation ran before all saved tensors were recomputed, or
-    None. Outputs of later products are not kept.
+    None.  Outputs of later products are not kept.
     """
 
     def __init__(self, products: frozenset[Any], needed: int | None) -> None:
@@ -198,7 +204,7 @@ class _Kept:
         self.replayed = 0
 
     def report(self, results: Iterable[Any]) -> None:
-        """After the forward pass, drop its `results`, and pass other outputs to observers."""
+        """After the forward pass, drop the kept outputs that are in `results`, and pass the others to the observers."""
         self.drop(results)
         for _, output in self.outputs.values():
             for tensor in tree_iter(output):

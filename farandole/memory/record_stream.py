@@ -66,7 +66,7 @@ class RecordStream:
     write of the same record.  A record that is still in a buffer is not read again.
 
     Only one thread at a time may use a stream.  A failed read raises `OffloadError` in the call that waits for the
-    record. A failed write raises `OffloadError` in every later `read` and `flush`, because the store is incomplete.
+    record.  A failed write raises `OffloadError` in every later `read` and `flush`, because the store is incomplete.
 
     `waited_s` is the total time in seconds that the caller has waited for the disk.  The stream closes its store.
 
@@ -104,7 +104,7 @@ class RecordStream:
         return sum(slot.buffer.nbytes for slot in self._slots)
 
     def prefetch(self, record: int) -> bool:
-        """Start reading `record`; return False if all buffers are in use or contain prefetched records."""
+        """Start reading `record`.  Return False if all buffers are in use or contain other prefetched records."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=False)
         if slot is None:
@@ -155,19 +155,21 @@ class RecordStream:
             slot.record = None
 
     def update(self, order: Iterable[int], work: Work) -> None:
-        """For each record in `order`, call `work(record, bytes)`, which may change the bytes, and write the bytes.
+        """Read each record in `order`, call `work(record, bytes)`, and write the record.
+
+        `work` may change the bytes.
 
         If `work` raises an exception, or on Ctrl-C, all transfers end and all buffers are released before the exception
-        propagates. On a disk, the current record is then unchanged and the earlier records are updated.
+        propagates.  On a disk, the current record is then unchanged and the earlier records are updated.
         """
         self._pass(list(order), work, self.read)
 
     def fill(self, order: Iterable[int], work: Work) -> None:
-        """For each record in `order`, call `work(record, bytes)` to fill uninitialized bytes, and write the bytes."""
+        """For each record in `order`, let `work(record, bytes)` fill an uninitialized buffer, and write the record."""
         self._pass(list(order), work, self.blank)
 
     def visit(self, order: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield each record in `order` with its bytes, which are read-only and valid until the next record."""
+        """Yield each record in `order` with its bytes, which are read-only and valid until the next iteration."""
         ahead = list(order)
         for position, record in enumerate(ahead):
             content = self.read(record)
@@ -232,7 +234,7 @@ class RecordStream:
     def _free_slot(self, evict: Literal[False]) -> _Slot | None: ...
 
     def _free_slot(self, evict: bool) -> _Slot | None:
-        """Return the least recently used free slot; with `evict`, it may contain a prefetched record."""
+        """Return the least recently used free slot.  With `evict`, the slot may contain a prefetched record."""
         free = [slot for slot in self._slots if not slot.held]
         idle = [slot for slot in free if not slot.prefetched]
         if evict and not free:

@@ -59,14 +59,15 @@ def swap_activations(
         to: "host" for a model on a CUDA device, or "disk:FOLDER" for a model on the CPU.  The file in FOLDER is unnamed
             and is deleted when the process ends.  While a model swaps to a disk, glibc allocates each large block with
             its own `mmap`.
-        passes: the modules whose calls are forward passes through blocks of `model`; by default `model` itself.
-        threshold_bytes: the minimum size of swapped tensors.  Parameters and buffers are never swapped.
+        passes: the modules whose calls run forward passes through blocks of `model`; by default `model` itself.
+        threshold_bytes: the minimum size of swapped tensors in bytes.  Parameters and buffers are never swapped.
         behind_bytes: the maximum number of bytes that wait to be written; the forward pass waits while there are more.
         ahead_bytes: the maximum number of prefetched bytes.
 
     Raises:
         ValueError: if `to` is unknown, or does not match the model's device.
-        OffloadError: if the folder is not writable.  Forward and backward passes raise it if the disk is full or fails.
+        OffloadError: if the folder is not writable.  Forward and backward passes raise this error if the disk is full
+            or fails.
     """
     for name, value in (("threshold_bytes", threshold_bytes), ("ahead_bytes", ahead_bytes)):
         if value < 0:
@@ -113,8 +114,8 @@ def map_blocks_from(threshold_bytes: int) -> None:
 
     By default, glibc raises its threshold when large blocks are freed, and then allocates large blocks in its heap.
     There, aligned blocks leave gaps that are too small for the next block of the same size, so swapping would save no
-    memory.  Mapped blocks are returned to the kernel when they are freed, but each allocation must clear their pages.
-    See `man mallopt`.
+    memory.  A mapped block is returned to the kernel when it is freed, but the kernel must clear the pages of each new
+    block.  See `man mallopt`.
     """
     if sys.platform != "linux":
         return
@@ -152,7 +153,7 @@ class _View:
         saved.unread += 1
 
     def done(self) -> None:
-        """Mark this view as read or unreachable; the last view frees the memory."""
+        """Mark this view as read or unreachable.  After the last view, free the memory that was read."""
         if not self.read:
             self.read = True
             self.saved.unread -= 1
@@ -230,7 +231,7 @@ class Swap:
     def _run_block(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a block, whose saved tensors are prefetched together."""
+        """Run a block.  All tensors that autograd saves until the next block starts belong to this block."""
         if torch.is_grad_enabled() and not recomputing():
             self.enter_block()
         return call(*args, **kwargs)
@@ -252,7 +253,10 @@ class Swap:
         self._first_of_block[self._block] = self._count
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Return the placeholder for `tensor` that autograd saves in a forward pass under `hooks`."""
+        """Return the object that autograd saves in place of `tensor`.
+
+        The object is a placeholder if `tensor` is swapped, and otherwise an alias of `tensor`.
+        """
         if not self._is_swapped(tensor):
             return tensor.detach()  # an output would keep its graph alive
         with self._lock:
@@ -314,7 +318,7 @@ class Swap:
             saved.original = saved.writing = None
 
     def unpack(self, packed: Tensor | _View) -> Tensor:
-        """Return the tensor that the backward pass requests."""
+        """Return the tensor that `packed`, a result of `pack`, stands for."""
         if isinstance(packed, Tensor):
             return packed
         if self._closed:

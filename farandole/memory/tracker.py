@@ -8,8 +8,8 @@
             ...
             memory.in_use, memory.peak
 
-The limit applies from the first allocation.  Code that allocates memory tags it, at almost no cost if no tracker is
-active:
+The limit applies from the first allocation.  The code that allocates the memory declares its kind with `memory_tag`.
+This costs almost nothing if no tracker is active:
 
     with memory_tag("weights", parameters):
         buffer = torch.empty(length)
@@ -39,7 +39,10 @@ from farandole.memory.dry_run import flops_of
 from farandole.models.chunks import repetitions
 
 MAPPED_FROM_BYTES = 32 << 20
-"""glibc allocates larger blocks with `mmap`, and unmaps them when they are freed (`mallopt(3)`, `M_MMAP_THRESHOLD`)."""
+"""glibc allocates blocks of at least this size with `mmap`, and unmaps them when they are freed.
+
+See `mallopt(3)`, `M_MMAP_THRESHOLD`.
+"""
 
 Kind = Literal["weights", "gradients", "masters and states", "activations"]
 
@@ -107,12 +110,12 @@ class OutOfDeviceMemory(Documented, RuntimeError):
 
 
 class DeviceMemory:
-    """Limits this process to `limit_bytes` of `device` within a context, and counts the memory in use by kind.
+    """Limits this process to `limit_bytes` of memory on `device` within a context, and counts the memory by kind.
 
     The memory of each tensor on the device counts once, including all views, from the first operation that creates or
     uses the tensor until the memory is freed.  Memory shared by several ranks is divided equally among them.  Memory
-    that belongs to no tensor, such as library workspaces and temporary memory within an operation, is not detected.  A
-    CUDA device enforces the limit itself, and counts this memory too.
+    that belongs to no tensor, such as library workspaces and temporary memory within an operation, is not detected.  On
+    a CUDA device, torch's allocator enforces the limit, and includes such memory.
 
     Args:
         limit_bytes: the limit, or None to count without a limit.
@@ -207,7 +210,7 @@ class DeviceMemory:
         self.peak = max(self.peak, in_use.total())
 
     def _refused(self) -> OutOfDeviceMemory | None:
-        """Return the error to raise when a CUDA device has refused an allocation because of this limit."""
+        """Return the error to raise after a failed allocation on a CUDA device, or None if there is no limit."""
         return None if self.limit is None else self._error(None, self._tag(), self.limit)
 
     def _note_freed(self, key: int) -> Callable[[Any], None]:
@@ -255,7 +258,7 @@ class DeviceMemory:
 
 
 class _TensorMode(TorchDispatchMode):
-    """Calls `see` with every input of an operation before it runs, and with every output.
+    """Calls `see` with every input of an operation before the operation runs, and with every output afterwards.
 
     If an operation runs out of memory, the error returned by `refused` is raised.
     """
@@ -322,7 +325,7 @@ class MemoryTracker(TorchDispatchMode):
         return output
 
     def _add(self, tensor: Tensor) -> bool:
-        """Count the storage of `tensor`; return whether it is new."""
+        """Count the storage of `tensor`; return whether the storage is new."""
         if tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()
@@ -352,7 +355,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        """The peak in bytes."""
+        """The largest number of bytes that were live at the same time."""
         return max((sum(both) for both in self.history), default=0)
 
     @property

@@ -139,7 +139,7 @@ def masked_attention(
 
 
 def _added(query: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None) -> Tensor:
-    """Combine the mask and the bias into one tensor to add to the scores.  It broadcasts to their shape."""
+    """Combine the mask and the bias into one tensor that is added to the scores, and broadcasts to their shape."""
     added = query.new_zeros(1, 1, 1, 1) if bias is None else bias.to(query.dtype)
     if mask is not None:
         return added.masked_fill(~mask, float("-inf"))
@@ -158,7 +158,7 @@ def _by_products(
     dropout: float,
     shard: ShardedDropout | None,
 ) -> Tensor:
-    """Compute attention with explicit matrix products.  `added` broadcasts to the scores."""
+    """Compute attention with explicit matrix products.  `added` is added to the scores, with broadcasting."""
     batch, heads, positions, width = query.shape
     count = batch * heads
     if added.shape[0] == added.shape[1] == 1:

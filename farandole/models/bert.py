@@ -117,6 +117,8 @@ CONFIGS = {
 def bert_config(name: str, **changes: Any) -> BERTConfig:
     """Return configuration `name`, with the fields in `changes` replaced.
 
+    If `changes` contains `width` but not `feed_forward`, the width of the feed-forward network is 4 times `width`.
+
     Raises:
         ValueError: if the name is unknown.  The message suggests the closest name.
     """
@@ -169,7 +171,7 @@ class BERTBlock(nn.Module):
 
 
 class MaskedTokenHead(nn.Module):
-    """The head for masked tokens: a transform, followed by an output projection whose weight may be shared."""
+    """The head for masked tokens: a transform, followed by an output projection with the given `weight`."""
 
     vocabulary: Vocabulary = WHOLE
 
@@ -232,7 +234,10 @@ class BERT(Transformer):
 
 
 def bert(config: BERTConfig) -> BERT:
-    """Return a BERT model, whose weights `build_bert` initializes.  With `config.classes`, the head is a classifier."""
+    """Return a BERT model without initialized weights (see `build_bert`).
+
+    The model ends with a classifier if `config.classes` is not 0, and otherwise with a head for masked tokens.
+    """
     embedding = BERTEmbedding(config)
     layers = [BERTBlock(config) for _ in range(config.layers)]
     head = ClassifierHead(config) if config.classes else MaskedTokenHead(config, embedding.tokens.weight)

@@ -1,9 +1,9 @@
 """Apply PyTorch functions to TensorFlow tensors: directly in eager mode, and as graph nodes in `tf.function`.
 
 *Memory.*  Eager tensors are converted through DLPack.  Within a `tf.function`, TensorFlow passes numpy arrays that are
-views of its tensors.  A result shares memory with the TensorFlow tensor if its alignment meets TensorFlow's
-requirement.  Operations return new tensors and do not write to their inputs.  PyTorch cannot compute with uint16,
-uint32 and uint64, so tensors with these dtypes are reinterpreted as signed tensors of the same width.
+views of TensorFlow tensors.  A contiguous result is converted without a copy if its address meets TensorFlow's
+alignment requirement.  Operations return new tensors and do not write to their inputs.  PyTorch cannot compute with
+uint16, uint32 and uint64, so tensors with these dtypes are reinterpreted as signed tensors of the same width.
 
 *Order.*  A node blocks its thread until the other ranks have called the operation, and a process may have only one
 thread for nodes.  The nodes in a graph and in its functions, loops and branches must therefore run one after another,
@@ -14,8 +14,9 @@ so k's inputs can be computed.  Ranks that have traced the same program have the
 finishes.  One thread is therefore sufficient.  (If ranks have traced different programs, the engine reports the missing
 ranks and ends the run after a timeout.)
 
-*Names.*  An unnamed node gets a name during tracing, which consists of the enclosing functions' names and a number
-within the graph.  Tracing again generates the same names, so ranks may trace different numbers of times.
+*Names.*  An unnamed node gets a name during tracing.  The name consists of the enclosing functions' names, and the
+operation kind with a number that makes it unique within the graph.  Retracing generates the same names, so one rank may
+retrace more often than another rank.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def check_type(dtype: tf.DType, name: str | None) -> None:
 
 
 def from_eager(tensor: tf.Tensor) -> torch.Tensor:
-    """Return a PyTorch tensor that shares memory with an eager tensor on the CPU, or a host copy of a device tensor."""
+    """Convert an eager tensor to a PyTorch tensor on the CPU.
+
+    A tensor on the CPU shares memory with the result.  A tensor on another device is copied.
+    """
     if "CPU" not in tensor.device:
         with tf.device("/cpu:0"):
             tensor = tf.identity(tensor)
@@ -76,7 +80,12 @@ def from_eager(tensor: tf.Tensor) -> torch.Tensor:
 
 
 def to_eager(tensor: torch.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Return an eager tensor with dtype `dtype`: the dtype of `tensor`, or the unsigned dtype of the same width."""
+    """Convert a PyTorch tensor to an eager tensor.
+
+    Args:
+        tensor: The tensor, which shares memory with the result if possible.
+        dtype: The result's dtype: either the dtype of `tensor`, or the unsigned dtype of the same width.
+    """
     # an empty tensor has no memory to share
     if not tensor.numel():
         return tf.zeros(tuple(tensor.shape), dtype)
@@ -96,7 +105,12 @@ def from_numpy(array: Any) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor, dtype: tf.DType) -> Array:
-    """Return an array with dtype `dtype`: the dtype of `tensor`, or the unsigned dtype of the same width."""
+    """Convert a PyTorch tensor to an array for TensorFlow.
+
+    Args:
+        tensor: The tensor, which shares memory with the result if it is contiguous.
+        dtype: The result's dtype: either the dtype of `tensor`, or the unsigned dtype of the same width.
+    """
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
     array: Array = tensor.contiguous().numpy()
@@ -111,7 +125,7 @@ Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class InvalidArgumentError(tf.errors.InvalidArgumentError, ValueError):
-    """Raised if an argument is invalid, or a name is already in flight."""
+    """Raised if an argument is invalid, or an operation with the same name is already in flight."""
 
 
 class FailedPreconditionError(tf.errors.FailedPreconditionError, MismatchError):
@@ -123,13 +137,16 @@ class UnknownError(tf.errors.UnknownError, HorovodInternalError):
 
 
 class _Order:
-    """The resource that every node writes.  The first traced node creates the resource."""
+    """A TensorFlow variable that every node writes, so that the nodes run in tracing order.
+
+    The first call of `write` creates the variable.
+    """
 
     def __init__(self) -> None:
         self._written: tf.Variable | None = None
 
     def write(self) -> tf.Operation:
-        """Return a write operation in the graph that is being traced."""
+        """Add a write of the variable to the graph that is being traced, and return the write operation."""
         if self._written is None:
             with tf.init_scope(), tf.device("/cpu:0"):
                 self._written = tf.Variable(False, trainable=False, name="horovod_order")
@@ -145,7 +162,7 @@ def call(
     """Apply a PyTorch function to TensorFlow tensors.
 
     Within a graph, TensorFlow raises `tf.errors.InvalidArgumentError` if `function` raises ValueError, and
-    `tf.errors.UnknownError` if it raises any other exception.  The message contains the original exception.
+    `tf.errors.UnknownError` if `function` raises HorovodInternalError.  The message contains the original message.
 
     Args:
         function: A function that takes and returns PyTorch tensors.
@@ -187,12 +204,12 @@ def call(
 
 
 def name_in_graph(kind: str, name: str | None, ignore_name_scope: bool = False) -> str | None:
-    """Return the operation's name within the traced graph, or `name` in eager mode.
+    """Return the operation's name within the traced graph, or the argument `name` in eager mode.
 
     Args:
-        kind: The operation kind.
-        name: The given name or None.
-        ignore_name_scope: Whether to omit TensorFlow's name scope before the given name.
+        kind: The operation kind, which becomes part of the name if `name` is None.
+        name: The name that the program has given to the operation, or None.
+        ignore_name_scope: Whether to omit TensorFlow's name scope, which otherwise precedes `name`.
     """
     if tf.executing_eagerly():
         return name

@@ -128,10 +128,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Determine the number of steps per epoch.
+        """Determine the number of steps per epoch, which is required without `staircase`.
 
         Raises:
-            ValueError: if the number of steps is required but unknown.
+            ValueError: if the number is required, but neither the caller nor Keras has set it.
         """
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
@@ -204,7 +204,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Store the learning rate in `logs["lr"]`.  If `verbose` is set, print a message after the warmup."""
+        """Store the learning rate in `logs["lr"]`.  If `verbose` is set, rank 0 prints a message after the warmup."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and rank() == 0:
             rate = float(self.model.optimizer.learning_rate)

@@ -68,7 +68,7 @@ def broadcast_variables(
 def broadcast_(
     variables: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Copy one or several variables' values from rank `root_rank` to all ranks.
+    """Copy the value of each variable from rank `root_rank` to all ranks.
 
     Args:
         variables: A variable, or a list of variables in the same order on all ranks.

@@ -1,8 +1,8 @@
 """Reduce gradients across ranks: `DistributedGradientTape` and the Keras optimizer `DistributedOptimizer`.
 
 Dense gradients are reduced in groups, with one request per group.  By default all gradients form one group.  With
-several groups, a group's reduction overlaps with the computation of the next group's gradients.  One call per group
-submits the request without waiting, and a final call waits for all groups.
+several groups, a group's reduction overlaps with the computation of the next group's gradients.  For each group, one
+`bridge.call` submits the request without waiting.  A final `bridge.call` waits for all groups.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ class GradientReducer:
         device_sparse: An empty string or the name of a CPU device.
         compression: The compressor for dense gradients.
         sparse_as_dense: Whether to reduce tf.IndexedSlices as dense tensors instead of gathering them.
-        op: The reduction.
+        op: The reduction: Average, Sum, Adasum, Min, Max or Product.  tf.IndexedSlices require Average or Sum.
         gradient_predivide_factor: A factor that divides the gradients before the sum and multiplies the sum.  Requires
             op=Average.
         num_groups: Deprecated; use `groups`.
-        groups: The number of dense gradient groups, or a list of lists of variables.
+        groups: The number of groups of dense gradients, or a list of lists of variables.  None puts all dense gradients
+            in one group.
         process_set: The participating ranks.
-        scale_local_gradients: Whether to divide local variables' gradients (`register_local`) by the number of ranks.
+        scale_local_gradients: Whether to divide the gradients of local variables by the number of ranks.
+            `register_local` marks a variable as local, and local gradients are not reduced.
 
     Raises:
         ValueError: if options are invalid or incompatible.
@@ -78,7 +80,7 @@ class GradientReducer:
         self._local: set[int] = set()
 
     def register_local(self, variable: Any) -> None:
-        """Exclude a variable's gradient from the reduction, for layers that differ between ranks."""
+        """Exclude a variable's gradient from the reduction, because the variable's layer differs between ranks."""
         self._local.add(_key(variable))
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -173,7 +175,11 @@ class GradientReducer:
 
 
 def _check_groups(groups: Groups) -> int | list[list[int]] | None:
-    """Return the groups with keys in place of variables; raise ValueError for invalid groups."""
+    """Check `groups`, and replace each variable in `groups` with its key.
+
+    Raises:
+        ValueError: if `groups` is invalid, or contains a variable twice.
+    """
     if groups is None:
         return None
     if isinstance(groups, bool) or not isinstance(groups, (int, list, tuple)) or groups == 0:
@@ -203,7 +209,7 @@ def _scaled(gradient: Any, factor: float) -> Any:
 
 
 class _DistributedGradientTape(tf.GradientTape):
-    """The mixin for the wrapped tape's class."""
+    """A mixin for tapes: `gradient` reduces the gradients across ranks."""
 
     _reducer: GradientReducer
 
@@ -261,13 +267,15 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         device_sparse: An empty string or the name of a CPU device.
         compression: The compressor for dense gradients.
         sparse_as_dense: Whether to reduce tf.IndexedSlices as dense tensors instead of gathering them.
-        op: The reduction.
+        op: The reduction: Average, Sum, Adasum, Min, Max or Product.  tf.IndexedSlices require Average or Sum.
         gradient_predivide_factor: A factor that divides the gradients before the sum and multiplies the sum.  Requires
             op=Average.
         num_groups: Deprecated; use `groups`.
-        groups: The number of dense gradient groups, or a list of lists of variables.
+        groups: The number of groups of dense gradients, or a list of lists of variables.  None puts all dense gradients
+            in one group.
         process_set: The participating ranks.
-        scale_local_gradients: Whether to divide local variables' gradients by the number of ranks.
+        scale_local_gradients: Whether to divide the gradients of local variables by the number of ranks.
+            `register_local_source` marks a variable as local, and local gradients are not reduced.
 
     Returns:
         A tape whose class derives from `type(gradtape)`.
@@ -306,7 +314,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     local_layers: keras.layers.Layer | list[keras.layers.Layer] | None = None,
     **keywords: Any,
 ) -> Any:
-    """Wrap a tape like `DistributedGradientTape`, but do not reduce local layers' gradients.
+    """Wrap a tape as `DistributedGradientTape` does, but exclude the gradients of some layers from the reduction.
 
     Args:
         gradtape: The tape to wrap.
@@ -369,7 +377,10 @@ class _Accumulation:
 
 
 class DistributedKerasOptimizer:
-    """The mixin for the wrapped optimizer's class.  The options are attributes of the new class."""
+    """A mixin for Keras optimizers: `apply` reduces the gradients across ranks.
+
+    `DistributedOptimizer` derives a class from this mixin, and stores the options as attributes of the class.
+    """
 
     _reducer: GradientReducer
     _passes: int
@@ -379,7 +390,7 @@ class DistributedKerasOptimizer:
         """Reduce the gradients across ranks, and apply the result.
 
         `apply_gradients` calls this method.  With backward_passes_per_step=n, gradients accumulate, and every n-th call
-        reduces and applies the sums.  `iterations` counts all calls.
+        reduces and applies their sums or averages.  `iterations` counts all calls.
         """
         optimizer: Any = self
         apply_now = super().apply  # type: ignore[misc]
@@ -437,7 +448,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return a copy of a Keras 3 optimizer that reduces gradients across ranks before each step.
+    """Copy a Keras 3 optimizer, so that the copy reduces gradients across ranks before each step.
 
     Keras saves the copy as a plain optimizer, and `hvd.load_model` wraps it again.  Gradients are reduced before the
     optimizer clips them.  On a machine with a GPU, call `model.compile` with jit_compile=False.
@@ -451,13 +462,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: Whether to reduce tf.IndexedSlices as dense tensors instead of gathering them.
         gradient_predivide_factor: A factor that divides the gradients before the sum and multiplies the sum.  Requires
             op=Average.
-        op: The reduction; Adasum is not supported.
+        op: The reduction: Average, Sum, Min, Max or Product.  tf.IndexedSlices require Average or Sum.
         num_groups: Deprecated; use `groups`.
-        groups: The number of dense gradient groups, or a list of lists of variables.
-        backward_passes_per_step: The number of `apply` calls that each rank accumulates before a step.
+        groups: The number of groups of dense gradients, or a list of lists of variables.  None puts all dense gradients
+            in one group.
+        backward_passes_per_step: The number of `apply` calls whose gradients each rank accumulates before a step.
         average_aggregated_gradients: Whether to divide the accumulated gradients by `backward_passes_per_step`.
         process_set: The participating ranks.
-        scale_local_gradients: Whether to divide local variables' gradients by the number of ranks.
+        scale_local_gradients: Whether to divide the gradients of local variables by the number of ranks.
+            `register_local_var` marks a variable as local, and local gradients are not reduced.
 
     Returns:
         An optimizer whose class derives from `type(optimizer)`.
@@ -502,7 +515,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: keras.optimizers.Optimizer, *arguments: Any, local_layers: Any = None, **keywords: Any
 ) -> Any:
-    """Wrap an optimizer like `DistributedOptimizer`, but do not reduce local layers' gradients.
+    """Copy an optimizer as `DistributedOptimizer` does, but exclude the gradients of some layers from the reduction.
 
     Args:
         optimizer: The optimizer to copy.
@@ -537,7 +550,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _copied(optimizer: Any, kind: type, name: str | None) -> Any:
-    """Create an instance of class `kind` with the optimizer's options, and its state if the optimizer is built."""
+    """Create an instance of class `kind` with the optimizer's options.  If the optimizer is built, copy its state."""
     config = optimizer.get_config()
     schedule = getattr(optimizer, "_learning_rate", None)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):

@@ -54,7 +54,10 @@ def any_rows(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
 
 
 def gradient_name(name: str | None) -> str | None:
-    """Return the operation's name for the backward pass, which ranks may run in different orders."""
+    """Return the name of an operation in the backward pass, or None if the operation is unnamed.
+
+    With names, ranks may run the operations of the backward pass in different orders.
+    """
     return None if name is None else f"{name}.gradient"
 
 
@@ -148,7 +151,7 @@ def broadcast(
 
     Args:
         tensor: A tensor with the same shape and dtype on all ranks.
-        root_rank: The rank to copy from.  Always a rank in the world, even for other process sets.
+        root_rank: The rank to copy from, as a rank in Horovod's world (not in the process set).
         name: The name of the operation.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
         process_set: The participating ranks.
@@ -187,18 +190,18 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Exchange tensor rows among all ranks.
+    """Send some rows of a tensor to each rank, and receive rows from each rank.
 
     Args:
-        tensor: The rows to send, in rank order.
+        tensor: The rows to send, ordered by destination rank.
         splits: The number of rows to send to each rank (integers), or None to send equal numbers.
         name: The name of the operation.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
         process_set: The participating ranks.
 
     Returns:
-        The received rows in rank order.  With `splits`, returns a pair: the received rows, and the number of rows
-        received from each rank (int32).
+        The received rows, ordered by source rank.  With `splits`, returns a pair: the received rows, and the number of
+        rows received from each rank (int32).
     """
     (given,) = as_tensors([tensor], "alltoall", name)
     name = name_in_graph("alltoall", name, ignore_name_scope)
@@ -298,7 +301,10 @@ def grouped_allreduce(
     name: str | None = None,
     ignore_name_scope: bool = False,
 ) -> list[tf.Tensor]:
-    """Reduce several tensors across ranks, once all tensors are ready on all ranks; see `allreduce`."""
+    """Reduce several tensors across ranks in one operation; see `allreduce`.
+
+    The reduction starts when all tensors are ready on all ranks.
+    """
     on_host(device_dense)
     on_host(device_sparse)
     if any(isinstance(each, tf.IndexedSlices) for each in tensors):
@@ -342,7 +348,14 @@ def _restored(
     contexts: Sequence[Any],
     compression: type[Compressor],
 ) -> list[tf.Tensor]:
-    """Convert the reduced tensors to the dtypes of the given tensors."""
+    """Decompress the reduced tensors, and restore the original dtypes.
+
+    Args:
+        reduced: The compressed results.
+        given: The original tensors.
+        contexts: The compressor's context for each tensor.
+        compression: The compressor.
+    """
     wide = [compression.decompress(each, ctx) for each, ctx in zip(reduced, contexts, strict=True)]
     return [
         tf.cast(each, tf.uint16) if like.dtype == tf.uint16 else each
@@ -403,7 +416,8 @@ def reducescatter(
         postscale_factor: A factor that multiplies the result.
 
     Returns:
-        This rank's rows of the result.  If the rows cannot be divided equally, the first ranks get one more row.
+        This rank's rows of the result.  If the rows cannot be divided equally, each of the first ranks gets one more
+        row.
     """
     return grouped_reducescatter(
         [tensor], device_dense, compression, op, process_set, prescale_factor, postscale_factor, name

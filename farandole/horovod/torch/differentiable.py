@@ -24,7 +24,10 @@ from farandole.horovod.torch.operations import Average, Max, Min, Product, Sum, 
 
 
 def _backward_name(name: str | None) -> str | None:
-    """Return the operation's name for the backward pass, which ranks may run in different orders."""
+    """Return the name of an operation in the backward pass, or None if the operation is unnamed.
+
+    With names, ranks may run the operations of the backward pass in different orders.
+    """
     return None if name is None else f"{name}.gradient"
 
 
@@ -87,7 +90,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce several tensors across ranks, once all tensors are ready on all ranks; see `allreduce`."""
+    """Reduce several tensors across ranks in one operation; see `allreduce`.
+
+    The reduction starts when all tensors are ready on all ranks.
+    """
     group = ops.as_group(tensors, "allreduce")
     resolved = ops.reduction(op, average, process_set, group)
     narrow = [compression.compress(tensor) for tensor in group]
@@ -157,7 +163,7 @@ def broadcast(
 
     Args:
         tensor: A tensor with the same shape and dtype on all ranks.
-        root_rank: The rank to copy from.  Always a rank in the world, even for other process sets.
+        root_rank: The rank to copy from, as a rank in Horovod's world (not in the process set).
         name: The name of the operation.
         process_set: The participating ranks.
     """
@@ -190,17 +196,17 @@ class _Alltoall(torch.autograd.Function):
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Exchange tensor rows among all ranks.
+    """Send some rows of a tensor to each rank, and receive rows from each rank.
 
     Args:
-        tensor: The rows to send, in rank order.
+        tensor: The rows to send, ordered by destination rank.
         splits: The number of rows to send to each rank, or None to send equal numbers.
         name: The name of the operation.
         process_set: The participating ranks.
 
     Returns:
-        The received rows in rank order.  With `splits`, returns a pair: the received rows, and the number of rows
-        received from each rank.
+        The received rows, ordered by source rank.  With `splits`, returns a pair: the received rows, and the number of
+        rows received from each rank.
     """
     output, received = _Alltoall.apply(name, splits, process_set, tensor)
     return output if splits is None else (output, received)
@@ -248,7 +254,8 @@ def reducescatter(
         postscale_factor: A factor that multiplies the result.
 
     Returns:
-        This rank's rows of the result.  If the rows cannot be divided equally, the first ranks get one more row.
+        This rank's rows of the result.  If the rows cannot be divided equally, each of the first ranks gets one more
+        row.
     """
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor

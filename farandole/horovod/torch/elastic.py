@@ -48,7 +48,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Mark a batch of `batch_size` samples on every rank as processed."""
+        """Mark the next `batch_size` samples of every rank as processed.  `batch_idx` is ignored."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,21 +99,21 @@ class _Handler:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Broadcast rank 0's state."""
+        """Replace the state with rank 0's state, and save a copy."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
         self.save()
 
 
 class _ModelHandler(_Handler):
     def sync(self) -> None:
-        """Broadcast rank 0's tensors."""
+        """Replace the model's tensors with rank 0's tensors, and save a copy."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
         self.save()
 
 
 class _OptimizerHandler(_Handler):
     def sync(self) -> None:
-        """Broadcast rank 0's state and options."""
+        """Replace the optimizer's state and options with those of rank 0, and save a copy."""
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 
@@ -164,13 +164,13 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Broadcast rank 0's state."""
+        """Replace the state on all ranks with rank 0's state, and save a copy."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
     def reset(self) -> None:
-        """Split the samples among the ranks in the new world."""
+        """Let each `ElasticSampler` split its unprocessed samples among the ranks in the new world."""
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()

@@ -86,7 +86,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return each group's options, and the state keyed by parameter index."""
+    """Return the optimizer's options and state, with parameter indices in place of parameters."""
     parameters = _parameters(optimizer)
     options = [
         {key: value for key, value in group.items() if key != "params"} | {"count": len(group["params"])}
@@ -101,11 +101,14 @@ def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class _Placeholder(int):
-    """A tensor's placeholder in an outline; the value is the tensor's index."""
+    """Stands for a tensor in the result of `_outline`.  The value is the tensor's index in the list of tensors."""
 
 
 def _outline(value: Any, tensors: list[Tensor]) -> Any:
-    """Replace the tensors in nested dicts, lists and tuples with placeholders, and append them to `tensors`."""
+    """Return `value` with a placeholder in place of each tensor, and append the tensors to `tensors`.
+
+    The tensors may be in nested dicts, lists and tuples.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Placeholder(len(tensors) - 1)
@@ -148,7 +151,10 @@ def _load_root_state(optimizer: torch.optim.Optimizer, found: dict[str, Any], ro
 
 
 def _pickler() -> Any:
-    """Return cloudpickle, which can serialize lambdas and local classes, or pickle if cloudpickle is not installed."""
+    """Return the module cloudpickle if it is installed, otherwise pickle.
+
+    Unlike pickle, cloudpickle can serialize lambdas and local classes.
+    """
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:

@@ -54,9 +54,9 @@ def make_request(
         kind: The operation kind.
         inputs: The tensors to read.
         outputs: The tensors to write; `inputs` itself for an in-place operation.
-        signature: The signature of an earlier request for tensors with the same dtypes and shapes, or None.  An
-            earlier signature skips the checks.
-        agreed: Additional signature fields.
+        signature: The signature of an earlier request for tensors with the same dtypes and shapes, or None.  With a
+            signature, the tensors are not checked again.
+        agreed: Additional signature fields, on which all ranks must agree.
 
     Raises:
         ValueError: if the tensors cannot be communicated.
@@ -94,7 +94,7 @@ def _check(inputs: Sequence[Tensor], kind: str) -> None:
 
 
 def _check_in_place(tensors: Sequence[Tensor], kind: str) -> None:
-    """Raise ValueError for repeated tensors and for tensors that PyTorch cannot write."""
+    """Raise ValueError if a tensor is repeated, or the elements of a tensor share memory."""
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError(
             f"in-place {kind} got the same tensor twice and would reduce it twice; pass each tensor once"
@@ -117,7 +117,17 @@ def submit(
     collect: Collect,
     **agreed: Any,
 ) -> int:
-    """Submit a request to the process set's engine and return its handle."""
+    """Submit a request to the process set's engine and return its handle.
+
+    Args:
+        process_set: The participating ranks.
+        kind: The operation kind.
+        name: The name of the operation, or None to generate a name.
+        inputs: The tensors to read.
+        outputs: The tensors to write; `inputs` itself for an in-place operation.
+        collect: A function that returns the operation's result, given the finished request.
+        agreed: Additional signature fields, on which all ranks must agree.
+    """
     engine = process_set.engine or process_set.member()
     request = make_request(name or engine.name_for(kind), kind, inputs, outputs, None, agreed)
     return horovod.submit(engine, request, collect)
@@ -141,7 +151,12 @@ def with_splits(request: Request) -> tuple[Tensor, Tensor]:
 def reduction(
     op: int | None, average: bool | None, process_set: ProcessSet, tensors: Sequence[Tensor]
 ) -> int:
-    """Return the reduction selected by `op` or by Horovod's older argument `average`."""
+    """Return the reduction selected by `op` or by Horovod's older argument `average`.
+
+    Raises:
+        ValueError: if both arguments are given, `op` is invalid, or the reduction does not support the tensors' dtypes
+            or the number of ranks.
+    """
     if any(tensor.dtype == torch.int16 for tensor in tensors) and gloo_enabled():
         raise ValueError(
             "Gloo, which this job uses, does not support int16 reductions; convert the tensor with tensor.int()"
@@ -180,7 +195,7 @@ def as_group(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
 
 
 def split_rows(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
-    """Return the number of rows that an all-to-all sends to each rank.  Without `splits`, the numbers are equal."""
+    """Return the number of rows of `tensor` to send to each rank in an all-to-all: `splits`, or equal numbers."""
     if tensor.dim() == 0:
         raise ValueError("alltoall: expected a tensor with at least one dimension, got a scalar")
     rows = tensor.shape[0]
@@ -258,7 +273,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing several tensors across ranks, once all tensors are ready on all ranks; return a handle."""
+    """Start reducing several tensors across ranks in one operation; return a handle.
+
+    The reduction waits until all tensors are ready on all ranks.
+    """
     group = as_group(tensors, "allreduce")
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, group)
     outputs = [torch.empty_like(tensor) for tensor in group]
@@ -274,7 +292,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing several tensors across ranks, in place; return a handle."""
+    """Start reducing several tensors across ranks in one operation, in place; return a handle."""
     group = as_group(tensors, "allreduce")
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, group)
     return submit(process_set, kinds.ALLREDUCE, name, group, group, the_outputs, **agreed)
@@ -362,7 +380,7 @@ def _scaled(
     process_set: ProcessSet,
     tensors: Sequence[Tensor],
 ) -> dict[str, Any]:
-    """Return the signature fields for a reduction."""
+    """Return the fields `op`, `prescale` and `postscale` of a reduction's signature."""
     return {"op": reduction(op, average, process_set, tensors), "prescale": prescale, "postscale": postscale}
 
 
@@ -452,16 +470,17 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start exchanging tensor rows among all ranks.
+    """Start sending some rows of a tensor to each rank, and receiving rows from each rank.
 
     Args:
-        tensor: The rows to send, in rank order.
+        tensor: The rows to send, ordered by destination rank.
         splits: The number of rows to send to each rank (a list or tensor of integers), or None to send equal numbers.
         name: The name of the operation.
         process_set: The participating ranks.
 
     Returns:
-        A handle.  `synchronize` returns the received rows in rank order, and the number of rows from each rank.
+        A handle.  `synchronize` returns the received rows, ordered by source rank, and the number of rows from each
+        rank.
     """
     process_set.member()
     counts = split_rows(tensor, splits, process_set.size())
@@ -481,7 +500,7 @@ def reducescatter_async(
 ) -> int:
     """Start reducing `tensor` across ranks and scattering the rows of the result; return a handle.
 
-    If the rows cannot be divided equally, the first ranks get one more row.
+    If the rows cannot be divided equally, each of the first ranks gets one more row.
 
     Raises:
         ValueError: if the tensor is a scalar, or `op` is Adasum.
@@ -523,7 +542,7 @@ def poll(handle: int) -> bool:
     """Return whether an operation is complete.
 
     Raises:
-        ValueError: if `handle` is unknown or was already synchronized.
+        ValueError: if `handle` is unknown, or `synchronize` was already called for `handle`.
     """
     if handle not in horovod.handles:
         raise ValueError(
@@ -539,8 +558,8 @@ def synchronize(handle: int) -> Any:
         handle: The handle of the operation.
 
     Returns:
-        The result: a tensor, or a list of tensors for a grouped operation.  None if the handle was already
-        synchronized.
+        The result: a tensor, a list of tensors for a grouped operation, or a pair for an all-to-all.  None if
+        `synchronize` was already called for the handle.
 
     Raises:
         HorovodInternalError: if ranks disagree, a rank died, or Horovod was shut down.
@@ -571,7 +590,7 @@ def join(device: int = -1) -> int:
     operations raise an exception on the other ranks.
 
     Args:
-        device: Ignored.  In Horovod, this device holds the zeros.
+        device: Ignored.  In Horovod, the device on which the zeros are allocated.
 
     Returns:
         The last rank that joined.

@@ -1,7 +1,7 @@
 """Provide `DistributedOptimizer`, which reduces gradients across ranks before each step.
 
-Hooks submit each gradient as soon as the backward pass has computed it.  The engine reduces gradients during the
-backward pass, and `step` waits for the results.
+Hooks submit each gradient, or each group of gradients, as soon as the backward pass has computed it.  The engine
+reduces gradients during the backward pass, and `step` waits for the results.
 
 With op=Adasum, each rank steps with its own gradients, and Adasum combines the resulting parameter changes (Maleki et
 al., 2020, section 4).
@@ -71,7 +71,7 @@ def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -
 
 
 class DistributedAdasumOptimizer(torch.optim.Optimizer):
-    """The mixin for the wrapped optimizer's class with op=Adasum."""
+    """A mixin for optimizers with op=Adasum: `step` combines the parameter changes of all ranks."""
 
     def _prepare(
         self,
@@ -120,7 +120,10 @@ class DistributedAdasumOptimizer(torch.optim.Optimizer):
 
 
 class Slot:
-    """A parameter, and the number of gradients to accumulate before the reduction."""
+    """A parameter and the state of its gradient.
+
+    The attribute `awaited` is the number of backward passes that the gradient still requires before the reduction.
+    """
 
     __slots__ = ("awaited", "context", "name", "parameter", "sparse")
 
@@ -135,8 +138,8 @@ class Slot:
 class GradientGroup:
     """A group of parameters whose gradients form one request.
 
-    The attribute `begun` is True once a gradient has been computed in this step.  The attribute `incomplete` counts the
-    parameters whose gradients are incomplete.
+    The attribute `begun` is True once the backward pass has computed one of the gradients in this step.  The attribute
+    `incomplete` is the number of parameters whose gradients require more backward passes.
 
     Args:
         slots: The parameters.
@@ -167,14 +170,14 @@ class GradientGroup:
         self._sparse: Callable[[], Tensor] | None = None
 
     def expect(self, passes: int) -> None:
-        """Begin a step with `passes` gradients per parameter."""
+        """Begin a step, in which each gradient accumulates over `passes` backward passes."""
         self.incomplete = len(self.slots)
         self.begun = False
         for slot in self.slots:
             slot.awaited = passes
 
     def discard(self) -> None:
-        """Discard the request in flight."""
+        """Forget the request in flight, and ignore its result."""
         self._request = self._sparse = None
 
     def launch(self) -> None:
@@ -252,7 +255,7 @@ def _sparse_dimensions(gradient: Tensor | None) -> int:
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """The mixin for the wrapped optimizer's class."""
+    """A mixin for optimizers: hooks and `step` reduce the gradients across ranks."""
 
     def _prepare(
         self,
@@ -303,7 +306,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def synchronize(self) -> None:
-        """Wait until every gradient is reduced.  The program may then clip or inspect `.grad`."""
+        """Submit the remaining gradients, and wait until every gradient is reduced.
+
+        The program may then clip or inspect `.grad`.
+        """
         for group in self._gradient_groups:
             group.launch()
         for group in self._gradient_groups:
@@ -329,7 +335,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronize and step.  Gradients are synchronized after each call to `closure`."""
+        """Call `synchronize`, and step.  With a closure, call `synchronize` after each call to `closure`."""
         if not self._should_synchronize:
             self._synchronized = False
             return super().step(closure)
@@ -409,7 +415,7 @@ def _check_groups(groups: Any) -> None:
 def _grouped(
     slots: list[Slot], groups: int | Sequence[Sequence[Tensor]] | None, process_set: ProcessSet
 ) -> list[list[Slot]]:
-    """Return the slots in each group.  Without groups, each slot forms a group."""
+    """Return the slots in each group.  Each slot that `groups` does not contain forms its own group."""
     if groups is None:
         return [[slot] for slot in slots]
     assert process_set.ranks is not None  # the set is registered
@@ -438,8 +444,8 @@ def _grouped(
 def wrapped(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
     """Create an instance of a new class that derives from `mixin` and the optimizer's class.
 
-    The instance shares its parameters, state and options with the optimizer, so the optimizer's schedulers also affect
-    the instance.
+    The instance shares the parameters, state and options of `optimizer`, so schedulers of `optimizer` also affect the
+    instance.
     """
     kind = type(optimizer)
     instance: Any = object.__new__(type(kind.__name__, (mixin, kind), {}))
@@ -460,16 +466,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Wrap an optimizer so that it reduces gradients across ranks before each step.
+    """Return an optimizer that works like `optimizer`, but reduces gradients across ranks before each step.
 
     Args:
         optimizer: The optimizer to wrap.
         named_parameters: The parameter names, usually `model.named_parameters()`.  Gradients are negotiated under these
             names.
         compression: The gradient compressor.
-        backward_passes_per_step: The number of backward passes that each rank accumulates before a step.
-        op: The gradient reduction: Average, Sum, Min, Max or Product.  Adasum combines parameter changes instead of
-            gradients.
+        backward_passes_per_step: The number of backward passes whose gradients each rank accumulates before a step.
+        op: The gradient reduction: Average, Sum, Min, Max or Product.  With Adasum, ranks combine parameter changes
+            instead of gradients.
         gradient_predivide_factor: A factor that divides the gradients before the sum and multiplies the sum.  Avoids
             overflow in 16-bit dtypes.  Requires op=Average.
         num_groups: Deprecated; use `groups`.

@@ -16,7 +16,7 @@ from farandole.horovod.torch.operations import Sum, allgather_async, allreduce_a
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization in 1 to 3 dimensions.  During training, the statistics include the samples on all ranks.
+    """Batch normalization in which the training statistics include the samples on all ranks.
 
     Input and output have the shape (N, C, ...) with C = num_features.  N may differ between ranks.  The weight and bias
     gradients are this rank's gradients, which a distributed optimizer reduces like other gradients.
@@ -51,7 +51,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a batch.  During training, all ranks must call this method.
+        """Normalize a batch.  During training, all ranks in the process set must call this method.
 
         Raises:
             ValueError: if the input has an invalid shape, or all ranks together have fewer than two values per channel.
@@ -73,7 +73,7 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     def _average_factor(self) -> float:
-        """Return this batch's weight in the running statistics."""
+        """Count this batch, and return its weight in the running statistics."""
         if not self.training or self.num_batches_tracked is None:
             return 0.0
         self.num_batches_tracked.add_(1)
@@ -81,7 +81,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizes the input, and returns it with the mean, variance and count per channel over all ranks.
+    """Returns the normalized input, and the mean, variance and count per channel over all ranks.
 
     The ranks' statistics are combined in float64 with the method by Chan, Golub and LeVeque (1979).
     """
