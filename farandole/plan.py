@@ -133,7 +133,14 @@ class LoRA:
 
 
 def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
-    """Return one or several patterns as a tuple; error messages contain `option`, the name of the LoRA option."""
+    """Return one or several patterns as a tuple.
+
+    Args:
+        option: the name of the LoRA option, for error messages.
+
+    Raises:
+        TypeError, ValueError: if a pattern has another type or is empty.
+    """
     several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     for pattern in several:
         if not isinstance(pattern, str | re.Pattern):
@@ -154,11 +161,12 @@ class Plan:
         pipeline: the number of ranks over which the stages of the model are distributed (`parallel.pipeline`).
         schedule: with `pipeline` > 1, the order of forward and backward passes: the name of a schedule in the output of
             `farandole schedule`.
-        stage_bytes: with `pipeline` > 1, the maximum number of bytes per rank for its parameters and for the
-            activations of the micro-batches in flight.  Among the divisions into stages that fit, the fastest one is
-            used.
-        deferred_batch_norm: with `pipeline` > 1, update the running statistics of BatchNorm once per step, with the mean and
-            variance over all samples of the step, instead of once per micro-batch (`parallel.pipeline.batch_norm`).
+        stage_bytes: with `pipeline` > 1, the maximum number of bytes on a rank for the parameters of its stages and for
+            the activations of the micro-batches in flight.  Among the divisions into stages that fit, the fastest one
+            is used.
+        deferred_batch_norm: with `pipeline` > 1, update the running statistics of BatchNorm once per step, with the
+            mean and variance over all samples of the step, instead of once per micro-batch
+            (`parallel.pipeline.batch_norm`).
         tensor: the number of ranks that compute each layer together (`parallel.tensor`).
         sequence: with `tensor` > 1, whether the tokens are also split over these ranks between the layers' matrix
             products, which saves activation memory.
@@ -168,22 +176,23 @@ class Plan:
         expert: the number of ranks over which the experts of a mixture of experts are distributed; these ranks have
             different samples (`parallel.expert`).
         zero: the ZeRO stage (Rajbhandari et al., 2020): 1 shards optimizer states, 2 also gradients, 3 also weights.
-        data_shard: with `zero` >= 1, the number of ranks on the data axis among which states are sharded; the states are
-            replicated on the other ranks.  "all" shards over the whole axis, and "host" among the ranks on each host, so that
-            hosts exchange only gradients.
+        data_shard: with `zero` >= 1, the number of ranks on the data axis among which states are sharded; the states
+            are replicated on the other ranks.  "all" shards over the whole axis, and "host" among the ranks on each
+            host, so that hosts exchange only gradients.
         precision: the dtype in which the model computes.  The optimizer updates master weights in the dtype in which
             the model was created (at least fp32), and gradients are averaged in that dtype.  With "fp8", weights are
             stored in bf16, and linear layers multiply 8-bit floats.
         recompute: the activations that are recomputed in the backward pass.
         activation_bytes: with `recompute="auto"`, the maximum number of bytes of activations that a rank keeps.
-        swap: where activations are stored until the backward pass: "none" (on the device of the model), "host" (models on an
-            accelerator) or "disk:FOLDER" (models on a CPU).
+        swap: where activations are stored until the backward pass: "none" (on the device of the model), "host" (models
+            on an accelerator) or "disk:FOLDER" (models on a CPU).
         offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host"
             (models on an accelerator) or "disk:FOLDER".
         offloaded: the data to offload in addition to optimizer states: "gradients" (with `zero` >= 2), or
             "parameters" (with `zero=3`), which includes gradients.  Models on an accelerator offload both only to
             the host.
-        rounding: "stochastic" rounds updates to bf16 weights without master weights, which saves 4 bytes per parameter.
+        rounding: how updated weights are rounded to bf16.  With "stochastic", there are no master weights, which saves
+            4 bytes per parameter.
         compression: the compression of gradients between hosts, with `zero=0`.  Compressed gradients are
             approximate; error feedback adds the error of a step to the gradients of the next step.
         lora: the adapters to train, with the model's weights frozen.
@@ -348,7 +357,8 @@ class Plan:
         """Return the size of each axis on `ranks` ranks.
 
         Raises:
-            PlanError: if the product of the sizes is not the number of ranks, or `data_shard` does not divide the data axis.
+            PlanError: if the product of the sizes is not the number of ranks, or `data_shard` does not divide the data
+                axis.
         """
         inner = {axis: getattr(self, axis) for axis in ("pipeline", *MODEL_AXES)}
         each = math.prod(inner.values())

@@ -21,7 +21,7 @@ from farandole.memory.blocks import blocks_of
 from farandole.parallel.optimizers.shards import OptimizerShards
 
 KINDS = ("finite", "inf", "nan")
-"""The kinds of tensors in order of severity; ranks exchange the indices."""
+"""The kinds of tensors, in order of severity; ranks exchange indices of this tuple."""
 
 
 def kind_of(tensor: Tensor) -> int:
@@ -71,7 +71,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class GradientWatch:
-    """Records this rank's non-finite gradients in a step, before averaging.
+    """Records which gradients of this rank are not finite in each step, before the gradients are averaged.
 
     Args:
         names: the names of all parameters of the mesh, in the same order on all ranks.
@@ -118,7 +118,10 @@ class GradientWatch:
         return replace(found, output=outputs.describe(table[:, -2:].tolist(), found.rank))
 
     def _kinds_here(self) -> list[int]:
-        """Return the kinds of all gradients on this rank, in model order, and discard the recorded norms."""
+        """Return the kind of each parameter's gradient on this rank before averaging, in model order.
+
+        The recorded norms are evaluated and then discarded.
+        """
         for places, norms in self._norms:
             for place, norm in zip(places, norms.cpu(), strict=True):
                 self._note(place, kind_of(norm))
@@ -167,8 +170,10 @@ class OutputWatch:
         self._handles = []
 
     def found(self) -> tuple[int, int]:
-        """Return (block, kind) of the first non-finite output.  The block is -1 if all outputs were finite, -2 if none
-        was checked."""
+        """Return (block, kind) of the first non-finite output.
+
+        The block is -1 if all outputs were finite, and -2 if none was checked.
+        """
         return self._first or (-1 if self.armed else -2, 0)
 
     def describe(self, found: Sequence[Sequence[int]], rank: int | None) -> str:
@@ -208,7 +213,12 @@ def _floating(value: Any) -> Iterator[Tensor]:
 
 
 def _blame(table: Tensor, names: Sequence[str], by_rank: bool) -> OverflowReport:
-    """Report the first non-finite parameter and its rank from a table (rank, parameter) of kinds."""
+    """Report the first parameter with a non-finite gradient.
+
+    Args:
+        table: the kind of each parameter's gradient, with one row per rank and one column per parameter.
+        by_rank: whether `table` describes the ranks' own gradients, so that the report can name a rank.
+    """
     bad = table.amax(0).nonzero().flatten().tolist()
     if not bad:
         return OverflowReport("inf")  # only the sum of squares overflowed

@@ -61,7 +61,7 @@ def parallelize(
     """Return an engine that trains `model` on all ranks of `comm` under `plan`.  This is a collective call.
 
     All ranks start with the parameters of rank 0.  The engine owns the parameters of `model`: call the engine instead
-    of the model. Layers with recomputation or adapters are logged at level INFO.
+    of the model.  The layers that are recomputed or get adapters are logged at level INFO.
 
     Args:
         model: the model on a CPU or accelerator, or on the meta device with `initialize` or a `weight_source`.
@@ -69,9 +69,9 @@ def parallelize(
             adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
         example: the input of one micro-batch.  `recompute="attention"`, `recompute="auto"` and `stage_bytes` use it to
-            measure activations.  If the model is in memory, `pipeline` uses it to measure the time of each block, and
-            divides the blocks into stages accordingly.
-        loss: a function of the output for the measurement of activations.
+            measure activations.  If the model is in memory, a plan with `pipeline` above 1 also uses it to measure the
+            time of each block, and to divide the blocks into stages that take the same time.
+        loss: a function that computes the loss from the model's output, for the measurement of activations.
         initialize: `initialize(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
         diagnose: with `precision="fp16"`, check the outputs of blocks in every step, so that the report of the first
@@ -138,12 +138,12 @@ def parallelize(
 
 
 def _compute_type(plan: Plan) -> torch.dtype | None:
-    """Return the dtype in which the model computes; None for the dtypes of its parameters."""
+    """Return the dtype in which the model computes; None if it computes in the dtypes of its parameters."""
     return None if plan.precision == "fp32" else TYPES[plan.precision]
 
 
 def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
-    """Check the model and the options before the plan's transforms change the model."""
+    """Raise PlanError if the model and the options do not fit `plan`; called before the model is changed."""
     inner = any(getattr(plan, axis) > 1 for axis in ("pipeline", *MODEL_AXES))
     moved = moves_parameters(plan.zero, _compute_type(plan), plan.offload, {})
     check_model(model, moved=moved or plan.tensor > 1 or plan.expert > 1)
@@ -172,7 +172,11 @@ def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
 def _split(
     model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int]
 ) -> tuple[Position, Layouts]:
-    """Apply the plan's axes within layers to `model`.  This is a collective call."""
+    """Apply expert, tensor and context parallelism to `model`.  This is a collective call.
+
+    Returns:
+        This rank's position in the mesh, and the layouts of the model's parameters.
+    """
     axes = ("pipeline", *MODEL_AXES)
     inner = any(sizes[axis] > 1 for axis in axes)
     hosts = hosts_of(comm) if inner or plan.data_shard != "all" else ()
@@ -195,7 +199,7 @@ def _split(
 
 
 def apply_axes(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> None:
-    """Apply the axes that transform the layers of a model, in order."""
+    """Apply expert, tensor and context parallelism, in this order, to the layers of `model`."""
     # imported here, because these modules import most models, and data parallelism needs none of them
     from farandole.parallel import context, expert, tensor
 
@@ -250,7 +254,7 @@ def _recompute(
     loss: Callable[[Any], Tensor] | None,
     activations: RankActivations | None = None,
 ) -> None:
-    """Apply the plan's recomputation to all blocks, or to this pipeline rank's blocks."""
+    """Apply the plan's recomputation to all blocks, or with `activations` to the blocks of this pipeline rank."""
     try:
         done = apply_recompute(
             model,

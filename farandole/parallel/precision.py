@@ -1,8 +1,9 @@
 """Apply a plan's precision: cast inputs, and use 8-bit matrix products from torchao.
 
-With fp8, weights and the values between layers are bf16.  Each product of a linear layer or of an expert scales its two operands by
-their largest value and casts them (Micikevicius et al., 2022, "FP8 Formats for Deep Learning"): e4m3 in the forward pass,
-e5m2 for gradients.  Parameters remain the same objects, so they can be sharded and offloaded.
+With fp8, weights and the values between layers are bf16.  Linear layers and experts scale the two operands of each
+matrix product by their largest values and cast them to 8 bits (Micikevicius et al., 2022, "FP8 Formats for Deep
+Learning"): to e4m3 in the forward pass, and to e5m2 for gradients.  Parameters remain the same objects, so they can be
+sharded and offloaded.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from farandole.models.moe import StackedLinear
 from farandole.plan import PlanError
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""The types in which the model computes."""
+"""The dtype in which the model computes, for each value of `Plan.precision`."""
 
 _UNIT = 16
-"""The row length of 8-bit matrices on accelerators must be a multiple of this number."""
+"""Both sizes of an 8-bit matrix must be multiples of this number on accelerators."""
 
 _CAPABILITY = (8, 9)
 _AMD = ("gfx94", "gfx95", "gfx12")
@@ -55,14 +56,14 @@ def check_float8(device: torch.device) -> None:
 
 
 def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
-    """Convert the linear layers and experts in `model` to 8-bit matrix products, and return their names.
+    """Let the linear layers and experts in `model` use 8-bit matrix products, and return the names of these modules.
 
-    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  Each expert scales its
-    weights and its rows separately.  With `emulate`, values are rounded to 8 bits and multiplied in their original dtype,
-    slowly and on any device.
+    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  Each expert scales
+    its weights and its rows separately.  With `emulate`, values are rounded to 8 bits and multiplied in their original
+    dtype, which is slow but works on any device.
 
     Raises:
-        PlanError: if torchao is missing, or no layer can be changed.
+        PlanError: if torchao is missing, or no layer can be converted.
     """
     float8 = _torchao()
     names = [name for name, module in model.named_modules() if name and _is_suitable(module)]

@@ -34,7 +34,10 @@ from farandole.parallel.zero.gatherer import Gatherer
 from farandole.parallel.zero.weights import EDIT, FlatWeights
 
 _GUARD = "_farandole_is_editable"
-"""The name of a module's attribute: a function that returns whether the parameters can be changed in place."""
+"""The name of the attribute of a module that contains a function.
+
+The function returns whether the module's parameters can be changed in place.
+"""
 
 
 def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
@@ -53,7 +56,7 @@ def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
 
 
 class WholeParameters:
-    """Provides unsharded values of the model's parameters, which are stored as `weights`.
+    """Provides unsharded values of the parameters of a model that an engine stores as `weights`.
 
     Args:
         groups: the communicators of all ranks, and of the ranks among which axes shard parameters.
@@ -177,7 +180,10 @@ class WholeParameters:
 
     @contextmanager
     def edit(self) -> Iterator[None]:
-        """Return a context in which equal in-place changes on all ranks also change the master weights."""
+        """Return a context in which all ranks make the same in-place changes to the parameters.
+
+        When the context ends, the changes are copied to the weights and the master weights.  This is a collective call.
+        """
         if self._masters_elsewhere and self._weights:
             raise RuntimeError(
                 "the master weights are offloaded and cannot be changed through the parameters: load "
@@ -207,8 +213,10 @@ class WholeParameters:
     def values(
         self, wanted: Callable[[nn.Parameter], bool] = lambda parameter: True
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every wanted parameter with its unsharded value, one bucket or parameter at a time.  All ranks must
-        iterate together."""
+        """Yield every wanted parameter with its unsharded value, one bucket or parameter at a time.
+
+        All ranks must iterate together.
+        """
         for parameter, value in self._values_of_cell():
             if wanted(parameter):
                 yield parameter, self._complete(parameter, value)
@@ -225,7 +233,7 @@ class WholeParameters:
                 yield parameter, parameter.detach()
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights that blocks would gather are unsharded; see `Engine.whole`."""
+        """Return a context in which the weights of all blocks are gathered; see `Engine.whole`."""
         return nullcontext() if self._gatherer is None else self._gatherer.whole()
 
     def release(self) -> None:
@@ -259,7 +267,7 @@ class WholeParameters:
         return own_part(parameter.data, layout, self._mesh, self._cell(layout))
 
     def _cell(self, layout: Layout) -> Cell:
-        """Return the cell of this rank that stores the parameter with this layout.
+        """Return the cell of this rank that stores a parameter with the given `layout`.
 
         In a mirrored pipeline, a rank has cells of two stages.
         """
@@ -329,7 +337,7 @@ class _RefusedCopy:
 
 
 def check_model(model: nn.Module, *, moved: bool) -> None:
-    """Raise ValueError if an engine would train `model` differently than a single process.
+    """Raise ValueError if an engine cannot train `model` in the same way as a single process.
 
     Args:
         moved: whether the engine moves parameters into flat buffers.
@@ -367,7 +375,7 @@ def check_gradients(model: nn.Module, trained: Collection[int]) -> None:
 
 
 def _overlapping(named: dict[str, nn.Parameter]) -> tuple[str, str] | None:
-    """Return the names of two parameters that share memory, or None."""
+    """Return the names of two different parameters that share memory, or None."""
     extents = sorted(
         (str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name)
         for name, p in named.items()

@@ -21,7 +21,7 @@ from farandole.planner.workload import Machine, Workload
 ALLOCATOR_BYTES = 45 << 20
 """Overhead of the C library: gaps between blocks, small objects, and memory that kernels allocate inside a call.
 
-The overhead in an estimate is at most the total size of the tensors in a pass.  The value is the median over 19
+An estimate adds this overhead, but at most the peak size of the tensors in a pass.  The value is the median over 19
 training runs of GPTs with 8 and 15 M parameters on 2 ranks (docs/explanation/planner.md; torch 2.13, glibc 2.36).
 """
 
@@ -49,7 +49,7 @@ class PipelineSummary:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory of the rank that needs the most memory, and the step time of a plan.
+    """The estimated step time of a plan, and the estimated memory of the rank that needs the most memory.
 
     Args:
         parts: the parts of the peak of a step, in bytes by name.  A negative part corrects for parts that are not in
@@ -90,7 +90,10 @@ class Estimate:
         return self.peak <= memory
 
     def outcome(self, memory: int) -> str:
-        """Return `fits`, `fits with offload` (or swap), or `does not fit (needs X more; most for Y)`."""
+        """Return the outcome with `memory` bytes per rank, as text.
+
+        The text is `fits`, `fits with offload` (or `swap`, or both), or `does not fit (needs X more; most for Y)`.
+        """
         if not self.fits(memory):
             least = "" if self.complete else "at least "
             most = max(self.parts, key=lambda part: self.parts[part])
@@ -147,7 +150,7 @@ def estimate_workload(
 def _estimate_rank(
     workload: Workload, plan: Plan, ranks: int, machine: Machine, traced: Trace, state: StateBytes
 ) -> Estimate:
-    """Return the estimate of one rank."""
+    """Return the estimate of the rank with the trace `traced` and the state bytes `state`."""
     process = machine.process + machine.libraries * machine.hosts // ranks
     swapped = _swapped(plan, traced)
     copies = workload.checkpoints and machine.host
@@ -169,7 +172,7 @@ def _estimate_rank(
 
 
 def estimate_ranks(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> dict[int, Estimate]:
-    """Return the estimate of each rank; the estimates of ranks with the same pipeline stages are equal."""
+    """Return the estimate of each rank by its number; ranks with the same pipeline stages have equal estimates."""
     workload = workload if workload.applied else workload.split(plan, ranks, machine.hosts)
     if plan.pipeline == 1:
         return dict.fromkeys(range(ranks), estimate_workload(workload, plan, ranks, machine))
@@ -232,7 +235,7 @@ def _estimate_pipeline_ranks(
 
 
 def stage_states(staged: StagedModel, plan: Plan, ranks: int, machine: Machine) -> list[StateBytes]:
-    """Return the state bytes of each pipeline rank, if each rank builds the whole model before the division."""
+    """Return the state bytes of each pipeline rank, if every rank builds the whole model before the division."""
     return [
         replace(state_bytes(workload, plan, ranks, machine), whole=staged.whole) for workload in staged.ranks
     ]
@@ -274,7 +277,7 @@ def _check(plan: Plan, machine: Machine) -> None:
 
 
 def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace) -> int:
-    """Return the overhead of the C library (a measured value) plus the freed memory that it keeps, in bytes.
+    """Return the overhead of the C library (a measured value) plus the freed memory that the library keeps, in bytes.
 
     With `swap`, most blocks are allocated with `mmap`, and returned to the kernel when they are freed.  States
     that are offloaded to a disk are allocated in the first step and then copied.

@@ -30,7 +30,7 @@ RECORD_BUFFERS = 3
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The memory of a rank without its activations, which follows from the sharding of the model.
+    """The memory of a rank without activations, as determined by the sharding of the model.
 
     All sizes are in bytes.
 
@@ -39,7 +39,7 @@ class StateBytes:
         weights: the weights with which the model computes, and the model's buffers.
         gradients: the gradients that are kept until the update.
         masters: the master weights, which the optimizer updates.
-        updated: the parameters that this rank updates, in the dtype of the optimizer's values.
+        updated: the parameters that this rank updates, in the dtype of the master weights.
         optimizer: optimizer states and master weights in device memory, or, if these are offloaded to a disk, the
             transfer buffers.
         records: offloaded states and master weights.

@@ -1,12 +1,14 @@
 """Predict the memory and the time of the ranks of a pipeline.
 
-    staged = StagedModel(workload, plan)                          # divides the blocks into stages
+    staged = StagedModel(workload, plan)        # divides the blocks into stages
     step = simulate_step(staged, plan, ranks, machine, StageTracer())
-    step.timeline.idle, step.traces[0].saved                      # idle fraction; bytes of activations on pipeline rank 0
+    step.timeline.idle                          # the fraction of time in which ranks do not compute
+    step.traces[0].saved                        # bytes of activations on pipeline rank 0
 
-The stages are traced on fake tensors (`planner.stage_trace`).  The simulated step gives the order of actions, the times at which
-messages arrive, and the idle time.  The memory of a rank follows from its actions: the activations of micro-batches in
-flight, the tensors kept between input gradients and weight gradients, and received tensors that are not used yet.
+The stages are traced on fake tensors (`planner.stage_trace`).  The simulated step gives the order of actions, the times
+at which messages arrive, and the idle time.  The memory of a rank follows from its actions: the activations of
+micro-batches in flight, the tensors kept between input gradients and weight gradients, and received tensors that are
+not used yet.
 """
 
 from __future__ import annotations
@@ -128,7 +130,7 @@ def simulate_step(
 
 
 def _recomputed(staged: StagedModel, plan: Plan) -> dict[str, str]:
-    """Return the modes of the modules to recompute if a dry run chooses these modules, or an empty dict."""
+    """Return the mode of recomputation for each module that a dry run chooses; empty if the plan needs no dry run."""
     if plan.recompute not in MEASURED:
         return {}
     workload, found = staged.workload, dict[str, str]()
@@ -176,7 +178,7 @@ def _message(message: Message, outputs: Sequence[Shapes]) -> Memory:
 def _trace_of(
     rank: int, timeline: Timeline, stages: Sequence[StageTrace], outputs: Sequence[Shapes]
 ) -> Trace:
-    """Return the memory of a rank in the step, and its mean work per micro-batch."""
+    """Return the memory of a rank in the step, and the rank's mean work per micro-batch."""
     held, saved, peak, resident = Memory(), 0.0, 0.0, Memory()
     away = left = 0.0  # bytes that `Plan.swap` has moved, and the peak of the remaining bytes
     flops = moved = swapped = 0.0
@@ -231,7 +233,7 @@ def _traced(action: Action, stages: Sequence[StageTrace]) -> ActionTrace:
 
 
 class _Received:
-    """The tensors that a rank has received from other ranks (`pipeline.transfers`) and not yet used."""
+    """The tensors that a rank has received from other ranks (`pipeline.transfers`) but has not used yet."""
 
     def __init__(self, timeline: Timeline, rank: int, outputs: Sequence[Shapes]) -> None:
         schedule = timeline.schedule

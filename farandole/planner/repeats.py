@@ -33,7 +33,10 @@ class Run:
 
 
 def find_runs(model: nn.Module) -> list[Run]:
-    """Return the runs of equal blocks that have more blocks than the two smaller models together."""
+    """Return the runs of equal blocks that are long enough for an extrapolation.
+
+    A run is long enough if it has more blocks than the two smaller models together.
+    """
     found: list[Run] = []
     seen: set[int] = set()
 
@@ -81,7 +84,10 @@ def signature(module: nn.Module) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return options with tensors and modules replaced by their types; their contents are compared separately."""
+    """Return `value`, a setting of a module, with tensors and modules replaced by their types.
+
+    `signature` compares the contents of tensors and modules separately.
+    """
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, tuple):
@@ -90,8 +96,10 @@ def _plain(value: Any) -> Any:
 
 
 def extrapolated(runs: Sequence[Run], measure: Callable[[], Mapping[Any, float]]) -> dict[Any, float]:
-    """Return the predicted result of `measure` for the complete model, from results for smaller models; missing
-    keys count as zero."""
+    """Return the result of `measure` for the complete model, extrapolated from results for smaller models.
+
+    A key that is missing in a result counts as zero.
+    """
     with shortened(dict.fromkeys(runs, LEAST)):
         base = dict(measure())
     result = dict(base)

@@ -185,7 +185,10 @@ def estimated_plans(workload: Workload, ranks: int, machine: Machine) -> Iterato
 
 
 def what_fits(found: Sequence[Estimate], ranks: int, memory: int) -> str:
-    """Return, as text for an error message, the first three plans of `found` that fit into `memory` with a margin."""
+    """Return, as text for an error message, the first three plans of `found` that fit into `memory` with a margin.
+
+    If no plan fits, the text names the least memory that a plan needs.
+    """
     fitting = [one for one in found if one.peak <= _SURE * memory]
     if not fitting:
         least = min(one.peak for one in found)

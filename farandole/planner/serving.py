@@ -10,8 +10,8 @@ attention      reading the keys and values of all running sequences
 communication  with tensor parallelism, all-reduces of the hidden states of all tokens, several per layer
 overhead       a constant time per step, per layer and per sequence
 
-In the steady state, as many sequences start as end.  A replica with B running sequences, prompts of P tokens and outputs
-of N tokens therefore computes, during the lifetime of one sequence, N steps with B sequences, and B prompts.
+In the steady state, as many sequences start as end.  A replica with B running sequences, prompts of P tokens and
+outputs of N tokens therefore computes, during the lifetime of one sequence, N steps with B sequences, and B prompts.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class ServingMachine:
     def of_accelerator(
         cls, *, memory: int, flops: Mapping[str, float], read: float, bandwidth: float, process: int
     ) -> ServingMachine:
-        """Return a machine for an accelerator with published speeds.
+        """Return the description of an accelerator, given its published speeds.
 
-        The time of a matrix product is the larger of its memory time and its compute time.
+        The time of a matrix product is the larger of two times: the time to read the weights, and the time to compute.
         """
         products = {}
         for name in ("fp32", "bf16", "fp16"):
@@ -106,14 +106,14 @@ class ServingMachine:
 
 @dataclass(frozen=True)
 class Mix:
-    """The requests: the mean number of tokens of a prompt and of an output."""
+    """The mix of requests: the mean number of tokens of a prompt and of an output."""
 
     prompt: int
     output: int
 
     @property
     def positions(self) -> int:
-        """Return the number of positions whose keys and values a sequence stores.
+        """The number of positions whose keys and values a sequence stores.
 
         The last token is not stored.  The number is rounded up to a multiple of `PAGE`.
         """
@@ -240,7 +240,7 @@ def estimate_serving(
     """Return the prediction for a replica with this number of running sequences.
 
     Args:
-        token_budget: the maximum number of tokens in a step.
+        token_budget: the maximum number of tokens in a step; with 0, the larger of 256 and twice `running`.
     """
     decode = _decode_s(part, machine, mix, running)
     per_step = max(1, (token_budget or max(256, 2 * running)) - running + 1)
@@ -269,7 +269,7 @@ def kv_memory(part: ServedPart, machine: ServingMachine, weight_bytes: int) -> i
 
 
 def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int) -> float:
-    """Return the seconds of a step that computes one token per sequence, with half of each output generated."""
+    """Return the seconds of a step that computes one token per sequence, halfway through the outputs."""
     positions = running * (mix.prompt + mix.output / 2)
     attention = max(
         positions * part.kv_bytes / machine.read,
@@ -281,7 +281,13 @@ def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int)
 
 
 def _prompt_s(part: ServedPart, machine: ServingMachine, tokens: int, pieces: int, running: int) -> float:
-    """Return the seconds by which steps that compute a prompt exceed steps that decode one token instead."""
+    """Return the additional seconds of the `pieces` steps that compute a prompt.
+
+    The steps are compared with steps in which the sequence only decodes one token.
+
+    Args:
+        tokens: the number of tokens of the prompt.
+    """
     others = running - 1
     rows = others + tokens / pieces
     products = pieces * (_products_s(part, machine, rows) - _products_s(part, machine, running))
@@ -309,7 +315,11 @@ def _count(module: nn.Module) -> int:
 
 
 def running_choices(most: int) -> list[int]:
-    """Return 1, 4, 16, 64, ... up to `most`, and `most`."""
+    """Return 1, 4, 16, 64, ... up to `most`, and `most`.
+
+    Raises:
+        PlanError: if `most` is less than 1.
+    """
     if most < 1:
         raise PlanError("no sequence fits in the KV cache; use more memory")
     return sorted({*(4**power for power in range(20) if 4**power <= most), most})

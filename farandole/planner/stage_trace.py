@@ -1,11 +1,12 @@
 """Trace the actions of a pipeline stage on fake tensors: the memory that each action needs and keeps, and its work.
 
     tracer = StageTracer()
-    found, shapes, single = tracer.trace(workload, plan, stage, shapes, single, splits=True)   # shapes of input and output
+    # `shapes` and `single` describe the stage's input, and then its output
+    found, shapes, single = tracer.trace(workload, plan, stage, shapes, single, splits=True)
     found.forward.kept, found.input.peak, found.weight.flops
 
-The trace runs the same code as `pipeline.runtime`: a forward pass, and a backward pass at once or in two halves.  The input
-of a stage and the gradient of its output count from the start of the action that needs them.
+The trace runs the same code as `pipeline.runtime`: a forward pass, and a backward pass at once or in two halves.  The
+input of a stage and the gradient of its output count from the start of the action that needs them.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
 
 @dataclass(frozen=True)
 class Memory:
-    """The size in bytes of blocks that the C library keeps when they are freed (`heap`), and of blocks that it then
-    returns to the kernel (`mapped`)."""
+    """An amount of memory, divided by how the C library treats freed blocks.
+
+    Args:
+        heap: the size in bytes of blocks that the library keeps when they are freed.
+        mapped: the size in bytes of blocks that the library returns to the kernel when they are freed.
+    """
 
     heap: float = 0
     mapped: float = 0
@@ -93,7 +98,7 @@ class ActionTrace:
 
 @dataclass(frozen=True)
 class StageTrace:
-    """The actions of a stage; `input` and `weight` are the halves of `backward`, if they have been traced."""
+    """The actions of a stage; `input` and `weight` are the halves of `backward`, and empty if not traced."""
 
     forward: ActionTrace
     backward: ActionTrace
@@ -127,7 +132,8 @@ class StageTracer:
             workload: a workload whose model contains all blocks, with the shards of the plan's other axes.
             shapes, single: the input of the stage, which the first stage ignores.
             splits: whether to trace the halves of the backward pass.
-            recomputed: the modules that the plan recomputes, if they were chosen for the complete model.
+            recomputed: the mode of recomputation for each module, by name, if the modules were chosen for the complete
+                model.
         """
         runs = [] if plan.recompute == "auto" else find_runs(stage.view)
         after: list[tuple[Shapes, bool]] = []
@@ -346,13 +352,17 @@ def _loss(loss: Callable[[Any], Tensor] | None, output: Any) -> Tensor:
 
 
 def tensors_or_none(output: Any) -> list[Tensor | None]:
-    """Return the elements of a stage's output."""
+    """Return the elements of a stage's output as a list; a single tensor is the only element."""
     return list(output) if isinstance(output, tuple) else [output]
 
 
 @contextmanager
 def _recomputing(stage: Stage, plan: Plan, modes: Mapping[str, str]) -> Iterator[None]:
-    """Recompute the modules in `modes` or, by default, the stage's blocks according to the plan."""
+    """Return a context in which modules of the stage are recomputed.
+
+    Args:
+        modes: the mode of recomputation for each module, by name; if empty, the plan determines the modules.
+    """
     blocks = nn.Sequential(*stage.blocks)
     try:
         if modes:

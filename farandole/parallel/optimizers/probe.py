@@ -18,29 +18,30 @@ from torch.optim import Optimizer
 
 _SHAPES = ((4, 6), (5, 3))
 _CUT = 10
-"""The number of elements of the first matrix in the first shard.
+"""The number of elements of the first matrix that belong to the first shard.
 
-The second shard has the other elements and the second matrix.
+The second shard has the other elements of the first matrix, and the second matrix.
 """
 _STEPS = 3
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str:
-    """Return why `optimizer` would give different results with sharded parameters, or "" if the results are equal."""
+    """Return why `optimizer` cannot update shards of parameters, or "" if the results do not depend on sharding."""
     return _try_parts(optimizer, _cut, "update each element independently")
 
 
 def why_not_by_parameter(optimizer: Optimizer) -> str:
-    """Return why `optimizer` would give different results with separate parameters, or "" if the results are equal."""
+    """Return why `optimizer` cannot update each parameter separately, or "" if this does not change the results."""
     return _try_parts(
         optimizer, lambda tensors, number: [tensors[number].clone()], "update each parameter independently"
     )
 
 
 def _try_parts(optimizer: Optimizer, part: Callable[[list[Tensor], int], list[Tensor]], what: str) -> str:
-    """Compare updates of two matrices with updates of their parts; return "" if they are equal, or else the difference.
+    """Return why updates of two matrices differ from updates of their parts, or "" if they are equal.
 
     Args:
+        part: the function that returns part 0 or 1 of the two matrices.
         what: the tested property, such as "update each element independently", for the returned text.
     """
     for group in optimizer.param_groups:
@@ -76,7 +77,7 @@ def _try_group(
 
 
 def _cut(tensors: list[Tensor], number: int) -> list[Tensor]:
-    """Return one of two shards as flat tensors."""
+    """Return shard `number` (0 or 1) of two matrices, as flat tensors."""
     first, second = (tensor.reshape(-1) for tensor in tensors)
     return [first[:_CUT].clone()] if number == 0 else [first[_CUT:].clone(), second.clone()]
 
@@ -96,7 +97,7 @@ def _run(
 
 
 def _optimizer_like(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """Return an optimizer with the same class and settings for other parameters."""
+    """Return a copy of `optimizer` that updates `parameters` with the settings of `group`."""
     copied = object.__new__(type(optimizer))
     copied.__dict__.update(optimizer.__dict__)
     copied.__dict__.pop("step", None)  # the method of a scheduler, bound to the optimizer itself

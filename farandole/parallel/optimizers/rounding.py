@@ -5,8 +5,8 @@ rounds up with a probability proportional to the distance from the number below.
 small updates add up (Gupta et al., 2015, "Deep Learning with Limited Numerical Precision"; for training in bf16:
 Zamirai et al., 2020, "Revisiting BFloat16 Training").
 
-Master weights, which take 4 bytes per parameter, are not stored: an update converts one bucket of weights at a time to fp32,
-and rounds them back.  The optimizer computes in fp32, and its states are fp32.
+Master weights, which take 4 bytes per parameter, are not stored: an update converts the weights of one bucket at a time
+to fp32, and rounds the updated weights to bf16.  The optimizer computes in fp32, and its states are fp32.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CHUNK = 1 << 16
 def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
     """Round `source` (fp32, flat, contiguous) to `target` (bf16, same length); overwrite `source`.
 
-    A value between two bf16 numbers is rounded up with a probability proportional to its distance from the lower number.
-    bf16 numbers, infinities and NaNs are unchanged.
+    A value between two bf16 numbers is rounded up with a probability proportional to its distance from the lower
+    number.  Numbers that bf16 represents exactly, infinities and NaNs are unchanged.
     """
     wrong: Tensor | None = None
     if not math.isfinite(torch.linalg.vector_norm(source)):  # otherwise all values are finite
@@ -54,11 +54,11 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
 
 
 class StochasticRounding:
-    """Makes an optimizer update the bf16 weights in buckets.
+    """Makes an optimizer update bf16 weights with stochastic rounding, one bucket at a time.
 
-    The random number for a weight depends only on `seed`, the number of `steps` and the weight's position.  Therefore
-    rounding is the same on ranks that update the same weights, and in a run that resumes from a checkpoint with the
-    weights, the optimizer's state and `steps`.
+    The random number for a weight depends only on `seed`, on `steps` (the number of steps so far) and on the weight's
+    position.  Therefore rounding is the same on ranks that update the same weights, and in a run that resumes from a
+    checkpoint with the weights, the optimizer's state and `steps`.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -110,9 +110,12 @@ class StochasticRounding:
 
     @contextmanager
     def _masters(self, bucket: OptimizerShards, number: int) -> Iterator[None]:
-        """Return a context in which the tensors of the bucket are fp32.
+        """Return a context in which the tensors of `bucket` are fp32 copies of the bf16 weights.
 
-        The tensors are rounded to bf16 when the context ends.
+        At the end of the context, the copies are rounded to the weights.
+
+        Args:
+            number: the index of the bucket, which selects the random numbers.
         """
         assert bucket.weights is not None  # weights were cast
         own = bucket.weights.shard

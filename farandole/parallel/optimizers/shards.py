@@ -1,15 +1,16 @@
-"""The tensors that the optimizer updates on this rank: the parameters of a bucket, or shards of their master weights.
+"""The tensors that the optimizer updates on this rank: a bucket's parameters, or shards of their master weights.
 
     shards.set_gradients(used, norms)     # the optimizer and PyTorch's functions see gradients
     shards.clear_gradients()
 
-A shard is an `nn.Parameter`: a parameter's master weights, or their part in this rank's shard of the bucket.  If the
-optimizer updates shards, the parameter's `.grad` is a `ShardedGradient`, a placeholder without memory:
+A bucket's master weights can be sharded among ranks.  The optimizer then updates an `nn.Parameter` for the part of each
+parameter that is in this rank's shard.  If the optimizer updates master weights, the `.grad` of the model's parameter
+is a `ShardedGradient`, a placeholder without memory:
 
     nn.utils.clip_grad_norm_(model.parameters(), 1)  # the global norm, and the same factor on every rank's shards
     parameter.grad.abs()                             # RuntimeError that names the methods of the engine to use
 
-Elementwise operations with a number, and norms, are supported; other operations raise an error.
+A `ShardedGradient` supports norms, and in-place elementwise operations with a number.  Other operations raise an error.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class OptimizerShards:
 
     Args:
         weights: the bucket's weights; None if the optimizer updates the model's parameters (`zero=0`, same dtype).
-        number: the index of this rank's shard.
-        offloaded: whether shards are offloaded between updates; they are then flat.
+        number: the index of this rank's shard of the bucket.
+        offloaded: whether shards are offloaded between updates; the tensors are then flat.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class OptimizerShards:
     # ---- gradients ----
 
     def set_gradients(self, used: Sequence[bool], norms: GradientNorms) -> None:
-        """Set the `.grad` of the tensors whose parameters were used on any rank, and all other `.grad` to None.
+        """Set the `.grad` for all parameters that any rank has used, and set every other `.grad` to None.
 
         Args:
             used: for each parameter of the bucket, whether any rank used the parameter.
-            norms: the norms of the averaged gradients, which sharded gradients return to `torch.nn.utils.clip_grad_norm_`.
+            norms: the norms of the averaged gradients, which sharded gradients return to
+                `torch.nn.utils.clip_grad_norm_`.
 
         Raises:
             RuntimeError: if the program assigned a `.grad` to a parameter that no backward pass used on any rank.
@@ -105,7 +107,10 @@ class OptimizerShards:
                 tensor.grad = self._gradient(index)
 
     def set(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index, gradient) for tensors whose gradient is set; changes to offloaded gradients are lost."""
+        """Yield (index, gradient) for each tensor whose gradient is set.
+
+        Changes to the yielded gradients are lost if gradients are offloaded.
+        """
         if not self.bucket.holds_result:
             return
         with self.bucket.in_memory() as reduced:
@@ -122,7 +127,7 @@ class OptimizerShards:
             yield from ((index, known[index]) for index in self._indices_set())
 
     def versions(self) -> tuple[tuple[int, int], ...] | None:
-        """Return a value that changes when set gradients change in place; None if changes cannot be detected."""
+        """Return a value that differs after an in-place change of a gradient; None if changes cannot be detected."""
         if self.weights is None:  # programs also change gradients through `.grad.data`
             return None
         return tuple(
@@ -151,12 +156,15 @@ class OptimizerShards:
 
     @property
     def all_cleared(self) -> bool:
-        """Whether all gradients have been cleared, which starts a new step."""
+        """Whether all gradients have been cleared; if so, the next backward pass starts a new step."""
         with unchecked():
             return all(self._is_cleared(index) for index in range(len(self.parameters)))
 
     def resume(self, used: Tensor) -> None:
-        """Let another backward pass add to the existing gradients, and update `used`, the parameters with gradients."""
+        """Let another backward pass add to the existing gradients.
+
+        Gradients that the program has cleared become zero, and their elements of `used` become 0.
+        """
         self.bucket.resume()
         for index, tensor in enumerate(self.tensors):
             if self._is_cleared(index):
@@ -173,10 +181,10 @@ class OptimizerShards:
         return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
     def before_update(self) -> None:
-        """Clear the gradients of shards whose parameters have no gradient.
+        """Clear the gradient of each shard whose parameter's `.grad` was cleared.
 
         Raises:
-            RuntimeError: if another gradient was assigned to a parameter.
+            RuntimeError: if the program assigned a tensor to the `.grad` of a parameter with master weights.
         """
         for index, (parameter, tensor, mark) in enumerate(
             zip(self.parameters, self.tensors, self._marks, strict=True)
@@ -189,7 +197,11 @@ class OptimizerShards:
 
     @contextmanager
     def gradients_in_place(self) -> Iterator[None]:
-        """Return a context in which tensors have their gradients, even if these are offloaded or on another device."""
+        """Return a context in which the `.grad` of each tensor is the gradient itself, not a placeholder.
+
+        Gradients that are offloaded or on another device are copied to the tensor's device for the duration of the
+        context.
+        """
         marks: list[tuple[nn.Parameter, Tensor]] = []
         try:
             with self.bucket.in_memory(next(t.device for t in self.tensors if t is not None)) as reduced:
@@ -205,7 +217,10 @@ class OptimizerShards:
                 tensor.grad = mark
 
     def _gradient(self, index: int) -> Tensor:
-        """Return a tensor's gradient in the memory of the bucket, set or not; the bucket must not be offloaded."""
+        """Return the view of the bucket's memory for the gradient of tensor `index`, even if `.grad` is not set.
+
+        The bucket must not be offloaded.
+        """
         if self.weights is None:
             return self.bucket.gradient_view(index)
         found = self._gradients[index]
@@ -216,7 +231,7 @@ class OptimizerShards:
         return found
 
     def _change(self, index: int, change: Change) -> None:
-        """Change the gradient of a tensor in place."""
+        """Apply `change` in place to the gradient of tensor `index`."""
         if self.weights is None:
             change(self._gradient(index))
         else:
@@ -224,7 +239,7 @@ class OptimizerShards:
             self.bucket.change(lambda reduced: change(reduced[part]))
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has its gradient only during an update."""
+        """Return whether the `.grad` of `tensor` is a placeholder except during an update."""
         return self.bucket.is_offloaded or tensor.device != self.bucket.plan.device
 
     def _is_assigned(self, index: int) -> bool:
@@ -259,7 +274,7 @@ class OptimizerShards:
         return self.weights is not None and self.weights.has_master_copy and self.weights.master is not None
 
     def values(self, index: int) -> Tensor:
-        """Return the values of tensor `index`, in its shape or flat; offloaded weights must be in memory."""
+        """Return the values of tensor `index`, possibly flattened; offloaded weights must be in memory."""
         tensor, weights = self.tensors[index], self.weights
         assert tensor is not None
         return tensor.detach() if weights is None or self.has_masters else weights.shard[self._slices[index]]
@@ -281,7 +296,7 @@ class OptimizerShards:
     def values_in_place(self, *, write: bool) -> Iterator[None]:
         """Return a context in which the tensors hold the offloaded weights.
 
-        With `write`, the weights are written back at its end.
+        With `write`, the weights are written back at the end of the context.
         """
         if self.weights is None or self.weights.has_master_copy or not self.weights.is_offloaded:
             yield
@@ -329,7 +344,7 @@ _ELEMENTWISE = {
 
 
 class GradientNorms:
-    """The norms of all averaged gradients, computed by one collective.
+    """The norms of all averaged gradients; one collective call computes all of them.
 
     Args:
         names: the names of all parameters of the model, in the same order on all ranks.
@@ -356,21 +371,23 @@ class GradientNorms:
         return self._numbers[name]
 
     def clear(self) -> None:
-        """Discard the norms, because the gradients have changed."""
+        """Discard the stored norms; call this after a change of gradients."""
         self._norms.clear()
         self._square = None
 
     def of(self, name: str, order: float) -> Tensor:
-        """Return the norm of a parameter's gradient; the first call after a change is collective."""
+        """Return the norm of a parameter's gradient.
+
+        The first call with a given `order` after a change of gradients is collective.
+        """
         if order not in self._norms:
             self._norms[order] = self._compute(order)
         return self._norms[order][self._numbers[name]]
 
     def total(self) -> float:
-        """Return the Euclidean norm of all gradients, infinite or NaN if any element is infinite or NaN.  This is a
-        collective call.
+        """Return the Euclidean norm of all gradients, which is infinite or NaN if any element is infinite or NaN.
 
-        This rank's parts are read again only if they have changed since the last call.
+        This is a collective call.  This rank's parts are read again only if they have changed since the last call.
         """
         versions = [shards.versions() for shards in self._shards]
         if self._square is None or versions != self._versions or None in versions:
@@ -412,8 +429,13 @@ class GradientNorms:
 
 
 class ShardedGradient(Tensor):
-    """A placeholder for the averaged gradient of `parameter`.  `change` modifies this rank's part; it is None on ranks
-    without a part."""
+    """A placeholder for the averaged gradient of `parameter`.
+
+    Args:
+        change: the function that modifies this rank's part of the gradient; None on ranks without a part.
+        norms: the norms of all gradients.
+        name: the name of the parameter in `norms`.
+    """
 
     _change_part: Callable[[Change], None] | None
     _norms: GradientNorms
@@ -441,7 +463,7 @@ class ShardedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run supported operations, and raise RuntimeError for others."""
+        """Run a supported operation; raise RuntimeError for any other operation."""
         gradient, *rest = args
         if isinstance(gradient, cls) and not any(isinstance(each, cls) for each in rest):
             if function in _ELEMENTWISE:

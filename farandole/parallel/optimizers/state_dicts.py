@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from farandole.comm.communicator import Communicator
 
 _SHARDS = "farandole_shards"
-"""The entry of a state that describes its shards."""
+"""The key in a state dict for the description of the shards."""
 
 _INSTEAD = (
     "use engine.save(folder) and engine.load(folder) on all ranks instead; such a checkpoint restores optimizer states "
@@ -28,7 +28,7 @@ _INSTEAD = (
 )
 
 Tensors = Callable[[], Iterable[tuple[nn.Parameter, nn.Parameter, int]]]
-"""Returns tuples (parameter, tensor that the optimizer updates, first element of the flattened parameter)."""
+"""A function that returns tuples (parameter, updated tensor, its first element in the flattened parameter)."""
 
 
 class StateDicts:
@@ -36,7 +36,7 @@ class StateDicts:
 
     Args:
         given: the parameters of each group before they were replaced by shards.
-        tensors: the tensors that replace them on this rank.
+        tensors: the function that returns the tensors with which this rank replaces these parameters.
         names: the names of parameters by `id(parameter)`.
         comm: the communicator of all ranks, if they have different shards; `load_state_dict` is then a collective call.
         elementwise: whether the optimizer updates each element independently.
@@ -82,7 +82,11 @@ class StateDicts:
         return {"rank": comm.rank, "ranks": comm.size, "shards": shards}
 
     def _fit(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state for this rank's shards; raise on all ranks if any rank has another rank's state."""
+        """Return the part of `state_dict` for this rank's shards.
+
+        Raises:
+            RuntimeError: on all ranks, if any rank got a state that does not fit its shards.
+        """
         problem, fitted = "", state_dict
         try:
             fitted = self._fitted(optimizer, state_dict)
@@ -113,7 +117,7 @@ class StateDicts:
         )
 
     def _cut(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a state of one process that belongs to this rank's shards."""
+        """Return this rank's part of a state that a single process saved."""
         groups = state_dict["param_groups"]
         counts = [[len(each) for each in lists] for lists in ([g["params"] for g in groups], self._given)]
         if counts[0] != counts[1]:
@@ -159,7 +163,13 @@ def refuse_state_dicts(optimizer: Optimizer) -> None:
 
 
 def state_of_shard(state: Mapping[str, Any], owner: Tensor, part: Tensor, start: int) -> dict[str, Any]:
-    """Return the elementwise state for `part`, which begins at element `start` of the flattened `owner`."""
+    """Return the optimizer state for `part`, given the `state` of `owner`.
+
+    State tensors with the shape of `owner` are cut; other values are returned unchanged.
+
+    Args:
+        start: the element of the flattened `owner` at which `part` begins.
+    """
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != owner.shape or (not value.dim() and part.dim()):

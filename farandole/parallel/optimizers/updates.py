@@ -30,7 +30,7 @@ from farandole.parallel.zero.hidden_parameters import unchecked
 from farandole.plan import Place
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
-"""The types of settings that checkpoints contain; tensor settings, such as a learning rate, are not saved."""
+"""The types of settings that checkpoints contain; a setting that is a tensor is not saved."""
 
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 """Settings that select an implementation without changing the result."""
@@ -118,7 +118,12 @@ class Updates:
     def _created(
         self, given: Optimizer | Callable[[list[nn.Parameter]], Optimizer], model: nn.Module
     ) -> Optimizer:
-        """Return the optimizer, and raise TypeError or ValueError if it is not an optimizer of `model`."""
+        """Return `given`, or the optimizer that the function `given` creates.
+
+        Raises:
+            TypeError: if `given` is neither an optimizer nor a function that returns an optimizer.
+            ValueError: if the optimizer was added before, or has parameters that are not in `model`.
+        """
         parameters = list(model.parameters())
         if callable(given) and not isinstance(given, type | Optimizer):
             trained = [parameter for parameter in parameters if id(parameter) in self._names]
@@ -256,7 +261,7 @@ class Updates:
             return None
 
         def averaged() -> Any:
-            """Run the closure with the updated weights of all ranks, and average the gradients."""
+            """Run the closure after all ranks have received the updated weights; average the gradients and the loss."""
             self._end_step(owned)
             loss = closure()
             self._begin_step(owned)
@@ -324,7 +329,7 @@ def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) ->
     plain = type(optimizer).zero_grad
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
+        """Reset the gradients of the shards and of the model's parameters."""
         plain(self, set_to_none)
         if set_to_none:
             with unchecked():

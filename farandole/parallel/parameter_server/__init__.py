@@ -1,8 +1,8 @@
 """Parameter servers: some ranks store the parameters and the optimizer, the other ranks train.
 
 Li et al., 2014, "Scaling Distributed Machine Learning with the Parameter Server"; bounded staleness after Ho et al.,
-2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".  docs/guides/parameter-server.md
-explains the protocol.
+2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
+docs/guides/parameter-server.md explains the protocol.
 
     with farandole.init() as runtime, ParameterServer(runtime.comm, servers=1) as servers:
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)

@@ -1,7 +1,7 @@
 """The connection between a worker and a server: small headers, some of which are followed by buffers.
 
-Each worker-server pair has a process group with two ranks, because a process group fails completely when one of its ranks
-dies.  With separate groups, only the dead rank's partners are affected.
+Each worker-server pair has a process group with two ranks, because a process group fails completely when one of its
+ranks dies.  With separate groups, only the dead rank's partners are affected.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Header:
 
 @dataclass(frozen=True)
 class Plan:
-    """The session options, which must be equal on all ranks, as text and as a 48-bit hash."""
+    """The options of a session, as text (`summary`) and as a 48-bit hash (`fingerprint`).
+
+    All ranks must have equal options.
+    """
 
     summary: str
     fingerprint: int
@@ -61,7 +64,7 @@ class Plan:
 class Channel:
     """One end of a connection.
 
-    All methods raise RuntimeError if the other end has died or does not respond in time.
+    Methods that send or receive raise RuntimeError if the other end has died or does not respond in time.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
@@ -77,7 +80,10 @@ class Channel:
             self._comm.send(tensor, self._other)
 
     def post(self, header: Header, tensors: Iterable[Tensor] = ()) -> None:
-        """Start sending a header and tensors.  The tensors have arrived when the other end sends its next request."""
+        """Start sending a header and tensors, and return immediately.
+
+        The tensors must not change until the other end has received them, for example until its next request arrives.
+        """
         self._posted = [(work, tensor) for work, tensor in self._posted if not work.is_completed()]
         for tensor in (_pack(header), *tensors):
             work = dist.isend(tensor, group=self._comm.group, group_dst=self._other)

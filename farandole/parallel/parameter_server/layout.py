@@ -57,7 +57,10 @@ def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) ->
 
 
 class Packing:
-    """The positions of one server's pieces in its buffers: one buffer per dtype, with consecutive pieces."""
+    """The positions of one server's pieces in flat buffers.
+
+    There is one buffer per dtype, in which the pieces are consecutive.
+    """
 
     def __init__(self, pieces: Sequence[Piece], parameters: Sequence[Tensor]) -> None:
         self.pieces = list(pieces)
@@ -80,8 +83,8 @@ class Packing:
         return [buffers[dtype][place].view(shape) for dtype, place, shape in self._places]
 
     def part(self, piece: Piece, tensor: Tensor) -> Tensor:
-        """Return the elements of `piece` in its parameter or in a tensor with the same shape.
+        """Return the elements of `piece`, given its parameter or a tensor with the same shape.
 
-        The result is a copy if the tensor is not contiguous.
+        The elements are `tensor` itself for a whole parameter, and flat otherwise.
         """
         return tensor if piece.whole else tensor.reshape(-1)[piece.start : piece.stop]

@@ -24,7 +24,7 @@ class ParameterServer:
     All ranks create this object, and call its methods in the same order.  Only one session is open at a time.
 
     Args:
-        timeout_s: the maximum time in seconds between two calls from a worker, or without a message from a server.
+        timeout_s: the maximum time in seconds between two calls from a worker, and between two messages from a server.
 
     Raises:
         ValueError: if there is no server or no worker, or `timeout_s` is not positive.

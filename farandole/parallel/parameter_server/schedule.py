@@ -15,7 +15,13 @@ from farandole.parallel.parameter_server.layout import Buffers
 
 @dataclass(frozen=True)
 class Contribution:
-    """The gradients of one worker: which pieces have a gradient, and the buffers of all pieces."""
+    """The gradients of one worker.
+
+    Args:
+        has: for each piece, whether the piece has a gradient.
+        gradients: the buffers with the gradients of all pieces.
+        weight: the weight of this worker in the mean.
+    """
 
     has: list[bool]
     gradients: Buffers
@@ -66,12 +72,12 @@ class Synchronous(Schedule):
         self._end_round()
 
     def leave(self, worker: int) -> None:
-        """Remove a worker, which may complete the round."""
+        """Mark a worker as finished or lost, and end the round if no other gradient is missing."""
         super().leave(worker)
         self._end_round()
 
     def may_pull(self, worker: int) -> bool:
-        """Return whether the last round of the worker is complete."""
+        """Return whether the worker's last gradient has been applied."""
         return worker not in self._round
 
     def _end_round(self) -> None:

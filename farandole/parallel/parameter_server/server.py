@@ -37,16 +37,16 @@ class Report:
     pushes: dict[int, int] = field(default_factory=dict)
     """The number of gradients from each worker."""
     staleness: list[int] = field(default_factory=list)
-    """For each gradient, the number of updates between its computation and its application."""
+    """For each gradient, the number of updates since its worker had pulled the parameters."""
     most_lead: int = 0
-    """The maximum number of gradients by which a worker was ahead of the slowest worker when it received parameters."""
+    """The maximum number of gradients by which a worker that received parameters was ahead of the slowest worker."""
     lost: dict[int, str] = field(default_factory=dict)
     """The lost workers, and the reason for each."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event from a worker's thread: a message, or the end of the connection."""
+    """An event from a worker's thread: a message, or the end of the connection if `header` is None."""
 
     worker: int
     header: Header | None
@@ -55,9 +55,11 @@ class Event:
 
 
 class Server:
-    """Serves a session to the workers connected by `channels` (by rank) until all workers have left.
+    """A server of one session; it serves the workers connected by `channels` until all of them have left.
 
-    `timeout_s` is the timeout of the channels in seconds.
+    Args:
+        channels: the channels by the rank of the worker.
+        timeout_s: the timeout of the channels in seconds.
     """
 
     def __init__(
@@ -85,11 +87,12 @@ class Server:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def serve(self) -> Report:
-        """Run until every worker has left.
+        """Run the session until every worker has left, and return the statistics.
 
         Raises:
             AllWorkersLost: if all workers are lost.
             ServerLost: if a worker reports the loss of another server.
+            ValueError: if a worker has different session options.
         """
         listeners = {
             worker: threading.Thread(
@@ -189,7 +192,7 @@ class Server:
         self._post(worker, Header(Kind.WELCOME))
 
     def _lose(self, worker: int, reason: str) -> None:
-        """Continue without a worker."""
+        """Exclude `worker`, which is lost for the given `reason`, and print a warning."""
         self._here.discard(worker)
         self._finished.discard(worker)
         self._asking.pop(worker, None)
@@ -203,7 +206,7 @@ class Server:
         )
 
     def _answer(self) -> None:
-        """Send parameters to the waiting workers that the mode allows to continue."""
+        """Send parameters to each waiting worker that can continue."""
         if not self._filled:
             self._want_parameters()
             return
@@ -215,7 +218,7 @@ class Server:
                 self._reply(worker)
 
     def _want_parameters(self) -> None:
-        """Request the initial parameters from the first worker when it requests parameters."""
+        """Request the initial parameters from the first remaining worker, once this worker waits for parameters."""
         if self._here and self._wanted_from is None and (first := min(self._here)) in self._asking:
             self._wanted_from = first
             self._post(first, Header(Kind.WANTED))
@@ -226,7 +229,7 @@ class Server:
         self._post(worker, header, self._shard.snapshot(into))
 
     def _send_wait(self) -> None:
-        """Send WAIT to the workers that are still waiting; their replies prevent a timeout of their channels."""
+        """Send WAIT to all waiting workers; their replies prevent the channels from timing out."""
         for worker in list(self._asking):
             self._post(worker, Header(Kind.WAIT))
 

@@ -29,8 +29,9 @@ class Session:
     come from the first worker's model.  At the end of the context, all workers' models have the same final
     parameters.  Frozen parameters and buffers (running statistics) remain local to each worker.
 
-    On a server, the body of the context should do nothing.  At the end of the body, the server serves until all workers
-    have left; `report` then contains the statistics.  If workers are lost, the server continues without them.
+    On a server, the body of the context should be empty, because the server begins to serve when the body ends.  The
+    context ends when all workers have left; `report` then contains the statistics.  If workers are lost, the server
+    continues without them.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Session:
 
     @property
     def version(self) -> int:
-        """The number of updates in this worker's parameters, as the minimum over all servers."""
+        """The number of updates that this worker's parameters contain; if servers differ, the smallest number."""
         return min(self._worker().version)
 
     def pull(self) -> None:
@@ -159,14 +160,14 @@ class Session:
             roles.forget(worker)
 
     def _refuse(self, reason: str) -> None:
-        """Reject every worker's HELLO message."""
+        """Answer every worker's HELLO message with REFUSED and `reason`."""
         for channel in self._roles.channels.values():
             with contextlib.suppress(RuntimeError):  # a lost worker needs no answer
                 channel.receive()
                 channel.send_text(Kind.REFUSED, reason)
 
     def _guarded(self, part: Callable[[], object]) -> None:
-        """Run this rank's part; if it fails, notify the ranks that wait for this rank."""
+        """Call `part`; if it fails, notify the connected ranks, which may be waiting for this rank."""
         try:
             part()
         except BaseException as error:
@@ -175,5 +176,5 @@ class Session:
 
 
 def _fingerprint(text: str) -> int:
-    """Return a 48-bit hash, which a header can represent exactly."""
+    """Return a 48-bit hash of `text`, which the float64 field of a header can represent exactly."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

@@ -18,7 +18,9 @@ SHAPED = ("Adafactor", "Muon", "Shampoo")
 
 
 class Shard:
-    """A server's pieces as optimizer parameters.  `version` counts the optimizer's steps.
+    """A server's pieces of the model's parameters, and the optimizer that updates them.
+
+    `version` is the number of optimizer steps so far.
 
     Raises:
         ValueError: if the optimizer cannot run on a server.

@@ -44,7 +44,13 @@ class Worker:
                     raise ValueError(f"{reason}; this worker has {plan.summary}")
 
     def pull(self, kind: Kind = Kind.PULL) -> None:
-        """Receive the latest parameters as soon as the schedule allows it."""
+        """Receive the latest parameters, and copy them to the model.
+
+        This method waits until every server sends its parameters, which depends on the session's mode.
+
+        Args:
+            kind: PULL, or FINISH to wait for the final parameters.
+        """
         for server in self._each(Header(kind)):
             with self._blaming(server):
                 self._await_parameters(server)
@@ -104,7 +110,7 @@ class Worker:
         return in_order(self._buffers[server])
 
     def _each(self, header: Header) -> Iterable[int]:
-        """Send a header to every server, and return the numbers of the servers."""
+        """Send a header to every server, and return the indices of the servers."""
         for server, channel in enumerate(self._channels):
             with self._blaming(server):
                 channel.send(header)

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, a simulator that draws them, and a runtime that executes them."""
+"""Pipeline parallelism: schedules as data, tools that simulate and draw schedules, and a runtime."""

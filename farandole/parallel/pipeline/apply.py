@@ -46,8 +46,8 @@ def measured_division(
 
     Args:
         model: a model that `check` accepts.
-        example: the input of one micro-batch, with which the blocks are measured, so that stages take the same time.  By
-            default, and if the model is on the meta device, the cost of a block is that of `balance.parameter_costs`.
+        example: the input of one micro-batch, with which the time of each block is measured.  Without `example`, and
+            for a model on the meta device, `balance.parameter_costs` estimates the costs of the blocks.
         dtype: the dtype in which the model computes.
 
     Raises:
@@ -82,7 +82,7 @@ def divided(
     Args:
         example: the input of one micro-batch, which `Plan.stage_bytes` requires.
         dtype: the dtype in which the model computes.
-        costs: the cost of each block; by default that of `balance.parameter_costs`.
+        costs: the cost of each block; by default, `balance.parameter_costs` estimates the costs.
 
     Raises:
         PlanError: if the model has too few blocks, or no division fits.
@@ -98,7 +98,7 @@ def divided(
 
 
 def activations_of(model: nn.Module, position: Position, plan: Plan, division: Balance) -> RankActivations:
-    """Return the blocks and the activations of this rank, given the complete `model`."""
+    """Return the blocks of this pipeline rank and the activations that they keep, given the complete `model`."""
     return RankActivations(_sequential(model), division, schedule_of(plan), position.coordinate("pipeline"))
 
 

@@ -8,23 +8,27 @@
     ...
     split.weight_gradients()                                # accumulates into `.grad`
 
-No layer is rewritten.  The autograd graph is a graph of functions, from the outputs to leaves.  A function is on the *path* if
-an input of the stage is reachable from it.  A function on the path that also leads to a parameter outside of the path,
-such as the matrix product of a linear layer, is a *branch*.  The first half of the backward pass computes gradients
-along the path only, and keeps the gradients that arrive at branches.  The second half starts at the branches and
-computes the gradients of parameters only.  Autograd skips gradients that are not needed, so that no product is computed
-twice.  Branches with a common parameter, such as the products of several experts whose weights are one parameter, start
-together.
+No layer is rewritten.  The autograd graph is a graph of functions, from the outputs to leaves.  A function is on the
+*path* if an input of the stage is reachable from it.  A function on the path that also leads to a parameter outside of
+the path, such as the matrix product of a linear layer, is a *branch*.  The first half of the backward pass computes
+gradients along the path only, and keeps the gradients that arrive at branches.  The second half starts at the branches
+and computes only the gradients of parameters.  Autograd skips gradients that are not needed, so that no product is
+computed twice.  Branches with a common parameter, such as the products of several experts whose weights are one
+parameter, start together.
 
-The first half also computes the gradients of some parameters: those of a custom `autograd.Function`, which computes all its
-gradients at once; those of several branches one of which is reachable from another, such as a layer that is called
-twice; and vectors, such as the weights of a normalization, whose gradients take little time, but would keep two hidden
-states in memory.  If no input requires a gradient, as in the first stage, the second half is the complete backward
-pass.
+The first half also computes the gradients of three kinds of parameters:
 
-Between the halves, a linear layer keeps its input and the gradient of its output.  The first half releases the tensors that
-only path functions have saved, such as the inputs of activation functions and of attention.  Therefore a transformer needs
-little more memory than before the first half.
+- the parameters of a custom `autograd.Function`, because such a function computes all its gradients at once,
+- the common parameters of several branches if one of these branches is reachable from another, such as the parameters
+  of a layer that is called twice,
+- vectors, such as the weights of a normalization: their gradients take little time, but computing them later would keep
+  two hidden states in memory.
+
+If no input requires a gradient, as in the first stage, the second half is the complete backward pass.
+
+Between the halves, a linear layer keeps its input and the gradient of its output.  The first half releases the tensors
+that only path functions have saved, such as the inputs of activation functions and of attention.  Therefore a
+transformer needs little more memory than before the first half.
 
 `torch.distributed.pipelining` splits backward passes in the same way; Qi et al. (2023, "Zero Bubble Pipeline
 Parallelism") describe schedules that need the split.
@@ -45,7 +49,7 @@ from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 
 class _Saved:
-    """A tensor that a function has saved, until it is released."""
+    """A tensor that autograd has saved for a function; `tensor` is None after its release."""
 
     __slots__ = ("tensor", "version")
 
@@ -55,8 +59,10 @@ class _Saved:
 
 
 class SavedTensors:
-    """The tensors that autograd saves in one forward pass under `hooks`; the first half of the backward pass releases
-    some of them."""
+    """The tensors that autograd saves in one forward pass under `hooks`.
+
+    The first half of the backward pass releases some of these tensors.
+    """
 
     def __init__(self) -> None:
         self._is_releasing = False
@@ -64,7 +70,7 @@ class SavedTensors:
         self._used: dict[int, list[_Saved]] = {}
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Return the hooks for the forward pass."""
+        """Return the context in which to run the forward pass."""
         return saved_tensors_hooks(_Saved, self._unpack)
 
     def _unpack(self, saved: _Saved) -> Tensor:
@@ -83,7 +89,7 @@ class SavedTensors:
 
     @contextmanager
     def releasing(self) -> Iterator[None]:
-        """Return a context for the first half; it releases the tensors that no branch has used."""
+        """Return a context for the first half; it releases the saved tensors of all functions that are not branches."""
         self._is_releasing = True
         try:
             yield
@@ -93,7 +99,7 @@ class SavedTensors:
                 self._release(thread)
 
     def enter_branch(self) -> None:
-        """Record that a branch starts in this thread, and that earlier tensors were used by other functions."""
+        """Record that a branch starts in this thread, and release the tensors that other functions have used before."""
         thread = threading.get_ident()
         self._release(thread)
         self._in_branch.add(thread)
@@ -109,7 +115,10 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class _Branch:
-    """Functions, and the parameters behind them; no other branch leads to these parameters."""
+    """A group of branch functions and the parameters to which they lead.
+
+    No other group leads to these parameters.
+    """
 
     nodes: list[Node]
     parameters: list[nn.Parameter]
@@ -170,7 +179,7 @@ class SplitBackward:
         return found
 
     def weight_gradients(self) -> None:
-        """Accumulate the gradients of the parameters, and release the graph."""
+        """Accumulate the gradients of the remaining parameters, and release the graph."""
         if self._whole is not None:
             outputs, gradients = self._whole
             self._whole = None
@@ -246,7 +255,7 @@ class _Graph:
         return branches, at_once
 
     def _has_vectors(self, node: Node, leaves: Collection[Node]) -> bool:
-        """Return whether all parameters behind a function are its own arguments, and vectors."""
+        """Return whether all parameters behind `node` are its direct arguments, and have at most one dimension."""
         direct = {behind for behind, _ in node.next_functions}
         return all(leaf in direct and self._parameters[leaf].dim() < 2 for leaf in leaves)
 

@@ -36,7 +36,13 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Balance:
-    """Stages as ranges of blocks, with the cost of each stage and, if memory was limited, its size in bytes."""
+    """A division of blocks into stages.
+
+    Args:
+        ranges: the blocks of each stage.
+        costs: the cost of each stage.
+        sizes: the size of each stage in bytes, if memory was limited.
+    """
 
     ranges: tuple[range, ...]
     costs: tuple[float, ...]
@@ -71,7 +77,7 @@ def balance(
 
     Args:
         costs: the cost of each block.
-        sizes: `sizes[stage][block]` is the size of a block in a stage, for `memory`.
+        sizes: `sizes[stage][block]` is the size of `block` if it is part of `stage`, in the unit of `memory`.
         memory: the maximum size of a stage.
 
     Raises:
@@ -132,12 +138,12 @@ def _least_memory(size: Sequence[Sequence[float]], blocks: int) -> float:
 
 
 def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list[BlockCost]:
-    """Measure each block of `model` on one micro-batch, in training mode.
+    """Measure the forward and the backward pass of each block of `model` on one micro-batch.
 
     Gradients and changes of buffers are discarded.
 
     Args:
-        example: the arguments of the model: a tensor, or a tuple.
+        example: the input of the model: a tensor, or a tuple of arguments.
         repeats: the number of measurements, of which the minimum is used.
     """
     arguments = example if isinstance(example, tuple) else (example,)
@@ -191,7 +197,7 @@ def _measure(
 
 
 def parameter_costs(model: nn.Sequential) -> list[float]:
-    """Estimate each block's relative time without a measurement: the number of parameters that multiply a token.
+    """Estimate each block's relative time, without a measurement, as the number of parameters that a token uses.
 
     This number includes all parameters except embedding tables and the experts that a token does not use.
     """
@@ -208,7 +214,7 @@ def parameter_costs(model: nn.Sequential) -> list[float]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in a tensor, or in nested tuples and lists."""
+    """Return the tensors in `value`, which is a tensor or consists of nested tuples and lists."""
     if isinstance(value, Tensor):
         return [value]
     return [each for part in value for each in tensors_of(part)] if isinstance(value, tuple | list) else []

@@ -1,13 +1,14 @@
-"""Update the running statistics of BatchNorm layers as a single process would, for every schedule.
+"""Update the running statistics of BatchNorm layers independently of the schedule.
 
-Each micro-batch is normalized with its own statistics.  The running statistics, which are used in evaluations, are updated at
-the end of a step, from the statistics of all micro-batches:
+Each micro-batch is normalized with its own statistics.  The running statistics, which are used in evaluations, are
+updated at the end of a step, from the statistics of all micro-batches:
 
 - By default, once per micro-batch, in the order of the micro-batches.  The result equals that of one process that runs
   the micro-batches one after another.  The result depends neither on the order of the schedule nor on which replica of
   a mirrored schedule runs a micro-batch.
-- With deferred statistics, once per step, with the mean and the variance over all samples of the step, on all ranks of the
-  data axis.  The running statistics then do not depend on the number of micro-batches (Kim et al., 2020, "torchgpipe", section 3.3).
+- With deferred statistics, once per step, with the mean and the variance over all samples of the step, on all ranks of
+  the data axis.  The running statistics then do not depend on the number of micro-batches (Kim et al., 2020,
+  "torchgpipe", section 3.3).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from farandole.memory.recompute import recomputing
 
 @dataclass(frozen=True)
 class _Statistics:
-    """The mean and the unbiased variance of each channel in one call, and the number of values per channel."""
+    """The statistics of one call of a layer: values per channel, and each channel's mean and unbiased variance."""
 
     count: int
     mean: Tensor
@@ -95,7 +96,7 @@ class BatchNormStatistics:
         This is a collective call of the ranks with the same stages.
 
         Returns:
-            The buffers that are equal on all ranks with the same stages.
+            The buffers with deferred statistics, which are now equal on all ranks with the same stages.
         """
         records, self._records = self._records, defaultdict(dict)
         once = [layer for layer in self._all() if self._deferred and isinstance(layer, _BatchNorm)]
@@ -177,7 +178,7 @@ class BatchNormStatistics:
 
 
 def _move(layer: _NormBase, mean: Tensor, variance: Tensor) -> None:
-    """Update running statistics as a call of `layer` does."""
+    """Move the running statistics of `layer` towards `mean` and `variance`, as a call in training mode does."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert layer.num_batches_tracked is not None

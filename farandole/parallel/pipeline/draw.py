@@ -106,7 +106,7 @@ def draw(timelines: Sequence[Timeline], path: str | Path, rank_height: float = 0
 
 
 def draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
-    """Draw one timeline, with the index of the micro-batch in each action; the time axis ends at `longest`."""
+    """Draw one timeline, and write the index of the micro-batch into each action; the time axis ends at `longest`."""
     from matplotlib.patches import Rectangle
 
     schedule = timeline.schedule

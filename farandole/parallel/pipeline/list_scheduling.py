@@ -1,7 +1,7 @@
 """List scheduling: build a schedule by simulating it, with one rule that chooses each rank's next action.
 
-Whenever a rank is free, it runs the ready action with the smallest key.  A forward pass is ready if its input has arrived
-and its activations fit in the rank's memory (Graham, 1966, "Bounds for Certain Multiprocessing Anomalies").
+Whenever a rank is free, it runs the ready action with the smallest key.  A forward pass is ready if its input has
+arrived and its activations fit in the rank's memory (Graham, 1966, "Bounds for Certain Multiprocessing Anomalies").
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farandole.parallel.pipeline.schedule import (
 from farandole.parallel.pipeline.simulate import Costs, ready_at, record
 
 Key = Callable[[Action], tuple[float, ...]]
-"""The priority of an action; the smallest key runs first."""
+"""A function that returns the priority of an action; the action with the smallest value runs first."""
 
 
 def list_schedule(
@@ -83,7 +83,7 @@ class _State:
         self._ready[self._rank(action)][action] = time
 
     def next(self, key: Key) -> tuple[int, Action, float] | None:
-        """Return the rank that can start first, its action, and the start time."""
+        """Return the rank that can start first, its action and the start time, or None if no action can start."""
         best: tuple[float, tuple[float, ...], int, Action] | None = None
         for rank, ready in enumerate(self._ready):
             allowed = [(max(time, self._free[rank]), a) for a, time in ready.items() if self._fits(rank, a)]
@@ -138,9 +138,9 @@ class _State:
 def delay_weights(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Return `schedule` with the weight gradients moved into the idle time after each rank's last forward pass.
 
-    After its last forward pass, a rank computes input gradients as soon as possible, because other ranks wait for them.
-    In between, the rank computes weight gradients.  The memory for activations does not grow, because only forward passes
-    store activations.
+    Other ranks wait for input gradients.  After its last forward pass, a rank therefore runs each input gradient as
+    soon as possible, and computes weight gradients while it waits.  The peak of the activations does not grow, because
+    only forward passes store activations.
     """
     costs = costs or Costs()
     before: list[list[Action]] = []

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class PipelineMean(GlobalMean):
     """Runs micro-batches through the stages of a pipeline; see `GlobalMean`.
 
-    The count of the first step is estimated from the inputs, because ranks cannot exchange the count of the first loss
-    in the middle of the schedule.  Gradients are corrected with the exact count after the backward passes.
+    The loss is divided by the total count of the step, which is known only after the forward passes.  Ranks cannot
+    exchange counts in the middle of the schedule.  Therefore each step divides by the count of the previous step, or in
+    the first step by an estimate.  After the backward passes, the gradients are corrected with the exact count.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh, pipeline: Pipeline, dtype: torch.dtype | None) -> None:
@@ -59,7 +60,10 @@ class PipelineMean(GlobalMean):
         return Step(mean, count, skipped=engine.will_skip())
 
     def _guess(self, batches: Sequence[Any], inputs: Callable[[Any], Any]) -> float:
-        """Estimate the total count: the number of tokens, or the number of samples if inputs are not integers."""
+        """Estimate the total count over all ranks: the number of tokens, or of samples if inputs are not integers.
+
+        This is a collective call.
+        """
         guess = torch.zeros(1, dtype=torch.float64)
         with agreed_errors(self._comm):
             for batch in batches if self.counts else ():

@@ -51,7 +51,10 @@ def shifted(spans: Sequence[Span], seconds: float) -> tuple[Span, ...]:
 
 
 def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
-    """Return the timeline of measured actions, shifted to start at 0, with median costs and no memory use."""
+    """Return the timeline of measured actions, with their median costs, shifted to start at 0.
+
+    The timeline contains no memory use.
+    """
     begun = min(span.start for row in rows for span in row)
     spans = tuple(shifted(row, -begun) for row in rows)
     nothing = (0,) * schedule.ranks

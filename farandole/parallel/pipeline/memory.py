@@ -1,7 +1,7 @@
 """Compute the activations that a rank keeps under a schedule, to divide a model and to choose the recomputed layers.
 
-A dry run of the complete model gives the bytes that each block saves in one forward pass (`memory.dry_run`).  The schedule
-determines how many micro-batches of each stage are in flight on a rank at the same time.
+A dry run of the complete model gives the bytes that each block saves in one forward pass (`memory.dry_run`).  The
+schedule determines how many micro-batches of each stage are in flight on a rank at the same time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class RankActivations:
 
     Args:
         model: the complete model.
-        schedule: the pipeline schedule; its number of micro-batches is ignored, because the peak is computed for enough
-            micro-batches (`steady`).
+        schedule: the pipeline schedule.  Its number of micro-batches is ignored: the peak is computed for a number at
+            which the peak no longer grows (`steady`).
     """
 
     def __init__(self, model: nn.Sequential, division: Balance, schedule: Schedule, rank: int) -> None:
@@ -40,7 +40,7 @@ class RankActivations:
         self.blocks: Collection[str] = [name for stage in sorted(own) for name in self._stages[stage]]
 
     def bytes(self, saved: SavedBytes) -> int:
-        """Return the peak of this rank's activations in a step in bytes, given the bytes that a forward pass saves.
+        """Return the peak size of this rank's activations in bytes, given the bytes that each forward pass saves.
 
         Bytes that are saved outside of blocks, such as those of the loss, belong to the last stage.
         """
@@ -59,7 +59,8 @@ def block_sizes(
     """Return the size in bytes of each block in each stage: parameters, and activations of micro-batches in flight.
 
     If a rank has several stages, each stage may use a fraction of the rank's memory, in proportion to its micro-batches
-    in flight.  The returned sizes are divided by this fraction.
+    in flight.  The returned sizes are divided by this fraction, so that a stage fits if its size is at most the rank's
+    memory.
 
     Args:
         model: the complete model.
@@ -87,13 +88,13 @@ def block_sizes(
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """Return the maximum number of micro-batches whose activations a rank keeps for a stage."""
+    """Return the maximum number of micro-batches of `stage` whose activations a rank keeps at the same time."""
     alone = Costs(activation=[float(other == stage) for other in range(schedule.stages)])
     return int(max(peak_of(schedule, alone, actions) for actions in schedule.actions))
 
 
 def steady(schedule: Schedule, asked: str) -> Schedule:
-    """Return a schedule with enough micro-batches that more micro-batches would not increase the peak of any rank.
+    """Return `schedule` with so many micro-batches that additional ones would not increase the peak memory of any rank.
 
     Args:
         asked: the option that requires such a schedule, for the error message.

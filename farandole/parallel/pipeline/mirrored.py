@@ -51,7 +51,8 @@ def gems_master(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
 def gems_w(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
     """Return GEMS-MASTER with separate weight gradients, which run after a pass has sent its input gradients.
 
-    For parts = 1 and F = I = W, the makespan is N (D + 2) + D - 1 instead of N (2 D + 1) + D - 1.  Activations: `parts`.
+    For parts = 1 and F = I = W, the makespan is N (D + 2) + D - 1 instead of N (2 D + 1) + D - 1.  Activations:
+    `parts`.
     """
     return _gems("gems-w", ranks, micro_batches, parts, (BackwardInput, BackwardWeight), 1)
 
@@ -79,9 +80,11 @@ def _gems(
 
 @register("chimera", "Chimera: two mirrored replicas at the same time, for an even number of ranks")
 def chimera(ranks: int, micro_batches: int) -> Schedule:
-    """Return Chimera (Li and Hoefler, 2021, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines").
+    """Return the schedule Chimera.
 
-    The idle fraction is (D - 2) / (2 N + D - 2) if N is a multiple of D and B = F. With B = 2 F, there is additional
+    Li and Hoefler, 2021, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines".
+
+    The idle fraction is (D - 2) / (2 N + D - 2) if N is a multiple of D and B = F.  With B = 2 F, there is additional
     idle time between units of D micro-batches.  Activations: D / 2 + 1 to D.
 
     Raises:

@@ -1,13 +1,14 @@
 """Run a schedule: the stages of this rank, on all micro-batches of a step.
 
-    runtime = Pipeline(model, stages, name, comm, places, rank, statistics)
+    runtime = Pipeline(model, stages, name, comm, ...)
     runtime.run(micro_batches, present, arguments, loss, train=True)
 
-An action runs when its inputs have arrived.  The runtime follows the schedule's order, and keeps for each stage and
-micro-batch only the tensors that the remaining actions need:
+An action runs when its inputs have arrived.  The runtime follows the schedule's order.  For each stage and micro-batch,
+it keeps only the tensors that the remaining actions need:
 
 - Forward keeps the received leaf tensors, and the outputs that require gradients.
-- Backward, or BackwardInput, receives the gradients of these outputs, releases the outputs, and sends the gradients of the leaves.
+- Backward, or BackwardInput, receives the gradients of these outputs, releases the outputs, and sends the gradients of
+  the leaves.
 - BackwardWeight releases the rest of the graph.
 
 Between two stages on the same rank, tensors are passed without a message.
@@ -57,7 +58,7 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 Result = TypeVar("Result")
 
 Completing = Callable[[Collection[int]], AbstractContextManager[None]]
-"""A context for backward passes after which the gradients of the given parameters (by `id`) are complete."""
+"""A function that returns a context for the action that completes the gradients of the given parameters (by `id`)."""
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Pipeline:
         places: the rank in `comm` of each pipeline rank.
         rank: the index of this rank in the pipeline.
         statistics: the BatchNorm statistics of this rank's stages.
-        peers: the ranks that compute these stages together.
+        peers: the ranks that compute these stages together with this rank.
         replica: the communicator of all ranks that compute the same samples: the pipeline's ranks and their peers.
         number: the number of this rank in error messages.
     """
@@ -142,13 +143,14 @@ class Pipeline:
 
         Args:
             micro_batches: the number of micro-batches in the schedule, which is the same for all replicas.
-            present: the number of micro-batches that this replica has; the actions of the others are skipped.
+            present: the number of micro-batches that this replica has; the actions of missing micro-batches are
+                skipped.
             arguments: returns the arguments of the model for a micro-batch, given its number.
             loss: called on the rank with the last stage, with the output of a micro-batch and its number; returns
                 the loss to differentiate.
             train: whether to run backward passes.
-            completing: the context for the last action of each stage, and for each action that completes a
-                micro-batch's gradients of the parameters in `every_pass`.
+            completing: returns the context for an action that completes gradients of parameters.  This is the last
+                action of each stage, and for parameters in `every_pass` the last action of each micro-batch.
         """
         planned, schedule = self.schedule(micro_batches), self._present(micro_batches, present, train)
         transfers = Transfers(self._comm, self._places, schedule, self._rank, self._device)
@@ -218,7 +220,7 @@ class Pipeline:
 
     @property
     def views(self) -> list[nn.Module]:
-        """The models of this rank's stages, whose calls are forward passes."""
+        """The modules whose calls are the forward passes of this rank's stages, one per stage."""
         return [stage.view for stage in self._stages.values()]
 
     def roles(self, mesh: Mesh) -> list[str]:
@@ -250,8 +252,8 @@ class Pipeline:
     def _completed(self, micro_batches: int, every_pass: frozenset[int]) -> dict[Action, set[int]]:
         """Return the parameters whose gradients each action completes.
 
-        The gradients of the parameters in `every_pass` are complete after each micro-batch; those of other parameters, after
-        the last action that computes some of them.
+        The gradients of the parameters in `every_pass` are complete after each micro-batch; the gradients of other
+        parameters are complete after the last action that contributes to them.
         """
         stages = {
             number: {id(p) for block in stage.blocks for p in block.parameters()}
@@ -351,7 +353,11 @@ class _Step:
             self._send_output(stage, m, output)
 
     def _output(self, found: _Pass, stage: int, m: int, hidden: Any) -> Any:
-        """Return the output of a stage, and keep in `found` the tensors that the backward pass needs."""
+        """Run a stage, and keep in `found` the tensors that the backward pass needs.
+
+        Returns:
+            The output of the stage, or the loss if the stage is the last one.
+        """
         split = self._schedule.splits_backward and torch.is_grad_enabled()
         saved = SavedTensors() if split else None
         with nullcontext() if saved is None else saved.hooks():
@@ -434,7 +440,7 @@ def _check_output(output: Any, stage: int) -> None:
 
 
 def _leaves(output: Any) -> Any:
-    """Return the output of a stage as leaves, which end the graph of the stage."""
+    """Return the tensors in `output` as new leaves, so that the next stage has a separate graph."""
     if isinstance(output, Tensor):
         return output.detach().requires_grad_(output.requires_grad)
     return tuple(None if part is None else _leaves(part) for part in output)

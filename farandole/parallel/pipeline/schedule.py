@@ -78,7 +78,7 @@ class Backward(Action):
 # ---- schedules ----
 
 Placement = tuple[tuple[int, ...], ...]
-"""The rank of each stage, for each replica of the model."""
+"""The rank of each stage in each replica of the model: `placement[replica][stage]`."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,13 @@ _REGISTRY: dict[str, Named] = {}
 
 
 def register(name: str, summary: str) -> Callable[[B], B]:
-    """Return a decorator that registers a schedule; the function takes `(ranks, micro_batches)` and keyword options."""
+    """Return a decorator that registers a schedule.
+
+    The decorated function takes `(ranks, micro_batches)` and keyword options.
+
+    Args:
+        summary: a description in one line.
+    """
 
     def add(builder: B) -> B:
         _REGISTRY[name] = Named(name, summary, builder)
@@ -223,7 +229,7 @@ def named(name: str) -> Named:
     """Return a registered schedule.
 
     Raises:
-        ScheduleError: for an unknown name; the message contains the nearest name.
+        ScheduleError: for an unknown name; the message contains a similar name if there is one.
     """
     known = _named()
     if name not in known:

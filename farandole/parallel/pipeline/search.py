@@ -3,9 +3,10 @@
     found = search(ranks=4, micro_batches=16, costs=Costs(1, 2, 1), memory=3)
     found.best.makespan, found.bound
 
-The search tries list scheduling with several placements and priority rules, and the registered schedules that fit.  The best
-result is then improved by local search: move one action within a rank, and keep the change if the schedule is not
-slower.  No schedule can be faster than `bound`, which limits the distance to the optimum.
+The search tries list scheduling with several placements and priority rules, and the registered schedules that fit.  The
+best result is then improved by local search: move one action within a rank, and keep the change if the schedule is not
+slower.  No schedule with these placements can be faster than `bound`, so `bound` shows how far the result is at most
+from the optimum.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class Found:
 
     Args:
         best: the fastest schedule that fits.
-        bound: a lower bound on the makespan of any schedule.
-        named: the timelines of the registered schedules that exist for these sizes, by name.
+        bound: a lower bound on the makespan of any schedule with the placements that the search tries.
+        named: the timelines of the registered schedules that exist for these numbers of ranks and micro-batches, by
+            name.
     """
 
     best: Timeline
@@ -99,7 +101,7 @@ def _named(ranks: int, micro_batches: int, costs: Costs) -> Iterator[tuple[str, 
 
 
 def _placements(ranks: int, costs: Costs, mirrored: bool) -> list[Placement]:
-    """Return the placements whose numbers of stages match the costs."""
+    """Return the placements that fit `costs`: a cost that is given per stage determines the number of stages."""
     found = [linear(ranks), v_shape(ranks), linear(ranks, 2), *([mirror(ranks)] if mirrored else [])]
     given = {
         len(value)
@@ -110,7 +112,10 @@ def _placements(ranks: int, costs: Costs, mirrored: bool) -> list[Placement]:
 
 
 def _rules() -> Iterator[tuple[str, Key]]:
-    """Yield the priority rules: priorities of forward passes and weight gradients relative to other actions."""
+    """Yield the name and the key of each priority rule.
+
+    The rules differ in the priority of forward passes and weight gradients relative to other actions.
+    """
     for name, forward, weight in (
         ("backward first", 1, 2),
         ("forward first", 0, 2),
@@ -141,7 +146,11 @@ def _candidates(
 
 
 def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
-    """Return a lower bound on the makespan, from the arrival of each rank's first input and the total work."""
+    """Return a lower bound on the makespan.
+
+    The bound is the maximum of two bounds: all work divided by the number of ranks, and for each rank the arrival of
+    its first input plus the rank's own work.
+    """
     numbers = tuple(m % len(placement) for m in range(micro_batches))
     ranks = max(placement[0]) + 1
     schedule = Schedule("", ((),) * ranks, placement, numbers)
@@ -166,7 +175,11 @@ def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
 
 
 def _improve(timeline: Timeline, costs: Costs, memory: float, tries: int) -> Timeline:
-    """Move single actions within ranks as long as the schedule gets no slower and fits."""
+    """Try random moves of actions within ranks, and keep each move with which the schedule fits and is not slower.
+
+    Args:
+        tries: the number of moves to try.
+    """
     generator, best = random.Random(0), timeline
     for _ in range(tries):
         changed = _move(best.schedule, generator)

@@ -29,7 +29,7 @@ from farandole.parallel.pipeline.schedule import (
 )
 
 PerStage = float | Sequence[float]
-"""Either a cost of one rank's part of the model, divided equally among the rank's chunks, or a cost for each stage."""
+"""One cost for a rank's whole part of the model, divided equally among the rank's chunks; or one cost per stage."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Costs:
     stage_input: float = 0.0
 
     def at(self, name: str, schedule: Schedule, stage: int) -> float:
-        """Return a cost of one stage.
+        """Return the cost of one stage; `name` is a field of this class.
 
         Raises:
             ScheduleError: if a list of costs has a different length than the number of stages.
@@ -87,7 +87,7 @@ class Costs:
         return time + self.repeated(action, schedule)
 
     def repeated(self, action: Action, schedule: Schedule) -> float:
-        """Return the time of the forward pass that an action repeats."""
+        """Return the time of the forward pass that `action` repeats; 0 if it repeats none."""
         repeats = self.recompute and isinstance(action, Backward | BackwardInput)
         return self.at("forward", schedule, action.stage) if repeats else 0.0
 
@@ -204,7 +204,9 @@ def inputs_of(action: Action, schedule: Schedule) -> Iterator[tuple[str, int]]:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Check that each rank runs each pass of its stages exactly once, after the passes on the same rank that it needs.
+    """Check that each rank runs all passes of its stages exactly once, and in a possible order.
+
+    Dependencies between actions of different ranks are not checked.
 
     Raises:
         ScheduleError: with the first missing, repeated, misplaced or early action.
@@ -251,7 +253,7 @@ def _results(action: Action) -> str:
 
 
 def ready_at(action: Action, schedule: Schedule, costs: Costs, ends: Ends) -> float | None:
-    """Return the time at which the inputs of an action have arrived, or None if it is unknown."""
+    """Return the time at which the inputs of `action` have arrived, or None if an input has not been computed yet."""
     ready, rank = 0.0, schedule.rank_of(action.stage, action.micro_batch)
     for code, stage in inputs_of(action, schedule):
         end = ends.get((code, stage, action.micro_batch))

@@ -7,8 +7,9 @@ micro-batch's usual arguments, but with other blocks replaced:
 - The block after the stage ends the call, and its input is the output of the stage.
 
 So each stage executes the model's own `forward`, including its preparation of positions and masks, and the last stage
-returns the model's output.  Parameters keep the names that they have in the complete model.  A parameter that is tied
-to a parameter of another rank, such as the token embedding in the output projection, also keeps its first name.
+returns the model's output.  Parameters keep the names that they have in the complete model.  This is also true of a
+tied parameter whose first occurrence is on another rank, such as the token embedding that the output projection uses:
+the parameter keeps the first of its names.
 
 In training, each stage also sends the sum of the router losses of all stages so far, if the model has routers with
 losses.
@@ -88,7 +89,11 @@ class _StageEnd(Exception):
 
 
 class _Before(nn.Module):
-    """Replaces the blocks before a stage, some of which may have router losses."""
+    """Replaces the blocks before a stage.
+
+    Args:
+        with_losses: whether some of these blocks have router losses.
+    """
 
     received: Any = None
 
@@ -107,7 +112,11 @@ class _Before(nn.Module):
 
 
 class _After(nn.Module):
-    """Replaces the blocks after a stage; blocks up to the end of the stage may have router losses."""
+    """Replaces the blocks after a stage.
+
+    Args:
+        with_losses: whether some blocks before these blocks have router losses.
+    """
 
     def __init__(self, *, with_losses: bool) -> None:
         super().__init__()
@@ -143,9 +152,9 @@ class Absent(nn.Module):
 
 
 def shallow_copy(model: nn.Sequential) -> nn.Sequential:
-    """Return a model with the same attributes and blocks, in which blocks can be replaced.
+    """Return a copy of `model` with the same attributes and blocks, in which blocks can be replaced.
 
-    Unlike `copy.copy`, it keeps methods that were replaced on the instance.
+    Unlike `copy.copy`, the copy keeps methods that were replaced on the instance.
     """
     view = type(model).__new__(type(model))
     view.__dict__ |= {**model.__dict__, "_modules": dict(model._modules)}
@@ -167,7 +176,7 @@ def divide(
     """Divide the blocks of a model into the stages of a schedule.
 
     Args:
-        costs: the cost of each block; by default, the number of its parameters.
+        costs: the cost of each block; by default, `parameter_costs` estimates the costs.
         sizes, memory: as for `balance`.
 
     Raises:
@@ -228,7 +237,10 @@ def split(
 
 
 def stages_of(model: nn.Sequential, found: Balance) -> dict[str, frozenset[int]]:
-    """Return, by first name, the stages that contain each parameter and buffer of a complete model."""
+    """Return the stages that contain each parameter and buffer of a complete model.
+
+    A tensor with several names is listed under the first name.
+    """
     children = blocks_of(model)
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     stages: dict[str, set[int]] = {name: set() for name in names.values()}
@@ -285,7 +297,10 @@ def _check_parameters(
 
 
 def _absent(block: nn.Module, needed: Collection[int]) -> Absent:
-    """Return a replacement for a block, with its parameters and buffers in `needed` under their names."""
+    """Return a replacement for `block` that contains only the parameters and buffers whose `id` is in `needed`.
+
+    These tensors keep their names.
+    """
     absent = Absent()
     for path, tensor in _tensors(block).items():
         if id(tensor) not in needed:

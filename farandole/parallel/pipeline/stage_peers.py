@@ -1,4 +1,4 @@
-"""The ranks that compute a stage together: those along the axes within layers (tensor, context, expert).
+"""The ranks that compute a stage together: the ranks along the axes within layers (tensor, context, expert).
 
 After an exception on one of these ranks, the other ranks may wait for this rank in a collective.  The failed rank
 therefore leaves the groups of these axes.  The calls of the waiting ranks then raise `RankLeft`, so that these ranks

@@ -30,7 +30,7 @@ FIRST_PROCESS = 1000
 """The number of the process of rank 0.  Perfetto shows the number after the name, as in `rank 3 1003`."""
 
 ACTIONS = "actions"
-"""The name of the row of a trace that contains only one schedule."""
+"""The name of the row of each rank in a trace that contains only a schedule."""
 
 
 def trace(timeline: Timeline, unit_s: float = 1e-3) -> list[Event]:
@@ -126,5 +126,9 @@ def _place(rank: int, thread: int) -> Event:
 
 
 def write_trace(events: Sequence[Event], path: Path) -> None:
-    """Write a trace.  Raises `OSError`."""
+    """Write `events` as JSON to the file `path`.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")

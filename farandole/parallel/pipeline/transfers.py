@@ -1,13 +1,14 @@
-"""Sends and receives between the stages of one step.
+"""Send and receive tensors between stages during one step.
 
-Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank of the
-previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an output.  A gradient has the shapes of
-the output, which its receiver knows, and is accompanied by a flag that says whether the gradient is valid.
+Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank
+of the previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an output.  A gradient
+has the shapes of the output, which the receiver of the gradient knows.  A flag with each gradient says whether the
+gradient is valid.
 
 A rank that has failed sends an empty tuple as each further output, and invalid gradients (`stage_error`).
 
-The order of messages follows from the schedule of all ranks.  A rank sends a result directly after the action that computed
-it, and posts the receives from a peer in the order of the peer's sends.  No order deadlocks:
+The order of messages follows from the schedule of all ranks.  A rank sends a result directly after the action that
+computed it, and posts the receives from a peer in the order of the peer's sends.  There is no deadlock with any order:
 
 - Sends never block, and a rank waits only for receives.
 - Assume that some ranks wait forever.  Each of them waits, before one of its actions, for a message from a peer, or for
@@ -57,7 +58,7 @@ class TensorShape:
 
     @classmethod
     def of(cls, tensor: Tensor | None) -> TensorShape | None:
-        """Return the dtype and shape of a tensor."""
+        """Return the dtype and shape of `tensor`, or None for None."""
         return None if tensor is None else cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
     @property
@@ -72,7 +73,7 @@ class TensorShape:
 
 Shapes = list[TensorShape | None]
 Message = tuple[str, int, int]
-"""The message of an action: "F" or "I", the stage that receives it, and the micro-batch."""
+"""The key of a message: "F" (an output) or "I" (a gradient), the stage that receives it, and the micro-batch."""
 
 
 @dataclass
@@ -84,7 +85,7 @@ class _Receive:
     shapes: Shapes
     single: bool
     valid: Tensor | None = None
-    """The flag of a gradient; None for an output."""
+    """The flag that says whether a gradient is valid; None for an output."""
 
 
 class Transfers:

@@ -1,8 +1,8 @@
 """Schedules in which all micro-batches pass through the ranks in the same direction.
 
 D is the number of ranks, N the number of micro-batches.  F, I and W are the times of a forward pass, an input gradient
-and a weight gradient of one rank's part of the model, and B = I + W.  Activations are counted in units of one rank's part
-of the model and one micro-batch.
+and a weight gradient of one rank's part of the model, and B = I + W.  Activations are counted in units of one rank's
+part of the model and one micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farandole.parallel.pipeline.schedule import (
 
 @register("layer", "layer parallelism: one micro-batch at a time")
 def layer(ranks: int, micro_batches: int) -> Schedule:
-    """Return layer parallelism: a micro-batch starts when the previous one has left the pipeline.
+    """Return the schedule of layer parallelism: a micro-batch starts when the previous one has left the pipeline.
 
     Idle fraction (D - 1) / D.  Activations: 1.
     """
@@ -34,7 +34,9 @@ def layer(ranks: int, micro_batches: int) -> Schedule:
 
 @register("layer-w", "layer parallelism; weight gradients run after the input gradient has been sent")
 def layer_w(ranks: int, micro_batches: int) -> Schedule:
-    """Return layer parallelism with separate weight gradients, which do not delay the previous stage.
+    """Return the schedule of layer parallelism with separate weight gradients.
+
+    Weight gradients run after the input gradient has been sent, so they do not delay the previous stage.
 
     A micro-batch takes D (F + I) + W.  Activations: 1.
     """
@@ -74,10 +76,12 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> Schedule:
 
 @register("interleaved", "interleaved 1F1B: several chunks of the model per rank")
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Return interleaved 1F1B (Narayanan et al., 2021, "Efficient Large-Scale Language Model Training on GPU Clusters").
+    """Return interleaved 1F1B.
 
-    Micro-batches pass through the chunks in rounds of D micro-batches.  Idle time (D - 1)(F + B) / chunks.  Activations:
-    D + (D - 1) / chunks.
+    Narayanan et al., 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
+
+    Micro-batches pass through the chunks in rounds of D micro-batches.  Idle time (D - 1)(F + B) / chunks.
+    Activations: D + (D - 1) / chunks.
     """
     rounds = -(-micro_batches // ranks)
     every = rounds * ranks

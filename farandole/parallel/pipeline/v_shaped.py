@@ -38,7 +38,7 @@ def zb_v(ranks: int, micro_batches: int) -> Schedule:
 def v_half(ranks: int, micro_batches: int) -> Schedule:
     """Return V-Half (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory").
 
-    Idle time about half of 1F1B's.  Activations about (D + 2) // 2.
+    The idle time is about half of the idle time of 1F1B.  Activations: about (D + 2) // 2.
     """
     return _repeat("v-half", ranks, micro_batches, down=2, up=1)
 
@@ -47,7 +47,7 @@ def v_half(ranks: int, micro_batches: int) -> Schedule:
 def v_min(ranks: int, micro_batches: int) -> Schedule:
     """Return V-Min (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory").
 
-    Idle time about 2/3 of 1F1B's.  Activations about (D + 4) // 3.
+    The idle time is about 2/3 of the idle time of 1F1B.  Activations: about (D + 4) // 3.
     """
     return _repeat("v-min", ranks, micro_batches, down=1, up=1)
 
@@ -57,7 +57,9 @@ def v_min(ranks: int, micro_batches: int) -> Schedule:
     "DualPipeV: two chunks per rank; pairs a forward pass with a backward pass of the other chunk",
 )
 def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
-    """Return DualPipeV (Qi et al., 2025, a V variant of DualPipe in DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report").
+    """Return DualPipeV (Qi et al., 2025).
+
+    DualPipeV is the V-shaped variant of DualPipe (DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report").
 
     The steady state consists of pairs of a forward pass and a backward pass of different chunks, which accelerators can
     overlap.  Without overlap, the idle time is (D - 1) F / 2 for F = I = W.  Activations: D + 1/2.
@@ -71,7 +73,11 @@ def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
 
 
 class _Rank:
-    """Writes the actions of one rank; each method appends the next action of a chunk."""
+    """Builds the list of actions of one rank.
+
+    `forward`, `backward` and `input_gradient` append the next such action of a chunk.  `weight_gradient` appends the
+    oldest weight gradient that is still missing.
+    """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -173,8 +179,9 @@ def _repeat(name: str, ranks: int, micro_batches: int, down: int, up: int) -> Sc
     """Return the schedule that repeats one micro-batch's building block every 6 time units.
 
     A chunk's F, I and W take one unit each, so the 6 actions of a micro-batch occupy a rank completely.  From one rank
-    to the next, F of the first chunk and I of the second chunk are delayed by `down` units, and the other two by `up`
-    units.  The activations that a rank holds are proportional to the time between F and W.
+    to the next in the direction of the pass, F of the first chunk and I of the second chunk are delayed by
+    `down` units, and F of the second chunk and I of the first chunk by `up` units.  The activations that a rank holds
+    are proportional to the time between F and W.
     """
     starts = _building_block(ranks, down, up)
     actions = []
@@ -198,7 +205,8 @@ def _repeat(name: str, ranks: int, micro_batches: int, down: int, up: int) -> Sc
 def _building_block(ranks: int, down: int, up: int) -> list[tuple[int, ...]]:
     """Return the start times of F0, F1, I1, I0, W1 and W0 on each rank, which are distinct modulo 6.
 
-    The pauses at the ends of the V are chosen so that ranks hold the fewest activations, and then as short as possible.
+    Passes can pause at the ends of the V.  Among all pauses, those with the fewest activations on a rank are chosen,
+    and among these the shortest.
     """
     last = ranks - 1
     choices = []
@@ -222,7 +230,10 @@ def _held(starts: tuple[int, ...]) -> int:
 
 
 def _with_weights(starts: tuple[int, ...]) -> tuple[int, ...]:
-    """Add W1 and W0 in the two free time units of a rank, with the smallest sum of start times."""
+    """Append the start times of W1 and W0, which take the two remaining time units modulo 6.
+
+    Of the two possible orders, the one with the smaller sum of start times is chosen.
+    """
     free = [unit for unit in range(6) if unit not in {start % 6 for start in starts}]
     _, _, second, first = starts
     choices = []

@@ -1,4 +1,4 @@
-"""The calls of modules that the ranks of the tensor axis compute together."""
+"""Wrap the calls of modules that the ranks of the tensor axis compute together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def enter_at(linear: nn.Module, comm: AxisCommunicator | None) -> bool:
     """Let the input of a region enter at its column layer, so that the backward pass overlaps with communication.
 
     Returns:
-        Whether the input enters there: False for a subclass of `nn.Linear`, or if `comm` does not overlap.
+        Whether the input enters at `linear`: False for a subclass of `nn.Linear`, or if `comm` does not overlap
+            communication with computation.
     """
     if comm is None or not comm.overlaps or type(linear) is not nn.Linear:
         return False
@@ -49,7 +50,7 @@ def enter_at(linear: nn.Module, comm: AxisCommunicator | None) -> bool:
 
 
 class Region:
-    """Wraps a region: its `inputs` leading arguments enter, and its output is the sum of all ranks' outputs."""
+    """Wraps a region: the first `inputs` arguments enter the region, and the output is the sum over ranks."""
 
     def __init__(self, comm: AxisCommunicator | None, inputs: int) -> None:
         self._comm, self._inputs = comm, inputs
@@ -68,7 +69,7 @@ def leading(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
     """Return the first `count` arguments of a call, the other positional arguments, and the other named arguments.
 
-    The first `count` arguments may be named.
+    The first `count` arguments may also be passed by name.
     """
     if len(args) < count and kwargs:
         names = list(inspect.signature(module.forward).parameters)
@@ -105,7 +106,8 @@ class SharedBias:
 class GatherHead:
     """Wraps a projection of queries, keys and values if several ranks share a key-value head.
 
-    Each of these ranks projects a part of the head's keys and values, and receives the other parts from the other ranks.
+    Each of these ranks projects a part of the head's keys and values, and receives the other parts from the other
+    ranks.
     """
 
     def __init__(self, attention: SelfAttention, position: Position, ranks: int) -> None:

@@ -26,7 +26,7 @@ Parts = Callable[[Any, int], Sequence[Part]]
 class Indivisible(ValueError):
     """Raised if a module cannot be split over the ranks.
 
-    `nearest` contains the nearest numbers of ranks over which the module can be split.
+    `nearest` contains numbers of ranks over which the module can be split.
     """
 
     def __init__(self, what: str, nearest: Iterable[int]) -> None:
@@ -41,7 +41,7 @@ class Rule:
     Args:
         column: the linear layers whose outputs are split, by path, with the parts of the outputs.
         row: the linear layers whose inputs are split, by path, with the parts of the inputs.
-        tensors: other split parameters of the module: the dimension and its parts.
+        tensors: other parameters that are split, by name, with the split dimension and its parts.
         vocabulary: the embeddings (by path) and parameters that are split along the vocabulary.
         region: whether the module is a region.  A module that is not a region does not communicate, or is inside
             another region.
@@ -139,7 +139,7 @@ def _expert_inner(copies: int = 1) -> Parts:
 
 
 def _share_dropout(module: Any, position: Position) -> None:
-    """Let attention draw the dropout mask of all heads."""
+    """Let each rank draw the attention's dropout mask for all heads, and use the part for its own heads."""
     heads = module.out.in_features // (
         module.value_width if isinstance(module, LatentAttention) else module.head_width
     )
@@ -197,11 +197,11 @@ RULES: dict[type[nn.Module], Rule] = {
 
 
 EMBEDDINGS = (Embedding,)
-"""The embeddings after which ranks can share the tokens."""
+"""The classes of embeddings after which tokens can be divided over ranks (`Plan.sequence`)."""
 
 
 def register(kind: type[nn.Module], rule: Rule) -> None:
-    """Make `apply` split modules of class `kind` over tensor-parallel ranks with `rule`; replaces an earlier rule."""
+    """Make `apply` split modules of class `kind` with `rule`, which replaces any earlier rule."""
     RULES[kind] = rule
 
 

@@ -24,12 +24,12 @@ from farandole.parallel.tensor.regions import leading
 
 
 class Tokens:
-    """The tokens of a forward pass, which are divided over ranks.
+    """The tokens of a forward pass, which are divided over the ranks of `comm`.
 
     Tokens (batch, positions) are numbered in row-major order.
 
-    The shape is taken from the `SequenceInfo` of the forward pass, because passes may overlap (a recomputation runs a
-    block of an earlier pass) and because a pipeline stage may have no embedding.
+    The numbers of sequences and positions are taken from the `SequenceInfo` of each call, for two reasons: passes may
+    overlap, because a recomputation runs a block of an earlier pass, and a pipeline stage may have no embedding.
     """
 
     def __init__(self, comm: AxisCommunicator | None) -> None:
@@ -53,19 +53,22 @@ class Tokens:
         return self._shape[0] * self._shape[1]
 
     def gather(self, shard: Tensor) -> Tensor:
-        """Return the hidden states (batch, positions, width) of all tokens; gradients are summed."""
+        """Return the hidden states (batch, positions, width) of all tokens.
+
+        In the backward pass, the gradients are summed over ranks.
+        """
         return gather_and_reduce(shard, self.count, self.comm).view(*self._shape, -1)
 
     def reduce(self, hidden: Tensor) -> Tensor:
-        """Return this rank's tokens (tokens, width) of the sum of all ranks' hidden states."""
+        """Sum the hidden states (batch, positions, width) over ranks, and return this rank's tokens (tokens, width)."""
         return reduce_and_gather(hidden.flatten(0, 1), self.comm)
 
     def take(self, hidden: Tensor) -> Tensor:
-        """Return this rank's tokens (tokens, width) of hidden states that are equal on all ranks."""
+        """Return this rank's tokens (tokens, width), given hidden states that are equal on all ranks."""
         return slice_of_same(hidden.flatten(0, 1), self.comm)
 
     def dropout(self, x: Tensor, probability: float, training: bool = True) -> Tensor:
-        """Drop elements of this rank's tokens (tokens, width), with the mask that one process would draw."""
+        """Apply dropout to this rank's tokens (tokens, width), with the mask that a single process would draw."""
         first = own_rows(self.count, self.comm).start if self.comm is not None else 0
         return ShardedDropout(0, first, self.count)(x, probability, training)
 
@@ -84,7 +87,7 @@ class ShareTokens:
 
 
 class TokenBlock:
-    """Wraps a block, in which each rank has its shard of the tokens."""
+    """Wraps a block: during the call, `tokens` has the shape of the block's sequences."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -121,7 +124,7 @@ class TokenDropout:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Drop elements of this rank's tokens."""
+        """Apply dropout to this rank's tokens."""
         assert isinstance(module, nn.Dropout)
         (x,), _, _ = leading(module, 1, args, kwargs)
         return self._tokens.dropout(x, module.p, module.training)

@@ -56,14 +56,16 @@ class ParallelVocabulary(Vocabulary):
         return every
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Return the embeddings of tokens."""
+        """Return the embeddings of `tokens`; with sequence parallelism, only of this rank's shard of the tokens."""
         hidden = self.embed_with(lambda places: nn.functional.embedding(places, weight), tokens, len(weight))
         return hidden if self.tokens is None else self.tokens.take(hidden)
 
     def embed_with(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, count: int) -> Tensor:
-        """Return the embeddings of tokens.
+        """Return the embeddings of `tokens`, to which each rank contributes the vocabulary entries in its shard.
 
-        `embed` maps indices into this rank's `count` vocabulary entries to embeddings.
+        Args:
+            embed: a function that maps indices into this rank's shard to embeddings.
+            count: the number of entries in this rank's shard.
         """
         self._shard.check(tokens)
         places, outside = self._shard.local(tokens, count)
@@ -84,7 +86,11 @@ class ParallelVocabulary(Vocabulary):
         bias: Tensor | None = None,
         before: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, int]:
-        """Return the summed cross-entropy and the number of targets."""
+        """Return the summed cross-entropy and the number of targets.
+
+        Args:
+            before: a function that is applied to the hidden states before the projection.
+        """
 
         def enter(x: Tensor) -> Tensor:
             return self._enter(x if before is None else before(x))

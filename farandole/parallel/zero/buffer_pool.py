@@ -18,7 +18,10 @@ DEPTH = 2
 """The number of buffers in a pool: one bucket is filled while another is reduced."""
 
 _UNREDUCED = 2 * DEPTH
-"""The number of buckets in a pool that may be incomplete at the same time, before incomplete buckets are reduced."""
+"""The maximum number of buckets in a pool that wait for the start of their reductions.
+
+If more buckets wait, the oldest one is reduced although it is incomplete.
+"""
 
 
 def buffer_lengths(lengths: Sequence[int]) -> list[int]:
@@ -77,10 +80,7 @@ class BufferPool:
         return [*found, user] if user is not None and user.in_flight and user not in found else found
 
     def first_to_launch(self) -> Bucket | None:
-        """Return the oldest bucket that waits for the start of its reduction, if too many buckets wait.
-
-        The result is None otherwise.
-        """
+        """Return the oldest bucket that waits for the start of its reduction, or None unless too many buckets wait."""
         waiting = [bucket for bucket in self._holders if not bucket.was_reduced]
         complete = sum(bucket.ready for bucket in waiting)
         return waiting[0] if complete >= DEPTH or len(waiting) > _UNREDUCED else None

@@ -38,7 +38,14 @@ class Stores:
 
 @dataclass
 class BuiltBuckets:
-    """The buckets of trained parameters, the tensors in them that the optimizer updates, and all flat weights."""
+    """The result of `build`.
+
+    Args:
+        buckets: the gradients of the trained parameters.
+        shards: for each bucket, the tensors that the optimizer updates.
+        weights: the flat weights of all parameters.
+        gatherer: the object that gathers sharded weights; None if no weights are gathered.
+    """
 
     buckets: list[Bucket] = field(default_factory=list)
     shards: list[OptimizerShards] = field(default_factory=list)
@@ -109,8 +116,10 @@ def build(
 
 
 def connect(mesh: Mesh, comm: Communicator, layouts: Iterable[Layout], zero: int) -> Groups:
-    """Return the groups of ranks that reduce and shard the tensors in `layouts`, including groups along axes.  This is
-    a collective call."""
+    """Return the groups of ranks that reduce and shard the tensors in `layouts`, including groups along axes.
+
+    This is a collective call.
+    """
     alike = {(layout.stages, layout.shards, layout.same): layout for layout in layouts}
     sets = {
         ranks
@@ -128,7 +137,7 @@ def _number(bucket: BucketPlan, rank: int, zero: int) -> int:
 
 
 def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool | None, int]]:
-    """Return the pool and the number in the pool of each bucket that is reduced in every pass.
+    """Return (pool, index in the pool) for each bucket; the pool is None if the bucket is not reduced in every pass.
 
     Buckets with the same dtype, device, filling and ranks share a pool.
     """
@@ -147,7 +156,10 @@ def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool
 
 
 def _gatherer(model: nn.Module, plan: ShardingPlan, groups: Groups, built: BuiltBuckets) -> Gatherer:
-    """Create separate communicators for gathers, so that gathers do not wait for gradient reductions."""
+    """Return the gatherer of the weights.  This is a collective call.
+
+    The gatherer gets communicators of its own, so that gathers do not wait for gradient reductions.
+    """
     gathered: list[list[GatheredWeights]] = [[] for _ in range(plan.groups)]
     copies: dict[tuple[int, ...], Communicator] = {}
     for each in built.weights:

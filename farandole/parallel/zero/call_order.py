@@ -73,7 +73,7 @@ class CallOrder:
         self._negotiated = []
 
     def request(self, item: int) -> None:
-        """Launch `item` and all items before it."""
+        """Launch `item` and all items before it in the order; negotiate if `item` is not in the remaining order."""
         if item in self._sequence[self._position :]:
             while self._next() != item:
                 self._launch_next()
@@ -88,7 +88,7 @@ class CallOrder:
             self._launch_next()
 
     def next_gathers(self, count: int) -> list[int]:
-        """Return the next gathers in the agreed order."""
+        """Return the next `count` gathers in the agreed order."""
         left = islice(self._sequence, self._position, None)
         return list(islice((item for item in left if item < self._gathers), count))
 

@@ -24,8 +24,8 @@ from farandole.parallel.zero.weights import FlatWeights, Masters, is_same_memory
 class GatheredWeights(FlatWeights):
     """A bucket's weights, of which this rank stores a shard.
 
-    While weights are not gathered, parameters keep their shapes, use no memory, and raise errors when they are read
-    (`hidden_parameters`).
+    While the weights are not gathered, the parameters keep their shapes but use no memory, and raise errors when they
+    are read (`hidden_parameters`).
 
     Args:
         offload: the store of the shard, if the shard is not in memory.
@@ -70,8 +70,10 @@ class GatheredWeights(FlatWeights):
         self._set(self._placeholders)  # hidden when the engine is complete
 
     def gather_over(self, comm: Communicator | None) -> None:
-        """Gather with `comm`, another communicator of the same ranks, so that the order of gathers is independent of
-        other calls."""
+        """Gather with `comm`, a separate communicator of the same ranks.
+
+        The order of gathers is then independent of other calls.
+        """
         self._gather_comm = comm
 
     def gather_async(self) -> None:
@@ -163,7 +165,7 @@ class GatheredWeights(FlatWeights):
         return whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
     def use_weights(self) -> None:
-        """Replace the parameters with placeholders."""
+        """Release the gathered memory, and replace the parameters with placeholders."""
         self._whole, self.is_whole = None, False
         self._hide()
 

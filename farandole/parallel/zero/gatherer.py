@@ -1,13 +1,13 @@
 """Gather sharded weights block by block (`zero=3`).
 
-A block's weights are gathered while the preceding block computes, both for the forward and for the backward pass, and
-released soon afterwards.  Weights shared by several blocks, such as a tied embedding, stay gathered until the last of
-these blocks has computed its forward pass.  All ranks gather in the same order (`call_order`), even if they compute
-different blocks.
+In the forward and the backward pass, a block's weights are gathered while the preceding block computes, and released
+soon after the block itself has computed.  Weights shared by several blocks, such as a tied embedding, stay gathered
+until the last of these blocks has computed its forward pass.  All ranks gather in the same order (`call_order`), even
+if they compute different blocks.
 
 Autograd saves weights for the backward pass, which would keep the gathered memory.  Therefore hooks
 (`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight with its position in the group.  When the backward
-pass requests the tensor, released weights are gathered again, and the tensor becomes a view of them.
+pass requests the tensor, released weights are gathered again, and the tensor becomes a view of the gathered weights.
 
 An offloaded shard is read before its group is gathered.  Because the order of gathers is known, the read overlaps
 with the computation of earlier groups.
@@ -59,9 +59,13 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 @dataclass(frozen=True)
 class _SavedOutside:
-    """A tensor that was packed by enclosing hooks.
+    """A saved tensor that was packed by hooks around the gatherer's hooks.
 
-    These hooks are called here because autograd calls only the innermost hooks.
+    The gatherer calls these outer hooks itself, because autograd calls only the innermost hooks.
+
+    Args:
+        kept: the result of the outer `pack`.
+        unpack: the outer `unpack`.
     """
 
     kept: Any
@@ -78,7 +82,7 @@ class Gatherer:
     """Gathers groups of weights before modules of `model` compute, and releases them afterwards.
 
     Args:
-        groups: the weights that are gathered together.
+        groups: for each group, the weights that are gathered together.
         buckets: the buckets of gradients, whose reductions share one order with the gathers.
         needs: the modules that need gathered weights, each with the indices of its groups.
         comm: the communicator of all ranks that compute the same modules.
@@ -173,7 +177,10 @@ class Gatherer:
         return True
 
     def forget_order(self) -> None:
-        """Agree on a new order in the next backward pass; all ranks must call this method."""
+        """Discard the agreed order of backward passes, so that the next backward pass negotiates another order.
+
+        All ranks must call this method.
+        """
         self._order.forget("backward")
 
     def release(self) -> None:
@@ -226,7 +233,10 @@ class Gatherer:
         self.release()
 
     def keep_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Use `pack` and `unpack` for tensors other than weights; autograd itself calls only the innermost hooks."""
+        """Set the hooks `pack` and `unpack` for saved tensors that are not weights.
+
+        The gatherer must call these hooks, because autograd calls only the innermost hooks.
+        """
         self._keep, self._fetch = pack, unpack
 
     # ---- one group ----
@@ -273,7 +283,7 @@ class Gatherer:
             Variable._execution_engine.queue_callback(self._passed)
 
     def _passed(self) -> None:
-        """Handle the end of a backward pass, unless the gradient reducer handles it."""
+        """Call `without_gradients` at the end of a backward pass that the gradient reducer has not ended."""
         if self._order.kind == "backward":
             self.without_gradients()
 

@@ -6,10 +6,10 @@
     show(parameter)             # an ordinary parameter again
 
 If `hide` gets no reason, the values are not on this rank.  `loss_parameters` passes a reason, and hides existing
-values.  A backward pass may use these parameters, because it may recompute a module.
+values.  A backward pass may use parameters that are hidden for a reason, because it may recompute a module.
 
-The class of a hidden parameter has a `__torch_function__`.  A shown parameter is a plain `nn.Parameter`, so operations of
-the model have no overhead.
+The class of a hidden parameter has a `__torch_function__`.  A shown parameter is a plain `nn.Parameter`, so operations
+of the model have no overhead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _METADATA = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("grad", "backward"),  # torch.autograd.grad(loss, parameters), loss.backward(inputs=parameters)
 }
-"""The functions that do not depend on values."""
+"""The functions that do not depend on values and are therefore allowed."""
 
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
 
@@ -83,7 +83,7 @@ class _Hidden(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run functions that do not need values, and raise RuntimeError for others."""
+        """Run `function` if it does not need the values, and otherwise raise RuntimeError."""
         name, kwargs = function.__name__, kwargs or {}
         if name == "__get__":
             name = function.__self__.__name__
@@ -123,7 +123,7 @@ def show(parameter: nn.Parameter, reason: str | None = None) -> None:
 
 
 def unchecked() -> AbstractContextManager[None]:
-    """Return a context without checks of access to hidden parameters, for code that does not read values."""
+    """Return a context in which access to hidden parameters is not checked, for code that does not read values."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

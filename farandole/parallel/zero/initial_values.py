@@ -32,15 +32,16 @@ from farandole.parallel.zero.weights import FlatWeights, is_placeholder
 Initialize = Callable[[str, nn.Module], None]
 """A function `initialize(name, block)` that fills a block's undefined parameters and buffers in place.
 
-Rank 0 calls it for every block of `memory.blocks.blocks_of` in order, and then for each module with parameters or buffers
-outside of blocks.  Tensors shared with an earlier block are already filled; changes to them are ignored.
+Rank 0 calls it for every block of `memory.blocks.blocks_of` in order, and then for each module with parameters or
+buffers outside of blocks.  Tensors shared with an earlier block are already filled; changes to them are ignored.
 """
 
 
 class WeightSource(Protocol):
     """A source of tensor values from which any box can be read, such as `models.hf.pretrained.Weights`.
 
-    If a model on the meta device has an attribute `weight_source`, each rank reads its shard from it.
+    If a model on the meta device has a source as its attribute `weight_source`, each rank reads its shards from this
+    source.
     """
 
     @property
@@ -100,9 +101,9 @@ def fill_model(
 
     Args:
         complete: the model before it was divided into stages, with the same parameters.
-        weights: the flat buffers; parameters outside of them are allocated.
+        weights: the flat buffers of parameters; parameters outside of these buffers get memory of their own.
         layouts: the parts of parameters that ranks store; `initialize` fills complete parameters.
-        types: the original dtypes of parameters, by `id(parameter)`.
+        types: the original dtypes of the parameters, by `id(parameter)`.
     """
     places = {id(p): (weight, index) for weight in weights for index, p in enumerate(weight.parameters)}
     known = {id(p): layouts[name] for name, p in complete.named_parameters()}
@@ -171,7 +172,7 @@ def _in_memory(
     types: Mapping[int, torch.dtype],
     shapes: Mapping[int, tuple[int, ...]],
 ) -> Iterator[None]:
-    """Return a context in which `parameters` have separate memory, in their original dtypes and complete shapes."""
+    """Return a context in which `parameters` have their own memory, with their original dtypes and complete shapes."""
     places = [parameter.data for parameter in parameters]
     for parameter, place in zip(parameters, places, strict=True):
         key = id(parameter)
@@ -194,9 +195,10 @@ def broadcast_parameters(
     groups: Groups,
     names: Collection[str] | None = None,
 ) -> None:
-    """Broadcast parameters and buffers from the first rank that stores them.
+    """Broadcast each parameter and buffer from the first of the ranks that store it.  This is a collective call.
 
-    This is a collective call.  `names` selects tensors by name.
+    Args:
+        names: the names of the tensors to broadcast; None for all.
     """
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -94,7 +94,7 @@ class BucketPlan:
 
     @property
     def filling(self) -> Filling:
-        """How the bucket gets its gradients."""
+        """How gradients get into the bucket."""
         if len(self.parameters) > 1:
             return "copied"
         same = self.dtype == self.master_dtype
@@ -148,7 +148,15 @@ def box_mesh(
 
 
 def _per_host(counts: Sequence[int], data: int) -> int:
-    """Return the size of the part of the data axis on each host, for hosts with these numbers of ranks."""
+    """Return how many ranks of the data axis are on each host.
+
+    Args:
+        counts: the number of ranks on each host.
+        data: the size of the data axis.
+
+    Raises:
+        PlanError: if hosts have different numbers of ranks, or `data` is not a multiple of the number of hosts.
+    """
     if len(set(counts)) > 1:
         raise PlanError(
             "data_shard='host' requires the same number of ranks on each host, got "
@@ -312,7 +320,7 @@ def _ranks(mesh: Mesh, reduction: Reduction, rank: int, zero: int) -> ReductionR
 
 @functools.lru_cache(maxsize=1024)
 def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, ...]]:
-    """Divide the ranks of a column into groups; each group shards one copy of the sum."""
+    """Divide the ranks of a column into groups; each group stores one copy of the sum, sharded among its ranks."""
     parts: dict[tuple[object, ...], list[int]] = {}
     for each in column:
         cells = mesh.of_rank(each)
@@ -356,14 +364,14 @@ def master_type(parameter: torch.Tensor) -> torch.dtype:
 
 
 def _of_statistics(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of layers such as BatchNorm, which require fp32 parameters."""
+    """Yield the parameters of BatchNorm and similar layers, which must stay fp32."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             yield from module.parameters(recurse=False)
 
 
 def _is_frozen(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a frozen floating-point tensor, neither integer nor quantized."""
+    """Return whether a parameter is frozen and is a plain floating-point tensor, neither integer nor quantized."""
     plain = parameter.is_floating_point() and type(parameter.data) is torch.Tensor
     return not parameter.requires_grad and plain
 

@@ -1,4 +1,4 @@
-"""Move the parameters of a model into sharded buckets, with the values of rank 0, a function, or files."""
+"""Move the parameters of a model into sharded buckets; the values come from rank 0, from a function, or from files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def shard_states(
     options: StateOptions,
     initialize: Initialize | None,
 ) -> States:
-    """Shard the states of `model`, whose parameters get their initial values.  This is a collective call.
+    """Shard the states of `model`, and give the parameters their initial values.  This is a collective call.
+
+    A model with a `weight_source` gets its values later, from `States.source`.
 
     Args:
         complete: the model before its division into stages.
@@ -75,7 +77,8 @@ def shard_states(
         initialize: the function that fills a model on the meta device; see `Engine`.
 
     Raises:
-        ValueError: if `initialize` does not match the device of the model.
+        ValueError: if the model is on the meta device without `initialize` or a `weight_source`, or in memory with
+            `initialize`.
     """
     deferred = is_deferred(complete)
     source: WeightSource | None = getattr(model, "weight_source", None) if deferred else None

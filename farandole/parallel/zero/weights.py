@@ -1,7 +1,7 @@
 """A bucket's weights: the weights with which the model computes, and the master weights that the optimizer updates.
 
-Each rank's optimizer updates the rank's shard in the master weights' dtype.  If the model computes in the same dtype, the
-master weights are a part of the model's weights.
+Each rank's optimizer updates the rank's shard in the master weights' dtype.  If the model computes in the same dtype,
+the master weights are a part of the model's weights.
 
     WholeWeights       every rank has all weights in one flat buffer; ranks with shared memory share the buffer
     GatheredWeights    each rank has its shard, in memory or offloaded; blocks gather their weights (`gathered_weights`)
@@ -50,7 +50,7 @@ class FlatWeights(ABC):
     is_offloaded = False
     """Whether the shard is offloaded between uses."""
     shared = False
-    """Whether all ranks on the host share one copy."""
+    """Whether the ranks that shard the weights share one buffer."""
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class FlatWeights(ABC):
     def in_memory(
         self, *, write: bool = False, blank: bool = False, device: torch.device | None = None
     ) -> Iterator[None]:
-        """Return a context in which `shard` has its values; changes are kept only with `write`.
+        """Return a context in which `shard` has its values; changes to an offloaded shard are kept only with `write`.
 
-        With `blank`, an offloaded shard is not read, because all of its values will be written.  If possible, the shard is
-        read to `device`.
+        With `blank`, an offloaded shard is not read, because the caller will write all of its values.  If possible, an
+        offloaded shard is read to `device`.
         """
         yield
 
@@ -137,7 +137,7 @@ class FlatWeights(ABC):
         return self._layout.views(whole)
 
     def _master_shard(self) -> Tensor:
-        """Return a copy of this rank's shard in the master weights' dtype, from parameters in their original memory."""
+        """Return a copy of this rank's shard in the master weights' dtype, from the parameters' original memory."""
         shard = torch.zeros(self._layout.shard_length, dtype=self.plan.master_dtype, device=self.plan.device)
         for part in self._layout.ranges(self.number):
             if is_placeholder(self.parameters[part.index]):
@@ -155,7 +155,7 @@ class FlatWeights(ABC):
         return copy if self.has_master_copy else self.shard
 
     def _set_range(self, shard: Tensor, index: int, values: Tensor) -> None:
-        """Copy the shard's part of the `values` of parameter `index` to `shard`."""
+        """Copy the part of parameter `index` that is in this rank's shard from `values` to `shard`."""
         for part in self._layout.ranges(self.number):
             if part.index == index:
                 own = values.reshape(-1)[part.start : part.start + part.length]
@@ -196,7 +196,7 @@ class WholeWeights(FlatWeights):
             shards.barrier()
 
     def _allocate(self) -> Tensor:
-        """Return the buffer, filled with zeros; its pages are not touched."""
+        """Return a new buffer of zeros, without touching its memory pages."""
         length, dtype = self._layout.length, self.plan.dtype
         if self.comm is not None and self.shared:
             buffer = self.comm.shared(length, dtype=dtype, device=self.plan.device)
