@@ -4,7 +4,8 @@ compute        for each micro-batch, matrix products at the machine's FLOP/s, an
                bandwidth (Williams et al., 2009, "Roofline")
 communication  ring algorithms: each of n ranks sends 2 (n - 1) / n S bytes in an all-reduce of S bytes, and half as
                many in a reduce-scatter or all-gather; time that overlaps the backward pass does not count
-update         the optimizer reads and writes each of its values once, at the machine's memory bandwidth
+update         the reads and writes of gradients, optimizer states and weights in the gradient norm, gradient clipping
+               and the optimizer, at the machine's memory bandwidth
 offload        in each step, offloaded data pass through the disk or the link between accelerator and host; transfers of
                gradients and weights overlap the passes, and count only if they take longer than the passes
 swap           activations are copied out and back during the passes; only the time beyond the passes counts
@@ -21,13 +22,16 @@ from farandole.planner.trace import Trace
 from farandole.planner.workload import Machine, Workload
 
 _BACKWARD = 2 / 3
-"""The fraction of the computation in the backward pass, which has two of the three matrix products per weight."""
+"""The fraction of the computation that belongs to the backward pass: two of the three matrix products per weight."""
 
 
 def step_time(
     workload: Workload, plan: Plan, ranks: int, state: StateBytes, traced: Trace, machine: Machine
 ) -> dict[str, float]:
-    """Return the seconds per step, by activity."""
+    """Return the predicted seconds per step for each activity.
+
+    The keys are "compute", "communication" and "update", and, if the plan uses them, "offload" and "swap".
+    """
     one_pass = traced.flops / machine.flops[plan.precision] + traced.moved / machine.stream
     compute = workload.micro_batches * one_pass
     passes = workload.micro_batches if plan.zero >= 2 else 1
@@ -53,7 +57,7 @@ def step_time(
 
 
 def _reduction_s(buckets: Sequence[BucketPlan], ranks: int, machine: Machine) -> float:
-    """Return the seconds to reduce each bucket over the ranks that shard it, and then over its replicas."""
+    """Return the seconds to reduce all buckets: each over the ranks that shard it, and then over its replicas."""
     total = 0.0
     for bucket in buckets:
         shards, replicas = len(bucket.ranks.shards), len(bucket.ranks.replicas)
@@ -66,7 +70,11 @@ def _reduction_s(buckets: Sequence[BucketPlan], ranks: int, machine: Machine) ->
 
 
 def _gathering_s(workload: Workload, plan: Plan, ranks: int, state: StateBytes, machine: Machine) -> float:
-    """Return the seconds that this rank needs to send weights to ranks with which it does not share memory."""
+    """Return the seconds per step that this rank needs to send weights.
+
+    If weights are gathered when they are needed (`ShardingPlan.gathered`), all weights are sent in each pass.
+    Otherwise, updated weights are sent once, except among ranks that share memory.
+    """
     sharding = state.sharding
     if plan.zero == 0:
         return 0.0
@@ -116,7 +124,7 @@ def _stored(buckets: Sequence[BucketPlan]) -> int:
 
 
 def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float:
-    """Return the seconds that the passes wait for activations to be copied out and back."""
+    """Return the seconds that the forward and backward pass of one micro-batch wait for swapped activations."""
     moved = traced.swapped
     if machine.host:
         away, back = _disk(0, moved, ranks, machine), _disk(moved, 0, ranks, machine)
@@ -126,7 +134,7 @@ def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float
 
 
 def _disk(read: float, written: float, ranks: int, machine: Machine) -> float:
-    """Return the seconds that the disk needs if each rank of a host reads and writes this many bytes."""
+    """Return the seconds that a host's disk needs if each of its ranks reads `read` and writes `written` bytes."""
     assert machine.disk is not None  # checked by `estimate`
     return ranks // machine.hosts * (read / machine.disk.read + written / machine.disk.write)
 

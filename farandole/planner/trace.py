@@ -1,4 +1,4 @@
-"""Trace a forward and backward pass on fake tensors: its peak memory and its work.
+"""Measure the peak memory and the work of a forward and backward pass on fake tensors.
 
     traced = trace(model, tokens, loss=lambda logits: next_token_loss(logits, targets))
     traced.saved, traced.peak, traced.flops, traced.moved
@@ -39,10 +39,10 @@ class Trace:
         peak: peak of the allocated bytes, without parameters, buffers and the example.
         flops: floating-point operations of matrix products and attention, including recomputation.
         moved: bytes that all other operations read and write.
-        resident_peak: peak of the bytes in use if the C library keeps freed memory for later allocations.
+        resident_peak: peak of the resident bytes if the C library keeps freed memory for later allocations.
         swappable: bytes of `saved` that `Plan.swap` moves: tensors of at least `THRESHOLD_BYTES` that the model saves.
         swapped: bytes that `Plan.swap` moves for one micro-batch; a pipeline has several micro-batches in flight.
-        sent: bytes that this rank sends in collectives of the model, by the ranks of the group.
+        sent: for each group of ranks, the bytes that this rank sends to the group in collectives of the model.
     """
 
     saved: int
@@ -61,7 +61,7 @@ class Trace:
 
 
 NOTHING = Trace(0, 0, 0, 0, 0, 0, 0)
-"""The trace of a pass without activations, for a lower bound."""
+"""A trace with zero memory and zero work.  With this trace, the estimate of a plan is a lower bound."""
 
 
 def trace(
@@ -116,7 +116,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Group:
-    """The key for the number of bytes that a group sends."""
+    """The key of a measurement: the number of bytes that this rank sends in collectives of the group `ranks`."""
 
     ranks: tuple[int, ...]
 
@@ -130,11 +130,12 @@ def _measure(
     scaled: bool,
     runs: Sequence[Run],
 ) -> dict[Any, float]:
-    """Return the memory and the work of a pass, with the peaks of its parts.
+    """Return the memory and the work of a pass, with a separate peak for each part of the pass.
 
-    The first part ends when the backward pass of the last run is complete, and so on.  The peak of each part is a linear
-    function of the lengths of the runs.  The peak of a whole pass is not linear: with few blocks, it may be in the last
-    part, for example because of the gradient of a large embedding, and with many blocks in the first part.
+    The first part ends when the backward pass of the last run is complete, the second part when the backward pass of
+    the run before it is complete, and so on.  The peak of each part is a linear function of the lengths of the runs.
+    The peak of the whole pass is not linear: with few blocks, it may occur in the last part, for example because of the
+    gradient of a large embedding.  With many blocks, it may occur in the first part.
     """
     where = device_of(model, device)
     with ExitStack() as stack:
@@ -178,21 +179,21 @@ def _measure(
 
 
 def note(ends: dict[int, int], number: int, tracker: MemoryTracker, gradient: Tensor) -> None:
-    """Record the position in the history at which a gradient is complete."""
+    """Record the position in the tracker's history at which the first gradient of run `number` is complete."""
     ends.setdefault(number, len(tracker.history))
 
 
 def note_gradient(
     noted: Callable[[Tensor], None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Call `noted` when the gradient of an input of a module is complete."""
+    """Call `noted` with the gradient of each input of a module as soon as this gradient is complete."""
     for tensor in _tensors((args, kwargs)):
         if tensor.requires_grad:
             tensor.register_hook(noted)
 
 
 def _sum(output: Any) -> Tensor:
-    """Return the sum of all floating-point tensors in an output, the default loss."""
+    """Return the default loss, which is the sum of all floating-point tensors in `output`."""
     return torch.stack([one.sum() for one in _tensors(output) if one.is_floating_point()]).sum()
 
 
@@ -201,5 +202,8 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def clear_gradient(parameter: Tensor) -> None:
-    """Release the gradient of a parameter, which `parallel.bucket` copies into a buffer."""
+    """Release the gradient of `parameter`.
+
+    In training, `parallel.bucket` copies the gradient into a buffer, which is counted separately.
+    """
     parameter.grad = None

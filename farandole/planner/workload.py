@@ -84,14 +84,15 @@ class Machine:
                 )
 
     def host_of(self, rank: int, ranks: int) -> int:
-        """Return the index of a rank's host."""
+        """Return the index of the host of `rank`, if `ranks` ranks are divided equally among the hosts."""
         return rank * self.hosts // ranks
 
     def bandwidth_among(self, members: Sequence[int], ranks: int) -> float:
         """Return the bus bandwidth of a group of ranks.
 
-        Each rank sends at most `bandwidth`.  If the group spans hosts, the members on a host share the host's traffic
-        to other hosts, so each member sends a part of this traffic.
+        The result is at most the machine's `bandwidth`.  If the group spans hosts, the members on a host share the
+        traffic of this host to other hosts.  The result is then also at most `host_bandwidth` times the number of
+        members on the host with the fewest members.
         """
         counts = Counter(self.host_of(member, ranks) for member in members)
         if self.host_bandwidth is None or len(counts) == 1:
@@ -111,7 +112,7 @@ class Workload:
         checkpoints: whether copies of weights and states are kept in host memory (`farandole train`).
         block_by_block: whether the model is created block by block, never in full (`parallelize` of a model on the meta
             device).
-        applied: whether `model` has the adapters and the shards of a plan (`split`).
+        applied: whether `model` already has the adapters and the shards of a plan, as in the result of `split`.
         mesh, layouts, rank: if ranks have different parts of a model, the mesh, the layouts, and the rank that has
             `model`.  By default, ranks differ only in their samples.
         sent: the list to which collectives of the model append the bytes that the rank sends.
@@ -158,7 +159,7 @@ class Workload:
         return replace(self, model=model, applied=True, mesh=mesh, layouts=layouts, sent=sent)
 
     def trace(self, plan: Plan) -> Trace:
-        """Trace a forward and backward pass with the recomputation of `plan`, then turn off recomputation."""
+        """Trace a forward and backward pass with the recomputation of `plan`, and then turn recomputation off."""
         needs_example = plan.recompute in ("selective", "attention", "auto")
         dtype = weight_type(plan)
 
@@ -205,7 +206,7 @@ def _add_lora(model: nn.Module, lora: LoRA) -> None:
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device."""
+    """Return a copy of `model` whose parameters and buffers are on the meta device."""
     meta_copies: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }

@@ -20,7 +20,7 @@ import numpy as np
 from farandole.serve.request import RequestError
 
 MARGIN = 0.9
-"""The fraction of a target that predicted times may use."""
+"""The fraction of a target step duration that a predicted duration may reach."""
 MIN_PROMPT_TOKENS = 16
 """The number of prompt tokens that a step may always compute, so that no prompt waits forever."""
 FIRST_RUNNING = 4
@@ -57,25 +57,27 @@ class Target:
 
     @property
     def first_step(self) -> float:
-        """Return the maximum duration in seconds of any step: half of `ttft`, because a new request waits for the
-        current step and then needs a step for its prompt."""
+        """Return the maximum duration in seconds of any step: half of `ttft`.
+
+        A new request waits for the end of the current step, and its prompt then needs another step.
+        """
         return math.inf if self.ttft is None else self.ttft / 2
 
 
 class StepTimes:
-    """Recursive least squares for the durations of steps, with constant memory.
+    """Estimates the durations of steps by recursive least squares, with constant memory.
 
     Old measurements are forgotten only in the direction of a new measurement, so steps without prompts do not change
     the coefficient for prompts.  Errors are relative to the predicted time.  Coefficients are never negative.  Before a
     measurement is added, all coefficients are multiplied by 1 + speed x (measured / predicted - 1), to follow the
-    machine's speed.  The mean of this factor is 1, because least squares make the mean of the ratio 1.  A factor with
-    another mean would gradually change the coefficients that the measurements do not determine.
+    machine's speed.  The mean of this factor is 1, because in a least-squares fit the mean of measured / predicted is
+    1.  A factor with another mean would gradually change the coefficients that the measurements do not determine.
 
     L. Cao and H. Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix",
     Automatica 36 (2000).
 
     Args:
-        forgetting: the weight of old measurements, in the direction of a new one, after that measurement.
+        forgetting: the factor by which a new measurement multiplies the weight of old measurements in its direction.
         speed: the weight of a new measurement in the estimate of the machine's speed.
     """
 
@@ -98,7 +100,7 @@ class StepTimes:
         return float(self._constrained @ ((1.0, decodes, prompt_tokens) / _SCALE))
 
     def add(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
-        """Add a measured step."""
+        """Update the coefficients with the measured duration of a step.  A duration of 0 is ignored."""
         if seconds <= 0:
             return
         if self._steps >= 20 and (predicted := self.predict(decodes, prompt_tokens)):
@@ -117,7 +119,7 @@ class StepTimes:
             self._restart()
 
     def _update(self, row: np.ndarray, measured: float) -> None:
-        """Add a measurement relative to its prediction."""
+        """Update the solution with a measurement; `row` and `measured` are divided by the predicted duration."""
         known = self._information @ row
         information = self._information - (1 - self._forgetting) / (row @ known) * np.outer(known, known)
         information += np.outer(row, row)
@@ -139,7 +141,7 @@ class StepTimes:
 
 
 def _nonnegative(information: np.ndarray, solution: np.ndarray) -> np.ndarray:
-    """Return the best solution without negative coefficients."""
+    """Return the solution with the smallest squared error among those without negative coefficients."""
     if solution.min() >= 0:
         return solution
     # in lists, because numpy's calls take longer than the arithmetic on three coefficients
@@ -175,6 +177,7 @@ class Rate:
 
     Args:
         numerator, denominator: the initial terms, which determine the ratio until there are measurements.
+        forgetting: the factor by which each new term multiplies the weights of earlier terms.
     """
 
     def __init__(self, numerator: float, denominator: float, forgetting: float) -> None:
@@ -215,8 +218,8 @@ class Admission:
         """Add a measured step.
 
         Args:
-            decodes: the number of tokens of sequences that decode: the last token and the proposed tokens of each
-                sequence.
+            decodes: the number of tokens computed for sequences that decode.  For each such sequence, the step computes
+                the last token and the proposed tokens.
             prompt_tokens: the number of prompt tokens.
             seconds: the duration of the step.
             selected: the number of sequences for which a token was selected.
@@ -232,8 +235,8 @@ class Admission:
     def max_running(self) -> int:
         """Return the maximum number of running sequences, at least 1.
 
-        In a steady state, each running sequence decodes one token per step, and the prompts of new sequences, which
-        replace sequences that end, take a part of each step.
+        The limit assumes a steady state, in which each running sequence decodes one token per step.  It reserves a part
+        of each step for the prompts of new sequences, which replace sequences that end.
         """
         step = MARGIN * self.target.step
         if step == math.inf:

@@ -38,7 +38,7 @@ def generate_file(
     defaults: Sampling,
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
 ) -> int:
-    """Write a line for each line of the input, in order.
+    """Generate text for each line of `input_file`, and write the results to `output_file`, one per line and in order.
 
     Lines that are already in the output file are not computed again.  Line i is sampled with the seed of `defaults`
     plus i, so an interrupted run writes the same lines as an uninterrupted run.
@@ -145,7 +145,7 @@ def _line(index: int, record: dict[str, Any], result: Generation) -> dict[str, A
 
 
 def _completed(path: Path, total: int) -> int:
-    """Return the number of complete lines of the output, and remove an incomplete last line."""
+    """Return the number of complete lines of the output file at `path`, and remove an incomplete last line."""
     if not path.exists():
         return 0
     content = path.read_bytes()

@@ -23,7 +23,7 @@ from farandole.serve.request import RequestError, Sampling
 log = logging.getLogger(__name__)
 
 KEPT = 64
-"""The number of compiled grammars that are kept."""
+"""The maximum number of compiled grammars in the cache."""
 
 # without a bound, a model can generate spaces until its context is full
 SPACE = r"[\x20\x09]{1,4}|\x0A[\x20\x09]{0,32}"
@@ -36,7 +36,7 @@ class Matcher:
         self.core = core
 
     def add(self, token: int) -> bool:
-        """Add a token, and return whether the text is complete, so that no token can follow."""
+        """Add a token; return True if the text is now complete and no token can follow."""
         self.core.consume_token(token)
         return bool(self.core.is_stopped())
 
@@ -88,7 +88,10 @@ class Grammars:
             return Matcher(core.deep_copy())
 
     def _load(self) -> None:
-        """Load the library at the first constraint, because building tables for a large vocabulary takes a second."""
+        """Load llguidance and the tables of the vocabulary.
+
+        This happens at the first constraint, because building the tables of a large vocabulary takes a second.
+        """
         with optional_import():
             import llguidance
         text = self._tokenizer.to_str()
@@ -108,7 +111,7 @@ class Grammars:
 
 
 def _grammar_of(sampling: Sampling) -> tuple[str, str]:
-    """Return the name of the constraint, and its grammar in the format of llguidance."""
+    """Return the name of the field of `sampling` that contains the constraint, and the llguidance grammar for it."""
     from llguidance import LLMatcher
 
     if sampling.regex is not None:

@@ -4,8 +4,8 @@ The call computes all layers and the logits in one parallel region, which saves 
 supports decoders with RMS normalization, rotary positions and a gated feed-forward network: Llama, Mistral, Qwen 2 and
 Qwen 3.  For other models, and for models that are sharded over ranks, `FusedDecoder.of` returns None.
 
-Hidden states and activations are fp32, even if the weights are bf16.  As in `rows.py`, each row of a result does not
-depend on the other rows.
+Hidden states and activations are fp32, even if the weights are bf16.  As in `rows.py`, no row of a result depends on
+the other rows.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class FusedDecoder:
     def run(
         self, memory: Memory, tokens: Tensor, positions: Tensor, table: Tensor, selected: Sequence[int]
     ) -> Tensor:
-        """Store the keys and values of tokens, and return the fp32 logits (selected tokens, vocabulary).
+        """Store the keys and values of `tokens`, and return fp32 logits of shape (selected tokens, vocabulary).
 
         Args:
             memory: the KV cache.
@@ -155,7 +155,10 @@ class FusedDecoder:
         return logits
 
     def _use(self, memory: Memory) -> None:
-        """Use the keys and values of a memory, whose tensors are replaced when its size changes."""
+        """Point the layers to the keys and values of `memory`.
+
+        When the size of `memory` changes, its tensors are replaced, so the layers must be pointed to the new tensors.
+        """
         if self._keys is memory.keys:
             return
         self._keys = memory.keys
@@ -194,13 +197,16 @@ class FusedDecoder:
         )
 
     def _float(self, values: Tensor) -> int:
-        """Keep the values as contiguous fp32 values, and return their address."""
+        """Keep `values` alive as a contiguous fp32 tensor, and return the address of this tensor."""
         self._tensors.append(values.detach().float().contiguous())
         return self._tensors[-1].data_ptr()
 
 
 def _is_supported(model: Transformer) -> bool:
-    """Return whether all layers are Llama layers with equal shapes, and are not sharded over ranks."""
+    """Return whether the C core supports `model`.
+
+    All layers must have the same properties, and no layer and no part of the head may be sharded over ranks.
+    """
     blocks: list[Any] = list(model)
     layers, head = blocks[1:-1], blocks[-1]
     if not layers or not _is_plain(head, Head) or head.vocabulary is not WHOLE or not _is_norm(head.norm):
@@ -212,7 +218,7 @@ def _is_supported(model: Transformer) -> bool:
 
 
 def _traits(block: Any, epsilon: float) -> tuple[object, ...] | None:
-    """Return the properties that must be equal in all layers, or None if a layer is not supported."""
+    """Return the properties that must be equal in all layers, or None if `block` is not supported."""
     attention, feed_forward = block.attention, block.feed_forward
     if not _is_plain(attention, SelfAttention) or not _is_plain(feed_forward, GatedFeedForward):
         return None

@@ -1,6 +1,6 @@
 """Normalization, gated activation and rotation, each in one call of the C core, for fp32 and bf16.
 
-Each function has the arguments of the model's function, and returns None for arguments that the core does not support.
+Each function takes the same arguments as the model's own function, and returns None if the core does not support them.
 bf16 is computed in fp32 and rounded once.
 """
 
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:
 
 
 def gated(both: Tensor, activation: str) -> Tensor | None:
-    """Return silu(gate) * up for shape (..., 2 width); see `layers.gated`."""
+    """Return silu(gate) * up, where `both` of shape (..., 2 width) contains gate and then up; see `layers.gated`."""
     is_bf16 = _IS_BF16.get(both.dtype)
     if is_bf16 is None or activation != "silu":
         return None
@@ -43,7 +43,7 @@ def gated(both: Tensor, activation: str) -> Tensor | None:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor | None:
-    """Rotate values of shape (1, heads, positions, width); see `rotary.rotate`."""
+    """Apply rotary positions to `x` of shape (1, heads, positions, width); see `rotary.rotate`."""
     is_bf16 = _IS_BF16.get(x.dtype)
     if is_bf16 is None or interleaved or len(x) != 1 or cosine.dtype != x.dtype:
         return None

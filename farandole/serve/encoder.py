@@ -113,7 +113,7 @@ def read_encoder(path: Path, *, precision: str = "fp32", context: int | None = N
 
 
 def _read_pooling(path: Path) -> str:
-    """Return the pooling of a folder of Sentence Transformers, or the mean for other folders."""
+    """Return the pooling of a Sentence Transformers folder, or "mean" for any other folder."""
     found = "mean"
     for module in _read_json(path / "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]

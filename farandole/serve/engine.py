@@ -7,10 +7,11 @@
             print(output.request, output.tokens, output.finish_reason)
 
 A step consists of scheduling, running the model and post-processing.  There are no separate prefill and decode phases.
-Each sequence has a number of tokens and a number of computed tokens.  Each step computes the next tokens of some
-sequences, at most `token_budget` tokens in total: first one token of every sequence that generates, followed by
-proposed tokens (`speculation/speculator.py`), then the tokens of prompts, in order of arrival.  A request therefore
-joins the running batch at the next step, and a long prompt does not delay other requests by more than one step.
+For each sequence, the engine knows the tokens, and how many of them are computed.  Each step computes the next tokens
+of some sequences, at most `token_budget` tokens in total.  First, it computes one token of every sequence that
+generates, plus the proposed tokens of this sequence (`speculation/speculator.py`).  Then, it computes tokens of
+prompts, in order of arrival.  Requests can therefore join the running batch between any two steps.  A long prompt is
+divided among several steps, and the sequences that generate advance in all of these steps.
 
 In fp32, the greedy tokens of a request, and the logits from which they are selected, do not depend on the other
 requests or on proposed tokens (`rows.py`).
@@ -81,7 +82,7 @@ class _Sequence:
 
     @property
     def remaining(self) -> int:
-        """Return the number of tokens to compute."""
+        """Return the number of tokens that are not computed yet."""
         return len(self.tokens) - self.computed
 
     @property
@@ -199,10 +200,11 @@ class GenerationEngine:
         ]
 
     def queue_delay(self, sequences: int = 0, prompt_tokens: int = 0) -> float:
-        """Return the predicted seconds until the engine starts the prompt of a new sequence.
+        """Return the predicted seconds until the engine starts to compute the prompt of a new sequence.
 
         Args:
-            sequences, prompt_tokens: work that will be added before the new sequence.
+            sequences, prompt_tokens: the number of sequences that will be added before the new sequence, and the number
+                of tokens in their prompts.
         """
         running, waiting = list(self._running), list(self._waiting)  # copies, for calls from other threads
         places = 0 if self._memory_is_full else self.admission.max_running - len(running)
@@ -332,7 +334,7 @@ class GenerationEngine:
     @torch.inference_mode()
     @core_threads()
     def step(self) -> list[Output]:
-        """Advance the batch by one step, and return the outputs of the sequences that changed."""
+        """Advance the batch by one step, and return one output for each sequence that has new tokens or has ended."""
         start = time.perf_counter()
         begin = start if self._last_step is None else self._last_step
         self._last_step = None
@@ -364,7 +366,7 @@ class GenerationEngine:
         return outputs
 
     def check_idle(self) -> None:
-        """Raise RuntimeError if memory is in use without a sequence, or the counts of the store are inconsistent."""
+        """Raise RuntimeError if the KV cache is in use without a running sequence, or its counts are inconsistent."""
         self.store.check()
         if not self._running and self.store.used:
             raise RuntimeError(
@@ -391,7 +393,10 @@ class GenerationEngine:
             self.metrics.proposed_tokens += len(proposal)
 
     def _schedule(self) -> list[tuple[_Sequence, int]]:
-        """Move waiting sequences into the batch; return the sequences to advance, each with a number of tokens."""
+        """Move waiting sequences into the batch, and return the sequences to advance.
+
+        Each sequence is returned with the number of its tokens to compute in this step, including proposed tokens.
+        """
         plan = [(each, 1 + len(each.proposed)) for each in self._running if each.remaining == 1]
         budget = self.admission.prompt_budget(sum(count for _, count in plan))
         for sequence in self._running:
@@ -439,7 +444,7 @@ class GenerationEngine:
     def _post_process(
         self, plan: Sequence[tuple[_Sequence, int]], spans: Sequence[Span], logits: Tensor
     ) -> list[Output]:
-        """Select tokens, and end sequences."""
+        """Select tokens, verify proposed tokens, end complete sequences, and return the outputs."""
         ready: list[tuple[_Sequence, int]] = []
         end = 0
         for (sequence, count), span in zip(plan, spans, strict=True):
@@ -476,7 +481,7 @@ class GenerationEngine:
         return list(outputs.values())
 
     def _commit(self, sequence: _Sequence, count: int) -> None:
-        """Record that the KV cache contains the next `count` tokens."""
+        """Record that the next `count` tokens of `sequence` are in the KV cache."""
         assert sequence.blocks is not None
         sequence.computed += count
         self.store.commit(sequence.blocks, sequence.tokens, sequence.computed)
@@ -550,7 +555,7 @@ class GenerationEngine:
         )
 
     def _add_prompt_logprobs(self, sequence: _Sequence, span: Span, logits: Tensor) -> None:
-        """Add the log-probabilities of the prompt's tokens that follow the tokens of a span."""
+        """Add log-probabilities of prompt tokens: row i of `logits` is for the token after token i of `span`."""
         first = span.start + 1
         following = sequence.tokens[first : min(span.start + len(span.tokens) + 1, sequence.prompt)]
         if following:
@@ -558,7 +563,7 @@ class GenerationEngine:
             sequence.prompt_logprobs += logprobs_of(logits[: len(following)], following, top)
 
     def _remove(self, sequence: _Sequence, reason: str) -> None:
-        """Remove a running sequence."""
+        """Remove a running sequence, release its memory, and add the sequence to the metrics with `reason`."""
         assert sequence.blocks is not None and sequence.draw is not None
         self._running.remove(sequence)
         self.store.release(sequence.blocks)

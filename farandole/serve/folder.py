@@ -37,8 +37,8 @@ class ModelFolder:
         template: the chat template, or None.
         no_template: the reason why `template` is None, or an empty string.
         adapters: the LoRA adapters by name.
-        weights: "int8" if products are computed with int8 weights; see `Runner`.
-        largest: if the model is sharded over ranks, the argument `largest` of `Runner`.
+        weights: "int8" to compute products with int8 weights, or "" for the weights of the model; see `Runner`.
+        largest: the argument `largest` of `Runner`, if the model is sharded over ranks.
     """
 
     folder: Path
@@ -54,7 +54,10 @@ class ModelFolder:
 
     @property
     def runner_options(self) -> dict[str, Any]:
-        """Return the arguments of `Runner` except the model; the runner may free the weights of the model (`owned`)."""
+        """Return all arguments of `Runner` except the model.
+
+        `owned` is True, so the runner may free the weights of the model.
+        """
         return {"adapters": self.adapters, "weights": self.weights, "largest": self.largest, "owned": True}
 
 
@@ -89,9 +92,9 @@ def read_model(
         folder: a Hugging Face folder, a checkpoint, a run, or a folder of runs.
         precision: "fp32" or "bf16".
         context: the maximum number of tokens of a sequence, by default the model's context.
-        template: a file with another chat template, or "chatml".
+        template: a file with a chat template, or "chatml"; by default the model's own template.
         lora: the folders of LoRA adapters by name.
-        weights: "int8", or "" for the weights of the precision.
+        weights: "int8" to compute products with int8 weights, or "" to compute with weights in `precision`.
         lazy: whether to create the model of a Hugging Face folder on the meta device, for `shards.shard_model`.
 
     Raises:
@@ -147,7 +150,7 @@ def _hugging_face(path: Path, precision: str, lazy: bool) -> tuple[Transformer, 
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face folder, without padding and truncation.
+    """Return the tokenizer of a Hugging Face folder, with padding and truncation turned off.
 
     Raises:
         FolderError: if the file is missing or damaged.

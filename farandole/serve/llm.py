@@ -15,7 +15,7 @@ from farandole.serve.request import Logprob, Output, RequestError, Sampling
 from farandole.serve.speculation.draft import read_draft
 
 Prompt = str | Sequence[int]
-"""Text, or tokens."""
+"""A prompt, as text or as tokens."""
 
 
 @dataclass
@@ -69,9 +69,9 @@ class LLM:
         for result in llm.generate(["def", "class"], max_tokens=20, temperature=0):
             print(result.text)
 
-    With `tensor`, the model is sharded across several ranks.  Without a launcher, this process is rank 0 and starts the
-    other ranks, which exit when this process exits or calls `close`.  While the other ranks exist, this process uses
-    the same number of threads as each of them (`torch.set_num_threads`).
+    With `tensor` above 1, the model is sharded across several ranks.  Without a launcher, this process is rank 0 and
+    starts the other ranks, which exit when this process exits or calls `close`.  While the other ranks exist, this
+    process uses the same number of threads as each of them (`torch.set_num_threads`).
 
     Under a launcher, all ranks of the job run the same program.  The constructor, `generate`, `stream` and `close` are
     then collective calls, which use the prompts and parameters of rank 0 and return the results on every rank.
@@ -80,9 +80,10 @@ class LLM:
         folder: a Hugging Face folder, a checkpoint, a run, or a folder of runs.
         tensor: the number of tensor-parallel ranks.
         precision: "fp32" or "bf16".
-        weights: "int8" computes products with int8 weights; see `Runner`.
+        weights: "int8" to compute products with int8 weights, or "" to compute with weights in `precision`; see
+            `Runner`.
         context: the maximum number of tokens of a sequence, by default the model's context.
-        chat_template: a file with another chat template, or "chatml".
+        chat_template: a file with a chat template, or "chatml"; by default the model's own template.
         draft: the folder of a draft model, for speculate="draft".
         lora: folders of LoRA adapters by name.  A prompt selects an adapter with the field `lora` of `Sampling`.
         options: other arguments of `GenerationEngine`, such as max_running=32.
@@ -230,7 +231,7 @@ class LLM:
             yield found
 
     def _received(self) -> Iterator[Generation]:
-        """Compute with rank 0, and yield its results."""
+        """Compute with rank 0, and yield the results that rank 0 shares."""
         while (found := self._ranks.receive()) is not None:
             if isinstance(found, RequestError):
                 raise found

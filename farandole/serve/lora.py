@@ -44,7 +44,7 @@ def read_adapters(model: nn.Module, folders: Mapping[str, str | Path]) -> dict[s
         folders: the adapters' folders by name.
 
     Raises:
-        RequestError: if an adapter is damaged, does not match the model, or changes more than linear layers.
+        RequestError: if an adapter is damaged, does not match the model, or changes modules other than linear layers.
     """
     if not folders:
         return {}

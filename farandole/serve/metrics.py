@@ -34,8 +34,8 @@ class Family:
 
     Args:
         kind: "counter", "gauge" or "histogram".
-        values: the values by the suffix of their names, such as `_count` or `{reason="stop"}`.
-        adds: whether the sum over several engines is meaningful.
+        values: pairs of a suffix of `name`, such as `_count` or `{reason="stop"}`, and the value with this suffix.
+        adds: whether values of several engines can be added.
     """
 
     name: str
@@ -73,7 +73,10 @@ class Metrics:
         """Return all metrics.
 
         Args:
-            limit: the number of sequences that may run.
+            running, waiting: the number of sequences in the batch, and of sequences that wait to join the batch.
+            used, capacity: the number of used token positions in the KV cache, and of all positions.
+            moves: the number of times that a sequence was moved in the KV cache.
+            limit: the current maximum number of running sequences.
             step: the coefficients of `admission.StepTimes`.
         """
         found: list[Family] = []
@@ -181,7 +184,11 @@ def prometheus_text(families: Iterable[Family]) -> str:
 
 
 def of_replicas(replicas: Sequence[Sequence[Family]]) -> list[Family]:
-    """Return the sums over all replicas, and the metrics of each replica with the label `replica`."""
+    """Return the sums over all replicas, followed by the metrics of each replica.
+
+    Metrics whose values cannot be added have no sum.  The names of a replica's metrics start with `replica_`, and their
+    values have the label `replica`.
+    """
     sums, own = [], []
     for alike in zip(*replicas, strict=True):
         first = alike[0]
@@ -198,5 +205,5 @@ def of_replicas(replicas: Sequence[Sequence[Family]]) -> list[Family]:
 
 
 def _with_label(end: str, label: str) -> str:
-    """Add a label to the end of a name."""
+    """Return `end`, which is the suffix of a metric's name, with an additional label."""
     return f"{end[:-1]},{label}}}" if end.endswith("}") else f"{end}{{{label}}}"

@@ -49,13 +49,13 @@ class Sampling:
         temperature: the sampling temperature; 0 selects the most likely token.
         top_k: the number of most likely tokens to sample from; 0 for all.  Tokens as likely as the last of them are
             also kept.
-        top_p: the total probability of the tokens to sample from: the smallest set of most likely tokens that reaches
-            `top_p`.
+        top_p: a probability; the tokens to sample from are the smallest set of most likely tokens whose total
+            probability reaches `top_p`.
         min_p: the minimum probability of a token to sample from, relative to the most likely token.
         repetition_penalty: a number that divides the positive logits and multiplies the negative logits of tokens in
             the prompt or the output.
-        presence_penalty, frequency_penalty: numbers that are subtracted from the logits of generated tokens, once per
-            token and once per occurrence.
+        presence_penalty, frequency_penalty: numbers that are subtracted from the logits of generated tokens:
+            `presence_penalty` once per token, and `frequency_penalty` once per occurrence.
         seed: with the same seed, a request gets the same tokens.
         n: the number of sequences for the prompt.
         logprobs: the number of most likely tokens to report with log-probabilities; None for no log-probabilities.
@@ -64,11 +64,12 @@ class Sampling:
         logit_bias: numbers that are added to the logits, by token.
         stop: strings that end the sequence; they are not part of the returned text.
         stop_token_ids: tokens that end the sequence.
-        ignore_eos: whether the model's end-of-sequence tokens do not end the sequence.
+        ignore_eos: whether the sequence continues after the model's end-of-sequence tokens.
         json_schema: a schema; the text is JSON that conforms to it.
         regex: a regular expression that the whole text matches.
         grammar: a grammar that accepts the text, in llguidance's variant of Lark's syntax.  At most one of
-            `json_schema`, `regex` and `grammar` is allowed.  A text that reaches `max_tokens` can be incomplete.
+            `json_schema`, `regex` and `grammar` is allowed.  A constrained text that reaches `max_tokens` can be
+            incomplete.
         lora: the name of the LoRA adapter with which the model computes; None for the base model.
 
     Raises:
@@ -164,7 +165,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability of a token in nats, and the most likely tokens with their log-probabilities, descending."""
+    """The log-probability of a token in nats.
+
+    Args:
+        token: the token.
+        logprob: its log-probability.
+        top: the most likely tokens with their log-probabilities, in descending order.
+    """
 
     token: int
     logprob: float
@@ -173,7 +180,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Output:
-    """The change of one sequence in a step.
+    """The new tokens and the new text of one sequence in a step.
 
     Args:
         request: the request's number.

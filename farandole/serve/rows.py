@@ -37,15 +37,17 @@ from farandole.serve.store import TILE
 from farandole.serve.threads import thread_count, torch_threads
 
 BLOCK = 16
-"""The number of rows in each product of torch."""
+"""The number of rows in each product that torch computes."""
 VECTOR = 64
-"""A multiple of the number of elements that an iteration of a vectorized function computes."""
+"""A multiple of the number of elements that a vectorized function computes per iteration."""
 PIECE = 1 << 14
 """The maximum number of elements for which torch computes a function in one thread."""
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # "bf16" is the flag on Arm
 MAX_BF16_ROWS: int | None = 32 if read_processor().flags & _BF16_FLAGS else None
-"""The largest number of rows for which the core computes bf16 products faster than torch, which uses the processor's
-instructions for bf16.  None if the processor has no such instructions."""
+"""The largest number of rows for which the core computes bf16 products faster than torch.
+
+The value is None, for no limit, if the processor has no bf16 instructions, which torch would use.
+"""
 
 WeightKey = tuple[int, torch.Size]
 """The address and the shape of a weight."""
@@ -57,7 +59,7 @@ _FUSED: dict[Any, Callable[..., Tensor | None]] = {
     gated: elements.gated,
     rotate: elements.rotate,
 }
-"""The model's functions that the core computes in one call."""
+"""The functions of the model that one call of the core replaces."""
 _ELEMENTWISE = (F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid, Tensor.cos, Tensor.sin)
 
 
@@ -71,7 +73,7 @@ class Packed:
     """A weight in the core's format.
 
     Args:
-        version: the version of the weight.
+        version: the counter `_version` of the weight when it was packed.
         scales: fp32 of shape (outputs), the factors of int8 values.
     """
 
@@ -84,8 +86,8 @@ class Packed:
 class IndependentRows(TorchFunctionMode):
     """A context in which each row of a model's fp32 results on the CPU does not depend on the other rows.
 
-    The context keeps a packed copy of each weight.  In bf16, the core computes products of few rows, which torch
-    computes more slowly.
+    The context keeps a packed copy of each weight.  In bf16, products with more than `MAX_BF16_ROWS` rows are left to
+    torch, which computes them faster.
 
     Args:
         use_core: whether to use the C core, by default if available.
@@ -101,7 +103,7 @@ class IndependentRows(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Replace functions whose results depend on the number of rows."""
+        """Call `func`, or a replacement if the results of `func` depend on the number of rows."""
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
         if func in _FUSED:
@@ -156,7 +158,8 @@ class IndependentRows(TorchFunctionMode):
 
         Args:
             kind: INT8, or the type of the weight.
-            release: whether to free the weight's memory.  Outside of products, the weight's values are then NaN.
+            release: whether to free the weight's memory.  The values of `weight` are then NaN, and only products use
+                the packed weight.
             largest: for INT8, fp32 of shape (outputs) or (matrices, outputs): the absolute weights that are stored as
                 127, by default the largest of each output.
         """
@@ -180,7 +183,7 @@ def largest_of(weight: Tensor) -> Tensor:
 
 
 def _pack(weight: Tensor, kind: WeightType, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return a weight in the core's format, as bytes, and the scales of int8 values."""
+    """Return the bytes of a weight in the core's format, and the scales of the outputs (None unless `kind` is INT8)."""
     values, scales = weight.contiguous(), None
     if kind is WeightType.INT8:
         scales = (largest_of(values) if largest is None else largest) / 127
@@ -220,7 +223,7 @@ def _block_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _elementwise(func: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
-    """Apply a function to whole vectors, in one thread."""
+    """Apply `func` to whole vectors, in pieces of at most `PIECE` elements, which torch computes in one thread."""
     flat = x.reshape(-1)
     count = flat.numel()
     if count % VECTOR:
@@ -314,7 +317,7 @@ def write_positions(
     positions: Tensor,
     use_core: bool | None = None,
 ) -> None:
-    """Store keys and values (rows, heads, width) at their positions; see `ragged_attention` for the other arguments."""
+    """Store `key` and `value` of shape (rows, heads, width) at their positions; see `ragged_attention`."""
     kv_heads, length, value_width = values.shape[1:]
     if native.available() if use_core is None else use_core:
         key = key if key.stride(2) == 1 else key.contiguous()

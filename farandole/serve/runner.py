@@ -46,7 +46,7 @@ def check_weights(weights: str) -> None:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive tokens of one sequence in a step.
+    """Consecutive tokens of one sequence, to compute in one step.
 
     Args:
         tokens: the tokens.
@@ -80,7 +80,7 @@ class _StepCache(KeyValueCache):
         self._layer = 0
 
     def append(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values (1, heads, tokens, width) of a layer."""
+        """Store `key` and `value`, of shape (1, heads, tokens, width), for a layer, and return both unchanged."""
         self._layer = self._layers[layer]
         keys, values = self._memory.keys[self._layer], self._memory.values[self._layer]
         write_positions(
@@ -104,7 +104,7 @@ class _StepCache(KeyValueCache):
         scale: float | None,
         window: int | None,
     ) -> Tensor:
-        """Return the attention output (1, heads, tokens, value width)."""
+        """Return the attention output (1, heads, tokens, value width) for the layer of the preceding `append`."""
         scale = query.shape[3] ** -0.5 if scale is None else scale
         keys, values = self._memory.keys[self._layer], self._memory.values[self._layer]
         mixed = ragged_attention(
@@ -140,7 +140,8 @@ class Runner:
         model: a decoder on the CPU, whose weights no longer change.
         use_core: whether to use the C core, by default if available.
         adapters: LoRA adapters by name.
-        weights: "int8" computes products with int8 weights and a scale per output.  "" uses the weights of `model`.
+        weights: "int8" to compute products with int8 weights and a scale per output, or "" to use the weights of
+            `model`.
         owned: whether the runner may free the weights of `model` that it keeps in another format.
         largest: for "int8", the result of `ModelShards.largest_weights`, if this rank stores only a part of the inputs
             of some matrices.
@@ -256,9 +257,10 @@ class Runner:
             return logits[0].float()
 
     def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Updates, Tensor]]:
-        """Return the adapters of the spans, with the indices of their rows.
+        """Return the updates of each adapter that the spans use, with the indices of the rows to which they apply.
 
-        `counts` are the numbers of rows of the spans.
+        Args:
+            counts: the number of rows of each span.
         """
         rows: dict[str, list[int]] = {}
         end = 0
@@ -275,12 +277,16 @@ class Runner:
         """End the ranks that compute with this process."""
 
     def _gathered(self, logits: Tensor) -> Tensor:
-        """Return the logits (tokens, vocabulary), given the logits of this rank's part of the vocabulary."""
+        """Return complete logits (tokens, vocabulary), given the logits of this rank's vocabulary shard."""
         return logits
 
 
 def _place(spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens, the positions, and the blocks of each token's sequence, int32 of shape (tokens, blocks)."""
+    """Return the tokens of all spans, their positions, and their blocks.
+
+    The tokens and positions are int64 of shape (tokens).  The blocks are int32 of shape (tokens, blocks): each row
+    contains the blocks of the token's sequence, padded with zeros.
+    """
     most = max(len(span.blocks) for span in spans)
     tokens, positions, table = array("q"), array("q"), array("i")
     for span in spans:
@@ -294,7 +300,7 @@ def _place(spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _updates(model: nn.Module, adapter: Adapter) -> Updates:
-    """Return an adapter's matrices by weight."""
+    """Return the matrices of `adapter`, keyed by the `weight_key` of the weight that they update."""
     return {
         weight_key(model.get_parameter(f"{path}.weight")): (a.contiguous(), b.contiguous())
         for path, (a, b) in adapter.items()

@@ -191,7 +191,7 @@ def _argmax(logits: Tensor) -> Tensor:
 
 
 def _uniform(draws: Sequence[Draw]) -> np.ndarray:
-    """Return a number in [0, 1) for each sequence, from its seed, choice and number of tokens (splitmix64)."""
+    """Return a random number in [0, 1) for each sequence: a hash (splitmix64) of its seed, choice and token count."""
     with np.errstate(over="ignore"):
         state = np.array([draw.sampling.seed & (2**64 - 1) for draw in draws], np.uint64)
         for part in ([draw.choice for draw in draws], [draw.generated for draw in draws]):
@@ -207,7 +207,11 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
-    """Return, for each row of `logits`, the log-probabilities of a token and of the `top` most likely tokens."""
+    """Return the log-probabilities of one token and of the `top` most likely tokens for each row of `logits`.
+
+    Args:
+        tokens: the token of each row.
+    """
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
     if not top:

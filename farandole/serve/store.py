@@ -26,7 +26,7 @@ from torch import Tensor
 TILE = 16
 """The number of positions per tile of keys, and per page."""
 CHUNK = 256
-"""The number of positions by which slots grow."""
+"""The length of a slot is a multiple of this number of positions."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Blocks:
 
     Args:
         most: the maximum number of positions of the sequence.
+        numbers: the indices of the blocks, in the order of the positions.
         stored: the number of positions with keys and values.
         digests: the hash of the tokens up to the end of each complete page.
         model: the name of the model that computes the keys and values.
@@ -76,7 +77,7 @@ class Memory:
         self.resize(0, 0, 0, 0)
 
     def resize(self, blocks: int, length: int, kept: int, stored: int) -> None:
-        """Allocate `blocks` blocks of `length` positions, and copy the first `stored` positions of `kept` blocks."""
+        """Allocate `blocks` blocks of `length` positions, and copy `stored` positions of the first `kept` blocks."""
         old = self.keys, self.values
         self.keys = [
             torch.zeros(blocks, each.heads, length // TILE, each.key_width, TILE, dtype=each.dtype)
@@ -93,7 +94,7 @@ class Memory:
                 after[:kept, :, :stored] = before[:kept, :, :stored]
 
     def move(self, source: int, target: int, stored: int) -> None:
-        """Copy the first `stored` positions of a block to another block."""
+        """Copy the first `stored` positions of block `source` to block `target`."""
         tiles = -(-stored // TILE)
         for keys, values in zip(self.keys, self.values, strict=True):
             keys[target, :, :tiles] = keys[source, :, :tiles]
@@ -130,15 +131,15 @@ class Store(Protocol):
         ...
 
     def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
-        """Add a sequence of at most `most` positions; return None if there is too little free memory.
+        """Add a sequence that needs at most `most` positions; return None if too little memory is free.
 
-        If other sequences began with the same tokens, the result may already have stored positions, but always fewer
-        than there are tokens.  Positions are shared only among sequences with the same model name `model`.
+        If other sequences began with the same tokens, the keys and values of some positions may already be stored, but
+        never those of the last token.  Positions are shared only among sequences with the same model name `model`.
         """
         ...
 
     def reserve(self, blocks: Blocks, length: int) -> None:
-        """Allocate memory for the first `length` positions, at most `blocks.most`."""
+        """Allocate memory for the first `length` positions of a sequence; `length` is at most `blocks.most`."""
         ...
 
     def commit(self, blocks: Blocks, tokens: Sequence[int], stored: int) -> None:
@@ -159,11 +160,11 @@ class Store(Protocol):
 
 
 class SlotStore:
-    """One contiguous slot per sequence.
+    """A store with one contiguous slot per sequence.
 
     Running sequences occupy the first slots.  When sequences end, sequences in the last slots move into the free slots,
-    with the smallest number of moves.  All slots grow by `CHUNK` positions when the longest sequence needs more, and
-    shrink when no sequence is running.
+    with the smallest number of moves.  All slots grow to a multiple of `CHUNK` positions when the longest sequence
+    needs more, and are freed when no sequence is running.
 
     Args:
         memory: the tensors.
@@ -204,7 +205,7 @@ class SlotStore:
         return blocks
 
     def reserve(self, blocks: Blocks, length: int) -> None:
-        """Allocate memory for the first `length` positions."""
+        """Allocate memory for the first `length` positions of a sequence."""
         if length > self.block_length:
             self._grow(self._slots, _round_up(length, CHUNK))
 
@@ -244,7 +245,7 @@ class SlotStore:
                 )
 
     def _grow(self, slots: int, length: int) -> None:
-        """Enlarge the tensors, and copy the stored positions."""
+        """Enlarge the tensors to at least `slots` slots of `length` positions, and copy the stored positions."""
         if (slots, length) == (self._slots, self.block_length):
             return
         if slots > self._slots:
@@ -255,7 +256,7 @@ class SlotStore:
 
 
 class PageStore:
-    """Pages of 16 positions, which sequences with the same first tokens share.
+    """A store with pages of 16 positions, which sequences with the same first tokens share.
 
     Pages of removed sequences stay available for sharing until their memory is needed; the least recently used page is
     reused first.
@@ -324,7 +325,7 @@ class PageStore:
         return blocks
 
     def reserve(self, blocks: Blocks, length: int) -> None:
-        """Allocate pages for the first `length` positions."""
+        """Allocate pages for the first `length` positions of a sequence."""
         while len(blocks.numbers) * TILE < length:
             if self._free:
                 page = self._free.pop()
@@ -350,7 +351,7 @@ class PageStore:
                 self._page_of[digest], self._digest_of[page] = page, digest
 
     def release(self, blocks: Blocks) -> None:
-        """Remove a sequence.  The last pages of the sequence are reused first."""
+        """Remove a sequence.  Of its pages that stay available for sharing, the last pages are reused first."""
         self._reserved -= -(-blocks.most // TILE) - len(blocks.numbers)
         for page in reversed(blocks.numbers):
             self._users[page] -= 1
@@ -389,7 +390,11 @@ class PageStore:
 
 
 def _digests(tokens: Sequence[int], before: bytes) -> list[bytes]:
-    """Return, for each page, the hash of all tokens up to its end; `before` is the hash of the preceding tokens."""
+    """Return the hash of each page: a hash of all tokens up to the end of the page.
+
+    Args:
+        before: the hash of the tokens before `tokens`, or the name of the model if there are none.
+    """
     found = []
     for start in range(0, len(tokens), TILE):
         content = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + TILE])
@@ -403,4 +408,4 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 STORES = {"slots": SlotStore, "pages": PageStore}
-"""The stores by name."""
+"""The classes of stores, keyed by the value of the option `store`."""

@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """The text of one sequence.
+    """Converts the tokens of one sequence to text, and finds the end of the text at a stop string.
 
     Args:
         stop: strings that end the sequence.
@@ -28,9 +28,10 @@ class TextStream:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Add a token, and return the text that becomes complete.
+        """Add a token, and return the text that can now be shown.
 
-        Afterwards, `stopped` is true if a stop string was found.
+        Incomplete characters, and text that could be the beginning of a stop string, are held back.  If a stop string
+        was found, `stopped` is True afterwards.
         """
         self._tokens.append(token)
         new = self._stream.step(self._tokenizer, token)
@@ -42,7 +43,7 @@ class TextStream:
         return len(self._decoded)
 
     def finish(self) -> str:
-        """Return the remaining text after the last token."""
+        """Return the text that is still held back after the last token."""
         return "" if self.stopped else self._rest()
 
     def _rest(self) -> str:

@@ -1,8 +1,8 @@
 """The threads that compute a step.
 
-The C core and torch use separate threads.  After each operation, torch's OpenMP threads spin for milliseconds, and
-take processors from the threads of the core: with two threads, a step would take longer than with one.  Therefore,
-torch's operations of a step use one thread, except large products that the core does not compute.
+The C core and torch use separate threads.  After each operation, torch's OpenMP threads spin for milliseconds, and take
+processor cores from the threads of the C core: a step with two threads would take longer than a step with one thread.
+Therefore, torch uses one thread in a step, except for large products that the C core does not compute.
 """
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ def torch_threads() -> Iterator[None]:
 
 
 def thread_count() -> int:
-    """Return the number of threads of the core."""
+    """Return the number of threads that the C core uses."""
     return _count.get() or torch.get_num_threads()

@@ -50,10 +50,10 @@ The launcher kills all ranks 5.5 s after a failure.
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of `run` in the background, with copies of `files`, and keeps the newest `keep`.
+    """Writes the checkpoints of `run` in the background, and keeps the newest `keep` checkpoints.
 
-    A run that resumes from step `resumed_step` repeats the later steps, so the checkpoints of these steps are moved to
-    another folder.
+    Each checkpoint contains copies of `files`.  A run that resumes from step `resumed_step` repeats the later steps, so
+    the checkpoints of later steps are moved to another folder.
 
     All ranks must call `save` and `wait` together.
 
@@ -101,7 +101,7 @@ class CheckpointWriter:
 
     @property
     def newest(self) -> Path:
-        """Return the folder of the last saved checkpoint."""
+        """Return the folder of the checkpoint that was saved last, or is being written."""
         return self._folder / folder_name(self._saved_step)
 
     @property
@@ -135,14 +135,14 @@ class CheckpointWriter:
                 pending.wait()
 
     def abandon(self) -> None:
-        """Wait briefly for a pending write after a failure on this rank, and remove a partial checkpoint."""
+        """After a failure on this rank, wait briefly for a pending write, and remove a partial checkpoint."""
         if self._pending is not None:
             self._pending.join(_ABANDON_S)
         if self._comm.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _complete(self, trainer: Trainer, metadata: str, types: Mapping[str, torch.dtype]) -> None:
-        """Write the other files, rename the checkpoint to its final name, and delete old checkpoints."""
+        """Write the remaining files, rename the checkpoint to its final name, and delete old checkpoints."""
         folder = self._partial
         write_weights(folder / WEIGHTS, folder / STATE, types)
         if (
@@ -167,7 +167,11 @@ class CheckpointWriter:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Return a context that, if a save fails, removes the partial checkpoint and names the last good checkpoint."""
+        """Return a context for a save.
+
+        If the save fails, remove the partial checkpoint, and raise an error that names the last good checkpoint on all
+        ranks.
+        """
         try:
             yield
         except CheckpointError as error:

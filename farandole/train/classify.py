@@ -28,7 +28,7 @@ from farandole.train.tasks import Mean, Task
 def ClassifyTask(  # noqa: N802 - returns one of two classes
     config: TrainConfig, progress: Progress = lambda what, share: None
 ) -> Task:
-    """Create the classification task for the model's family."""
+    """Create the text or image classification task, depending on the architecture of the model."""
     if not config.model.folder:
         raise ConfigError(
             "task='classify' requires a model to fine-tune; set the folder of a BERT or ViT model with model=FOLDER"
@@ -73,13 +73,13 @@ class TextClassification(Task):
         return self.train.lengths
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return the model of the folder with a classifier."""
+        """Return the model from the model folder, with a classifier for the task's classes."""
         return open_folder_model(self._config, classes=len(self.classes))
 
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
-        """Return padded tokens and classes."""
+        """Return the padded tokens and the classes of the samples `numbers`."""
         tokens, labels = samples.read(numbers)
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 
@@ -92,7 +92,7 @@ class TextClassification(Task):
         return {"accuracy": ((output.argmax(-1) == batch[1]).sum(), len(output))}
 
     def report(self, model: nn.Module) -> str:
-        """Return the names of the classes, in the order of the classifier."""
+        """Return a line with the names of the classes, in the order of the classifier's outputs."""
         return "classes: " + ", ".join(map(str, self.classes))
 
     def files(self) -> Mapping[str, Path]:
@@ -127,15 +127,15 @@ class ImageClassification(ImagesTask):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the number of positions of an image, which is the same for all images."""
+        """Return an array with one element, the number of positions per image, which is the same for all images."""
         return np.array([self._positions])
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return the model of the folder with a classifier."""
+        """Return the model from the model folder, with a classifier for the task's classes."""
         return open_folder_model(self._config, classes=len(self.classes))
 
     def report(self, model: nn.Module) -> str:
-        """Return the names of the classes, in the order of the classifier."""
+        """Return a line with the names of the classes, in the order of the classifier's outputs."""
         return "classes: " + ", ".join(self.classes)
 
     def files(self) -> Mapping[str, Path]:

@@ -41,7 +41,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 CoefficientOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 ROUTERS = ("balance_loss", "z_loss", "capacity")
-"""The keys in [model] for the routers of a mixture of experts."""
+"""The keys in [model] that set options of the routers of a mixture of experts."""
 
 
 SYNONYMS = {
@@ -75,7 +75,10 @@ SYNONYMS = {
     **dict.fromkeys(("eval_steps", "eval_interval"), "evaluate.every"),
     **dict.fromkeys(("logging_steps", "log_interval"), "log.every"),
 }
-"""Keys by their names in Hugging Face, Megatron-LM, DeepSpeed, torchtitan, Lightning, nanoGPT and earlier versions."""
+"""This project's keys, by the names that other tools and earlier versions use for them.
+
+The tools are Hugging Face, Megatron-LM, DeepSpeed, torchtitan, Lightning and nanoGPT.
+"""
 
 
 class ConfigError(Documented, ValueError):
@@ -109,14 +112,17 @@ class ModelSection(_Section):
     _restored: bool = PrivateAttr(default=False)
 
     def restored(self, folder: Path) -> ModelSection:
-        """Return a copy of this section for a model with weights from a checkpoint and other files from `folder`."""
+        """Return a copy of this section with the model folder `folder`, for a model with weights from a checkpoint.
+
+        Only the other files, such as the configuration and the tokenizer, are read from `folder`.
+        """
         section = self.model_copy(update={"folder": str(folder)})
         section._restored = True
         return section
 
     @property
     def is_restored(self) -> bool:
-        """Whether the weights come from a checkpoint, instead of the folder."""
+        """Whether the weights come from a checkpoint instead of the folder."""
         return self._restored
 
     @model_validator(mode="after")
@@ -138,11 +144,11 @@ class ModelSection(_Section):
         return GPTConfig(**self.sizes())
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes of a model that is not read from a folder, by key."""
+        """Return the sizes in this section, keyed by name, for a model that is not read from a folder."""
         return self.model_dump(exclude={"folder", "pretrained", *ROUTERS})
 
     def routers(self) -> dict[str, float]:
-        """Return the nonzero values of the keys in `ROUTERS`, by key."""
+        """Return the nonzero values of the keys in `ROUTERS`, keyed by name."""
         return {name: value for name in ROUTERS if (value := getattr(self, name))}
 
     @model_validator(mode="after")
@@ -167,7 +173,7 @@ class DataSection(_Section):
 
 
 class PlanSection(_Section):
-    """The fields of `farandole.Plan`, which validates their values, and the number of micro-batches."""
+    """The number of micro-batches, and the fields of `farandole.Plan`.  `Plan` validates the values of its fields."""
 
     data: CountOrZero = 0
     pipeline: Count = 1
@@ -201,7 +207,7 @@ class PlanSection(_Section):
         return self.pipeline * self.context * self.tensor
 
     def plan(self, precision: Precision) -> Plan:
-        """Return the plan with the given precision in place of "auto".  Raises `PlanError`."""
+        """Return the plan with the precision `precision`.  Raises `PlanError`."""
         values = {name: value for name, value in self.model_dump().items() if not name.startswith("lora_")}
         del values["micro_batches"]  # the caller of the engine divides the batch
         values |= {"precision": precision, "lora": self.lora()}
@@ -393,7 +399,7 @@ def presets() -> dict[str, str]:
 def load_config(source: str | None = None, overrides: list[str] | None = None) -> TrainConfig:
     """Load a preset or a TOML file, and apply `key=value` overrides.
 
-    A file extends the preset that its key `preset` names (by default, `default`).
+    A file extends the preset that its key `preset` names, which is `default` if the file does not contain this key.
 
     Raises:
         ConfigError: if the configuration is invalid.
@@ -420,7 +426,7 @@ def _overridden(values: dict[str, Any], overrides: list[str]) -> TrainConfig:
 
 
 def parse_config(values: dict[str, Any]) -> TrainConfig:
-    """Validate plain values read from TOML or a checkpoint.  Raises `ConfigError`."""
+    """Validate plain values, as in a TOML file or a checkpoint, and return a configuration.  Raises `ConfigError`."""
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
@@ -428,18 +434,18 @@ def parse_config(values: dict[str, Any]) -> TrainConfig:
 
 
 def saved_config(values: dict[str, Any]) -> TrainConfig:
-    """Validate a run's saved configuration, possibly from an earlier version.  Raises `ConfigError`."""
+    """Validate the saved configuration of a run, which an earlier version may have written.  Raises `ConfigError`."""
     return parse_config(_translated(values))
 
 
 def plan_config_error(error: PlanError) -> ConfigError:
-    """Convert a plan error to a `ConfigError` with the full key name."""
+    """Convert a plan error to a `ConfigError` that contains the full name of the key."""
     key = str(error).partition("=")[0]
     return ConfigError(f"plan.{error}" if key in PlanSection.model_fields else f"plan: {error}")
 
 
 def _translated(values: dict[str, Any]) -> dict[str, Any]:
-    """Rename keys from earlier versions."""
+    """Rename the keys that earlier versions used."""
     values = dict(values)
     moved = values.pop("parallel", {})
     if "precision" in values:

@@ -28,7 +28,7 @@ from farandole.plan import LoRA, PlanError
 
 @dataclass(frozen=True)
 class Flops:
-    """The operations of a forward and backward pass.
+    """The floating-point operations of a forward and backward pass.
 
     Args:
         position: operations per position of a sequence.  The source and the target of an encoder-decoder model have
@@ -42,9 +42,11 @@ class Flops:
     target: float = 0.0
 
     def of(self, lengths: NDArray[np.int64], samples: float, targets: float) -> float:
-        """Return the number of operations for `samples` samples with `targets` targets.
+        """Return the number of operations for `samples` samples that have `targets` targets in total.
 
-        The cost of a sample is the mean over sequences with the numbers of positions in `lengths`.
+        Args:
+            lengths: numbers of positions of sequences.  A sample is assumed to need the mean number of operations of
+                these sequences.
         """
         positions = lengths.astype(np.float64)
         each = float((self.position * positions + self.pair * positions**2).mean())
@@ -91,7 +93,7 @@ def count_flops(model: nn.Module, lora: LoRA | None = None) -> Flops | None:
 
 
 def _trained(model: nn.Module, lora: LoRA | None) -> tuple[set[nn.Module], Callable[[Tensor], bool]]:
-    """Return the adapted layers, and a function that returns whether a weight is trained."""
+    """Return the layers that get adapters, and a function that returns whether a weight is trained."""
     if lora is None:
         return set(), lambda weight: weight.requires_grad
     try:
@@ -104,7 +106,7 @@ def _trained(model: nn.Module, lora: LoRA | None) -> tuple[set[nn.Module], Calla
 
 
 def _products(module: nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """Yield the weights that a module multiplies, and the number of times that it uses each weight per position."""
+    """Yield each weight that a module multiplies, with the number of times that each position uses the weight."""
     if isinstance(module, nn.Linear | MaskedTokenHead | T5Head | TopKRouter | GroupedRouter):
         yield module.weight, 1
     elif isinstance(module, Head):

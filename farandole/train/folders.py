@@ -1,4 +1,4 @@
-"""Support models from Hugging Face folders: checks, construction and checkpoint files."""
+"""Check and create models from Hugging Face folders, and list their files for checkpoints."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def position_limit(origin: Pretrained) -> int | None:
 
 
 def check_context(config: TrainConfig, origin: Pretrained) -> None:
-    """Raise `ConfigError` if `model.context` exceeds the model's learned positions."""
+    """Raise `ConfigError` if `model.context` exceeds the model's learned positions.
+
+    For other models, warn if `model.context` exceeds the context with which the model was trained.
+    """
     limit = position_limit(origin)
     if limit is not None and config.model.context > limit:
         raise ConfigError(
@@ -95,8 +98,8 @@ def _warn_context(context: int, trained: int, folder: str) -> None:
 def open_folder_model(config: TrainConfig, classes: int | None = None, **changes: Any) -> Transformer:
     """Create the folder's model, with `changes` to its configuration.
 
-    The model is on the meta device, and `parallelize` reads the weights.  With `model.pretrained=false`, the model has
-    random weights and is on torch's default device.
+    The model is on the meta device, and `parallelize` later reads the weights.  With `model.pretrained=false`, the
+    model has random weights and is on torch's default device.
 
     Raises:
         ConfigError: if the folder is damaged or incomplete.
@@ -120,7 +123,7 @@ def open_folder_model(config: TrainConfig, classes: int | None = None, **changes
 
 
 def _without_weights(origin: Pretrained) -> Transformer:
-    """Return a model on the meta device, whose weights come from a checkpoint."""
+    """Return a model on the meta device, whose weights will be loaded from a checkpoint."""
     with meta_device():
         model = origin.architecture.build(origin.config)
     model.pretrained = origin  # type: ignore[assignment]
@@ -142,7 +145,7 @@ class _NoWeights:
 
 
 def _router_changes(config: TrainConfig, origin: Pretrained) -> dict[str, Any]:
-    """Return the configured losses and capacity of the routers as changes to the model's configuration."""
+    """Return the changes to the model's configuration that the router keys in section [model] request."""
     routers = config.model.routers()
     if not routers:
         return {}
@@ -157,7 +160,7 @@ def _router_changes(config: TrainConfig, origin: Pretrained) -> dict[str, Any]:
 
 
 def build_language_model(config: TrainConfig) -> Transformer:
-    """Create the model for task "text" or "sft": from a folder, or a GPT configured in section [model]."""
+    """Create the model for task "text" or "sft": the model in the folder, or a GPT configured in section [model]."""
     return open_folder_model(config) if config.model.folder else build_gpt(config.model.gpt())
 
 
@@ -188,12 +191,15 @@ def save_base(model: nn.Module, run: Path, comm: Communicator) -> Mapping[str, P
 
 
 def model_files(folder: Path) -> Mapping[str, Path]:
-    """Return the model files that are copied to checkpoints."""
+    """Return the files of a model folder that are copied to each checkpoint, keyed by name."""
     return {name: folder / name for name in (CONFIG, *COPIED) if (folder / name).is_file()}
 
 
 def save_model(engine: Engine, model: nn.Module, run: Path, comm: Communicator) -> Path | None:
-    """Write the trained model to RUN/model, if it has a Hugging Face format.  Collective call."""
+    """Write the trained model to RUN/model, and return this folder.  Collective call.
+
+    If the model has no Hugging Face format, nothing is written, and the result is None.
+    """
     if getattr(model, "pretrained", None) is None:
         return None
     folder = run / "model"

@@ -31,7 +31,7 @@ _CUDA_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """A run's precision, and the reason for the choice as text."""
+    """The precision of a run, and a description of the reason for this choice."""
 
     name: Precision
     reason: str
@@ -40,8 +40,11 @@ class PrecisionChoice:
 def choose_precision(
     configured: Literal["auto", Precision], comm: Communicator, device: torch.device
 ) -> PrecisionChoice:
-    """Return `configured` or, for "auto", bf16 if the devices of all ranks multiply bf16 faster than fp32, and fp32
-    otherwise.  Collective call."""
+    """Return the precision of the run, and the reason for it.  Collective call.
+
+    The precision is `configured`, unless `configured` is "auto".  "auto" selects bf16 if the devices of all ranks
+    multiply bf16 faster than fp32, and fp32 otherwise.
+    """
     if configured != "auto":
         return PrecisionChoice(configured, "configured")
     found = comm.all_gather_object(bf16_unit(device))
@@ -67,7 +70,7 @@ def bf16_unit(device: torch.device) -> str:
 
 _MEASURE_S = 0.2
 _SIZE = {"cpu": 1024, "cuda": 8192}
-"""The size of the matrices in the timed product."""
+"""The number of rows and columns of the matrices in the timed product, by device type."""
 
 
 def measured_flops(precision: Precision, device: torch.device, comm: Communicator) -> float:

@@ -30,7 +30,7 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".
 
 
 class _Source(Protocol):
-    """Numbered images, as uint8 arrays of shape (height, width, 3), and their classes."""
+    """Numbered images and their classes.  An image is a uint8 array of shape (height, width, 3)."""
 
     labels: NDArray[np.int64]
     classes: list[str]
@@ -115,7 +115,7 @@ def _square(image: Image.Image, size: int) -> NDArray[np.uint8]:
 
 
 class _Subset:
-    """The samples with the given numbers."""
+    """The images of `source` whose numbers are in `numbers`, with their classes."""
 
     def __init__(self, source: _Source, numbers: NDArray[np.int64], size: int) -> None:
         self._source, self.numbers, self._size = source, numbers, size
@@ -168,7 +168,11 @@ class ImagesTask(Task):
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
-        """Return normalized images, of shape (n, 3, size, size), and their classes, of shape (n)."""
+        """Return the normalized images `numbers` of `samples`, and their classes.
+
+        The images have the shape (n, 3, size, size), and the classes the shape (n).  With `images.flip`, each training
+        image is mirrored with a probability of 1/2.
+        """
         pairs = [samples[int(number)] for number in numbers]
         images = np.stack([image for image, _ in pairs])
         if self._flip and samples is self.train:

@@ -28,10 +28,10 @@ class Key:
     """A configuration key.
 
     Args:
-        name: The full name, such as `model.width`.
-        default: The value in preset `default`.
-        description: A short description without a full stop.
-        type: The type and limits as text, such as "integer, at least 1".
+        name: the full name, such as `model.width`.
+        default: the value in preset `default`.
+        description: a short description, without a period at the end.
+        type: a description of the type and the limits, such as "integer, at least 1".
     """
 
     name: str
@@ -46,7 +46,7 @@ class Key:
 
 
 def all_keys() -> dict[str, Key]:
-    """Return all keys, keyed by full name, in the order in `presets/default.toml`."""
+    """Return all keys, keyed by full name and in the order of `presets/default.toml`."""
     schema = TrainConfig.model_json_schema()
     keys: dict[str, Key] = {}
     section, comments = "", []
@@ -84,14 +84,14 @@ def find_key(name: str) -> Key:
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """Return the value of key `name` in each preset that changes the default, by preset."""
+    """Return the values of key `name` that differ from the default, keyed by preset."""
     default = load_config().flat()[name]
     values = {preset: load_config(preset).flat()[name] for preset in presets()}
     return {preset: value for preset, value in values.items() if value != default}
 
 
 def _type(schema: dict[str, Any], name: str) -> str:
-    """Describe the type and limits of a key."""
+    """Return a description of the type and the limits of key `name`."""
     section, _, last = name.rpartition(".")
     properties = schema["properties"]
     if section:

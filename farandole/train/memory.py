@@ -1,7 +1,8 @@
-"""Estimate a run's memory, and check it before any rank starts.
+"""Estimate the memory that a run needs, and check before any rank starts that this memory is available.
 
-The check first adds up the memory that a run needs at all times, assuming fp32 for every precision.  On a CPU host, the
-check then estimates the activation memory of a step with the planner, unless an upper bound already fits.
+The check first adds up the memory for weights, gradients, optimizer states and checkpoint copies, which a run always
+needs, as if the precision were fp32.  On a CPU host, the check then estimates the activation memory of a step with the
+planner, unless an upper bound already fits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from farandole.train.workload import PLANNED, workload_of
 _STAGES = (0, 1, 2, 3)
 
 _FOR_ACTIVATIONS = 0.2
-"""The fraction of memory that suggested model sizes leave for activations."""
+"""The fraction of memory that is left for activations when a smaller model or another plan is suggested."""
 
 _REFUSED_FRACTION = 0.9
 """A step is rejected if this fraction of its predicted memory does not fit.  Predictions are accurate to 10 %."""
@@ -124,7 +125,7 @@ def summary(start: Start) -> dict[str, str]:
 
 
 def _trained(zero: int, offload: str, ranks: int) -> float:
-    """Return the number of bytes per parameter for weights, gradients and states, summed over all devices."""
+    """Return the number of bytes per parameter for weights, gradients and optimizer states, summed over all devices."""
     accelerated = torch.cuda.is_available()
     machine = Machine(memory=1, shared=not accelerated, host=not accelerated)
     return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, machine)
@@ -161,7 +162,7 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
 
 
 def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) -> Estimate:
-    """Estimate a rank's memory, with fp32 weights if the precision is "auto"."""
+    """Estimate the memory of a rank, with fp32 weights if the precision is "auto"."""
     if micro_batch is not None:
         section = config.plan.model_copy(update={"micro_batches": 0})
         config = config.model_copy(update={"micro_batch": micro_batch, "plan": section})
@@ -176,14 +177,14 @@ def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) 
 
 
 def _plan_of(config: TrainConfig) -> Plan:
-    """Return the plan of `workload_of(config, ranks)`."""
+    """Return the configured plan, with the precision "fp32" in place of "auto"."""
     return config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
 
 
 def _upper_bound(config: TrainConfig, ranks: int) -> float:
-    """Return an upper bound for a rank's memory in bytes.
+    """Return an upper bound on the bytes of memory that a rank needs in a step.
 
-    A pipeline rank may hold the activations of all micro-batches.
+    With a pipeline, a rank may store the activations of all micro-batches.
     """
     count, samples = config.micro_batches(ranks)
     model = config.model
@@ -197,9 +198,11 @@ def _upper_bound(config: TrainConfig, ranks: int) -> float:
 def _check_state(
     config: TrainConfig, each: dict[int, float], ranks: int, have: int, whose: str, parts: str
 ) -> None:
-    """Raise `ConfigError` if the state needs more than `have` bytes.
+    """Raise `ConfigError` if the state of the model on `ranks` ranks needs more than `have` bytes.
 
-    `each` is the number of bytes per parameter for each ZeRO stage.
+    Args:
+        each: the number of bytes per parameter for each ZeRO stage, summed over the ranks.
+        whose, parts: descriptions of the memory and of the state for the message.
     """
     model, zero = config.model.gpt(), config.plan.zero
     need = each[zero] * model.parameters
@@ -216,7 +219,7 @@ def _check_state(
 
 
 def _divided(config: TrainConfig, ranks: int, fitting: list[int], usable: float) -> str:
-    """Suggest a plan that fits: a higher ZeRO stage, or AdamW's moments on a disk."""
+    """Return advice for a message: a higher ZeRO stage, or AdamW's moments on a disk; "" if neither fits."""
     if config.plan.compression != "none":
         return ""
     if fitting:
@@ -229,7 +232,7 @@ def _divided(config: TrainConfig, ranks: int, fitting: list[int], usable: float)
 
 
 def _advice(model: GPTConfig, each: float, have: int) -> str:
-    """Suggest the widest model that fits in `have` bytes, at `each` bytes per parameter."""
+    """Return advice for a message: the widest model that fits in `have` bytes, at `each` bytes per parameter."""
     allowed = (1 - _FOR_ACTIVATIONS) * have / each
     unit = 2 * model.heads
     narrow, wide = 0, model.width // unit  # narrow fits, wide does not

@@ -170,7 +170,7 @@ def _scalars(record: Mapping[str, float]) -> list[Summary.Value]:
 
 
 def _text(tag: str, text: str) -> Summary.Value:
-    """Return a summary for TensorBoard's text page, indented so that Markdown keeps the lines."""
+    """Return a summary for TensorBoard's text page, with `text` indented so that Markdown keeps its lines."""
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     content = TensorProto(dtype="DT_STRING", string_val=[indent(text, "    ").encode()], tensor_shape=shape)
     plugin = SummaryMetadata.PluginData(plugin_name="text")
@@ -180,8 +180,9 @@ def _text(tag: str, text: str) -> Summary.Value:
 class TensorBoardWriter:
     """Writes summaries to an event file in `folder`.
 
-    torch's `SummaryWriter` is not used, because it writes in a thread, whose failures (such as a full disk) end the
-    training later, with a traceback.  With `resumed_step`, TensorBoard hides later steps from earlier files.
+    torch's `SummaryWriter` is not used, because it writes in a thread.  If the thread fails, for example because the
+    disk is full, the training ends later, with a traceback.  With `resumed_step`, TensorBoard hides later steps from
+    earlier files.
 
     Raises:
         OSError: if the file cannot be written.
@@ -216,7 +217,7 @@ _INK, _FAINT, _TRAINING, _VALIDATION = "#22313f", "#d8dee4", "#7aa6c2", "#c8553d
 
 
 def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
-    """Plot the training and validation losses of `run` to `loss.png`, and return the file's path."""
+    """Plot the training and validation losses of `run` to a file, `loss.png`, and return its path."""
     import matplotlib  # imported here, because the import takes a second
 
     matplotlib.use("agg")

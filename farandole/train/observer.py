@@ -72,7 +72,10 @@ _LONGEST_BAR, _SHORTEST_BAR = 24, 6
 
 
 class ProgressLine:
-    """Shows `Progress` and prints notes above it.  On a terminal, `show` is fast enough to call in every step."""
+    """Shows `Progress`, and prints notes.
+
+    On a terminal, notes appear above the progress, and `show` is fast enough to call in every step.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = stream or sys.stdout
@@ -83,7 +86,7 @@ class ProgressLine:
             self._live = Live(console=self._console, refresh_per_second=5, transient=True)
 
     def show(self, progress: Progress) -> None:
-        """Update the live line, or print a new line."""
+        """Update the progress line on a terminal, or print a new line to other streams."""
         if self._live is None:
             self._console.print(str(progress))
             return
@@ -114,7 +117,7 @@ class ProgressLine:
 
 
 def minutes(seconds: float) -> str:
-    """Format seconds as 1:05 or 2:03:04."""
+    """Format a duration as minutes and seconds, such as 1:05, or with hours, such as 2:03:04."""
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     short = f"{rest // 60}:{rest % 60:02d}"
@@ -271,7 +274,7 @@ class Observer:
             self._line.note(f"cannot write {path}: {disk_failure(error, self._run)}")
 
     def finished(self, report: str, model: Path | None = None) -> None:
-        """Plot the loss curve, write the task's report, and print the output paths."""
+        """Plot the loss curve, write the task's report, and print the paths of these files and of the trained model."""
         if self._metrics is None:
             return
         if model is not None:
@@ -308,7 +311,11 @@ class Observer:
 
 
 def _router_metrics(result: StepResult) -> dict[str, float]:
-    """Return each router's largest load relative to the mean, share of dropped tokens, and share of load per expert."""
+    """Return the metrics of each router.
+
+    The metrics are the largest load of an expert relative to the mean load, the fraction of dropped tokens, and the
+    fraction of the load for each expert.
+    """
     return {
         f"{name}/{metric}": value
         for name, load in result.loads.items()
@@ -323,7 +330,7 @@ def _router_metrics(result: StepResult) -> dict[str, float]:
 
 
 def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
-    """Yield lines about recomputation, swapping and offload.  Measuring a disk takes about a second."""
+    """Yield lines that describe recomputation, swapping and offload.  Measuring a disk takes about a second."""
     plan = trainer.config.plan
     yield from trainer.notices
     if plan.swap != "none":

@@ -23,14 +23,14 @@ STEPS = 4
 """The number of recorded steps.  The first step of a job is not recorded, because it also allocates memory."""
 
 THREADS = ("phases", "actions (measured)", "actions (simulated)")
-"""The threads of a rank; only ranks of a pipeline have the last two."""
+"""The names of a rank's threads in the trace; ranks without a pipeline have only the first."""
 
 PHASES, MEASURED, SIMULATED = range(len(THREADS))
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step, in seconds of `time.perf_counter`."""
+    """A part of a step, with its start and end in seconds."""
 
     name: str
     start: float
@@ -39,7 +39,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recording:
-    """The phases of a rank, and its pipeline actions in each step, in seconds of rank 0's clock."""
+    """The phases of a rank, and the pipeline actions of each recorded step, with times in seconds of rank 0's clock."""
 
     phases: Sequence[Phase]
     steps: Sequence[Sequence[Span]]
@@ -47,6 +47,8 @@ class Recording:
 
 class Profile:
     """Records the phases and the pipeline actions of this rank in the first steps.
+
+    The recorded steps are the first `STEPS` steps after the first step of the job.
 
     Args:
         enabled: whether to record until `trace` is called.
@@ -70,7 +72,7 @@ class Profile:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the time in this context."""
+        """Return a context whose duration is recorded as the phase `name`."""
         start = time.perf_counter()
         yield
         if self._records:
@@ -78,7 +80,7 @@ class Profile:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record a training step."""
+        """Return a context in which the training step `number` runs and is recorded."""
         self._begun += 1
         with self.phase(f"step {number}"):
             yield
@@ -88,10 +90,10 @@ class Profile:
                 self._steps.append(self._engine.pipeline.spans)
 
     def trace(self) -> list[Event]:
-        """Return the events of all ranks on rank 0, and end the recording.  This is a collective call.
+        """End the recording, and gather the recordings of all ranks.  This is a collective call.
 
         Returns:
-            The events; none on other ranks, and none if fewer than two steps have begun.
+            On rank 0, the events of all ranks, or none if fewer than two steps have begun.  On other ranks, none.
         """
         self.enabled = False
         comm = self._engine.comm
@@ -105,7 +107,7 @@ class Profile:
 
 
 def trace_of(recordings: Sequence[Recording], mesh: Mesh, pipeline: Pipeline | None) -> list[Event]:
-    """Return the events of all ranks, with times that start at 0."""
+    """Return the events for the recordings of all ranks, with times that start at 0."""
     begun = min(phase.start for each in recordings for phase in each.phases)
     events: list[Event] = []
     for rank, each in enumerate(recordings):

@@ -76,7 +76,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
 
 
 def _loop(trainer: Trainer, writer: CheckpointWriter, observer: Observer, stop: StopSignals) -> None:
-    """Train until the last step or until any rank is asked to stop, then save."""
+    """Train until the last step, or until any rank is asked to stop, and then save a checkpoint."""
     config, profile = trainer.config, trainer.profile
     while trainer.step_number < config.steps:
         started = time.perf_counter()
@@ -113,7 +113,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _precision(config: TrainConfig, resume: Path | None, runtime: Runtime) -> PrecisionChoice:
-    """Return the precision.  A resumed run keeps its precision, regardless of the hardware."""
+    """Return the precision of the run.  A resumed run keeps its precision, regardless of the hardware."""
     if resume is not None:
         return PrecisionChoice(read_metadata(resume).precision, "as in the checkpoint")
     return choose_precision(config.plan.precision, runtime.comm, runtime.device)
@@ -164,7 +164,7 @@ class StopSignals:
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Suppress this package's warnings."""
+    """Return a context that suppresses this package's warnings."""
     logger = logging.getLogger("farandole")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -175,7 +175,7 @@ def _errors_only() -> Iterator[None]:
 
 
 def main(text: str) -> None:
-    """Run the job specification `text` (JSON), on this rank."""
+    """Run, on this rank, the job that `text` specifies in JSON."""
     given = TrainingJobSpec.load(text)
     with farandole.init() as runtime:
         _run(given, runtime)
@@ -184,7 +184,7 @@ def main(text: str) -> None:
 def join(request: Request) -> Path:
     """Train as one rank in a job started by another launcher, and return the run's folder.
 
-    All ranks must have the same command.
+    All ranks must be started with the same command.
     """
     with farandole.init() as runtime:
         given = _agree(request, runtime)
@@ -193,7 +193,10 @@ def join(request: Request) -> Path:
 
 
 def _agree(request: Request, runtime: Runtime) -> TrainingJobSpec:
-    """Return rank 0's job specification for the request.  If rank 0 rejects the request, end all ranks."""
+    """Check the request on rank 0, and return rank 0's job specification.
+
+    If rank 0 rejects the request, end all ranks.
+    """
     text, refused = "", ""
     if runtime.rank == 0:
         try:
@@ -213,7 +216,11 @@ def _agree(request: Request, runtime: Runtime) -> TrainingJobSpec:
 
 
 def _run(given: TrainingJobSpec, runtime: Runtime) -> None:
-    """Train.  Exit with a message for user errors, or with the signal's status after a signal."""
+    """Run the training of `given` on this rank.
+
+    Errors that the user can fix end the process with a message.  If a signal ends the run early, the exit status is the
+    status for this signal.
+    """
     pause_collection()  # resumed at the first step
     try:
         ended_by = train(given.config, given.run, given.checkpoint, runtime)

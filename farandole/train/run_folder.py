@@ -86,7 +86,10 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return the checkpoint `path`, or the newest checkpoint in a run or folder of runs.  Raises `CheckpointError`."""
+    """Return the newest checkpoint in `path`, a run or a folder of runs.  Raises `CheckpointError`.
+
+    If `path` is a checkpoint, return `path`.
+    """
     named = _named_checkpoint(path)
     if named is not None:
         return named
@@ -97,7 +100,7 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def weights_file(config: TrainConfig) -> Path | None:
-    """Return the safetensors file that `config.weights` names, or None without this key.  Raises `CheckpointError`."""
+    """Return the safetensors file for the key `weights`, or None if this key is not set.  Raises `CheckpointError`."""
     if not config.weights:
         return None
     path = Path(config.weights).expanduser()
@@ -135,7 +138,7 @@ def checkpoint_to_resume(path: Path) -> Path:
 
 
 def _named_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint `path`, or the newest checkpoint of run `path`; None for a folder of runs."""
+    """Return `path` if it is a checkpoint, or the newest checkpoint of the run `path`, or None for a folder of runs."""
     path = path.expanduser()
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
@@ -189,7 +192,7 @@ class Metadata:
     topology: dict[str, Any] = field(default_factory=dict)
     """The plan with which the checkpoint was written, for information only.  Any plan can load the checkpoint."""
     files: list[str] = field(default_factory=lambda: [TOKENIZER])
-    """The task's files."""
+    """The names of the task's files in the checkpoint."""
     loss_scale: float | None = None
     """Earlier versions wrote this field and the next two fields instead of `state/engine.json`."""
     good_steps: int = 0
@@ -236,7 +239,7 @@ def damaged_error(folder: Path, why: str) -> CheckpointError:
 
 
 def _length_of_safetensors(path: Path) -> int:
-    """Return the file's length according to its header, or 0 if the header is truncated or damaged."""
+    """Return the length in bytes that the header of a safetensors file requires, or 0 if the header is damaged."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:

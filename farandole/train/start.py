@@ -1,4 +1,4 @@
-"""Parse a training command, and check everything that does not require running ranks.
+"""Parse a training command, and check everything that can be checked before the ranks start.
 
 The launching process, or rank 0, runs the checks once for all ranks without changing existing files.  This module does
 not import torch, so mistakes in the command are reported at once.
@@ -46,7 +46,7 @@ from farandole.train.run_folder import (
 from farandole.train.tasks import task_path
 
 REFUSALS = (ConfigError, DataError, CheckpointError, DiskError, OffloadError, FloatingPointError)
-"""Errors that the user can fix, reported without a stack trace."""
+"""The types of errors that the user can fix.  They are reported without a stack trace."""
 
 CHANGEABLE = (
     "name",
@@ -75,7 +75,7 @@ CHANGEABLE = (
     "plan.swap",
     "plan.offload",
 )
-"""The keys that may change when a run is resumed.  Other keys would change the results."""
+"""The keys, or the beginnings of keys, that may change when a run is resumed.  Other keys would change the results."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Start:
 def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
     """Return the configuration for creating a task.
 
-    A resumed run uses the tokenizer of its checkpoint, and its own copies of the model folder's files, so the original
-    folders may have been moved.
+    A resumed run uses the tokenizer of its checkpoint, and its own copies of the model folder's files.  The run can
+    therefore be resumed after the original folders were moved.
     """
     if checkpoint is None:
         return config
@@ -132,7 +132,11 @@ class TrainingJobSpec:
 
 
 def read_request(words: Sequence[str], resume: bool) -> Request:
-    """Parse the words of a command; `resume` is whether --resume was given.  Raises `ConfigError`."""
+    """Parse the words of a command.  Raises `ConfigError`.
+
+    Args:
+        resume: whether the command contains --resume.
+    """
     overrides = [word for word in words if "=" in word]
     rest = [word for word in words if "=" not in word]
     folders = [word for word in rest if _is_folder(word, resume)]
@@ -155,7 +159,11 @@ def read_request(words: Sequence[str], resume: bool) -> Request:
 
 
 def _is_folder(word: str, resume: bool) -> bool:
-    """Return whether an argument names a folder, not a preset.  With `resume`, the folder may be missing."""
+    """Return whether the argument `word` names a folder.
+
+    Without `resume`, the folder must exist, and no preset may have the same name.  With `resume`, the folder may be
+    missing, so any word that is neither a file nor a preset names a folder.
+    """
     path, is_preset = Path(word).expanduser(), word in presets()
     if resume:
         return path.is_dir() or not (path.is_file() or is_preset)
@@ -163,7 +171,7 @@ def _is_folder(word: str, resume: bool) -> bool:
 
 
 def check(request: Request, ranks: int | None = None) -> Start:
-    """Check a request without writing anything.
+    """Check a request, without writing any file.
 
     Args:
         ranks: the number of ranks.  Defaults to `default_ranks` for a new run, and to the previous number for a resumed
@@ -171,7 +179,7 @@ def check(request: Request, ranks: int | None = None) -> Start:
 
     Raises:
         ConfigError: if the configuration is invalid.
-        DataError: if the text is missing.
+        DataError: if the training text is missing.
         CheckpointError: if the checkpoint is damaged or belongs to another configuration.
     """
     if request.resume:
@@ -191,7 +199,11 @@ def check(request: Request, ranks: int | None = None) -> Start:
 
 
 def check_wandb() -> None:
-    """Raise `ConfigError` if Weights & Biases is not installed, or has neither a login nor the offline mode."""
+    """Raise `ConfigError` if Weights & Biases cannot be used.
+
+    The package must be installed.  In addition, either a login must be available, or `WANDB_MODE` must select a mode
+    without a login.
+    """
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             "log.wandb=true requires Weights & Biases: pip install wandb, or use log.wandb=false"
@@ -291,7 +303,10 @@ def _check_ranks(config: TrainConfig, ranks: int) -> None:
 
 
 def _folder_of_runs(request: Request) -> Path:
-    """Return the folder of runs, without validating other overrides, which may depend on the checkpoint."""
+    """Return the folder of runs, which the key `out` names.
+
+    The other overrides are not validated, because they may depend on the checkpoint.
+    """
     words = [override for override in request.overrides if override.partition("=")[0].strip() == "out"]
     out = load_config(request.source, words).out
     if not Path(out).expanduser().exists():

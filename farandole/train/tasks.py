@@ -65,16 +65,19 @@ class Task:
     unit = "samples"
     """The unit shown in the progress line."""
     units_per_sample = 1
-    """The number of units per sample.  `loss` should return about this count for each sample."""
+    """The number of units per sample.  For each sample, `loss` should return a count of about this number."""
     also_train: tuple[str, ...] = ()
-    """With LoRA, patterns for modules that are trained in full, such as a new head (`farandole.LoRA`)."""
+    """Patterns for modules that are trained in full with LoRA, such as a new head; see `farandole.LoRA`."""
 
     def __init__(self, config: TrainConfig) -> None:
         """Create the task for this configuration."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the numbers of positions of a transformer's samples, for the model FLOP/s utilization."""
+        """Return the numbers of positions in the training samples, or in representative samples.
+
+        The model FLOP/s utilization of a transformer is computed from these numbers.
+        """
         return np.array([self.units_per_sample])
 
     def build(self, config: TrainConfig) -> nn.Module:
@@ -82,17 +85,17 @@ class Task:
         raise NotImplementedError
 
     def loss(self, output: Any, batch: Any) -> Mean:
-        """Return the sum of the losses in a micro-batch, and their number."""
+        """Return the sum of the losses in a micro-batch, and the number of losses."""
         raise NotImplementedError
 
     def batch(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Any:
-        """Return the samples with the given `numbers` as one micro-batch.  `epochs` contains each sample's epoch."""
+        """Return the samples `numbers` as one micro-batch.  `epochs` contains the epoch of each sample."""
         from torch.utils.data import default_collate
 
         return default_collate([samples[int(number)] for number in numbers])
 
     def inputs(self, batch: Any) -> Any:
-        """Return the model's arguments: one argument, a tuple, or a mapping of keyword arguments."""
+        """Return the model's arguments for `batch`: one argument, a tuple, or a mapping of keyword arguments."""
         return batch[0] if isinstance(batch, tuple | list) else batch
 
     def metrics(self, output: Any, batch: Any) -> Mapping[str, Mean]:
@@ -139,7 +142,7 @@ def make_task(config: TrainConfig, progress: Progress = lambda what, share: None
 
 
 def task_path(name: str) -> tuple[str, str]:
-    """Split a task's name into module and attribute, without importing the module.  Raises `ConfigError`."""
+    """Return the module and the attribute in a task's name, without importing the module.  Raises `ConfigError`."""
     module_name, colon, attribute = TASKS.get(name, name).partition(":")
     if not (module_name and colon and attribute):
         near = difflib.get_close_matches(name, TASKS, n=1)
@@ -179,7 +182,7 @@ def _find_task(name: str) -> Callable[..., Any]:
 
 
 def checked_mean(config: TrainConfig, returned: Any, what: str = "loss") -> Mean:
-    """Return `returned` if it is a sum and a count, else raise `ConfigError`."""
+    """Return `returned` if it is a sum and a count; raise `ConfigError` otherwise."""
     import torch
 
     if isinstance(returned, tuple) and len(returned) == 2:

@@ -48,7 +48,7 @@ def open_text(
     progress: Progress = lambda what, share: None,
     special_tokens: tuple[str, ...] = (),
 ) -> Text:
-    """Return the configured text, tokenized.  Raises `DataError` or `ConfigError`."""
+    """Tokenize the configured text, and return it.  Raises `DataError` or `ConfigError`."""
     vocabulary, tokenizer, end = config.model.vocabulary, tokenizer_file(config), END_OF_TEXT
     if config.model.folder:
         folder = folder_of(config)
@@ -78,7 +78,7 @@ def open_text(
 
 
 class TextTask(Task):
-    """Trains a language model on token windows, from `text` if given, otherwise from the configured text."""
+    """Trains a language model on windows of tokens from `text`, which is by default the configured text."""
 
     unit = "tokens"
 
@@ -96,7 +96,7 @@ class TextTask(Task):
         self.units_per_sample = config.model.context
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return the model from the configured folder, or a GPT."""
+        """Return the model from the configured folder, or a GPT if no folder is configured."""
         return build_language_model(self._config)
 
     def batch(
@@ -107,7 +107,10 @@ class TextTask(Task):
         return windows[:, :-1], windows[:, 1:]
 
     def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
-        """Return the tokens and next tokens.  Given targets, the model computes the loss without storing all logits."""
+        """Return the tokens, and the next tokens as targets.
+
+        With targets, the model returns the loss, and does not need to store all logits.
+        """
         return batch[0], None, batch[1]
 
     def loss(self, output: Mean, batch: tuple[Tensor, Tensor]) -> Mean:
@@ -134,7 +137,10 @@ class TextTask(Task):
         return text
 
     def files(self) -> Mapping[str, Path]:
-        """Return the tokenizer file."""
+        """Return the tokenizer file.
+
+        For a model from a folder, also return the configuration and tokenizer files of this folder.
+        """
         own = {TOKENIZER: self.text.folder / TOKENIZER}
         return own | dict(model_files(folder_of(self._config))) if self._config.model.folder else own
 
@@ -198,16 +204,16 @@ class MaskedTextTask(Task):
         return build_bert(BERTConfig(**config.model.sizes()))
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> MaskedBatch:
-        """Return the masked tokens, and the original tokens at masked positions."""
+        """Return the masked tokens and the targets, which are the original tokens at the selected positions."""
         inputs, targets = self._masking.mask(samples.read(numbers)[:, :-1], numbers, epochs)
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def inputs(self, batch: MaskedBatch) -> tuple[Tensor, None, Tensor]:
-        """Return the masked tokens and targets.  Given targets, the model computes the loss."""
+        """Return the masked tokens and the targets.  With targets, the model returns the loss."""
         return batch[0], None, batch[1]
 
     def loss(self, output: Mean, batch: MaskedBatch) -> Mean:
-        """Return the summed cross-entropy in nats, and the number of masked tokens."""
+        """Return the summed cross-entropy in nats, and the number of selected tokens."""
         return output
 
     def files(self) -> dict[str, Any]:
@@ -216,7 +222,7 @@ class MaskedTextTask(Task):
 
 
 ChatBatch = tuple[Tensor, Tensor, Tensor]
-"""Tokens, document numbers and targets, (samples, positions) of int64."""
+"""Tokens, document numbers and targets, all int64 of shape (samples, positions)."""
 
 
 class ChatTask(Task):
@@ -253,12 +259,12 @@ class ChatTask(Task):
         return open_folder_model(self._config)
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> ChatBatch:
-        """Return the tokens, the index of each token's document, and the targets."""
+        """Return the tokens, the number of each token's document, and the targets."""
         tokens, documents, targets = (torch.from_numpy(part) for part in samples.read(numbers))
         return tokens, documents, targets
 
     def inputs(self, batch: ChatBatch) -> tuple[Tensor, SequenceInfo, Tensor]:
-        """Return the tokens, documents and targets.  Given targets, the model computes the loss."""
+        """Return the tokens, the document numbers and the targets.  With targets, the model returns the loss."""
         tokens, documents, targets = batch
         return tokens, SequenceInfo(documents=documents), targets
 

@@ -43,11 +43,11 @@ from farandole.train.weights import load_initial_weights
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's result, which is the same on all ranks.
+    """The result of a step, which is the same on all ranks.
 
     Args:
         loss: the mean loss over the whole batch.
-        count: the batch's total count, such as the number of targets.
+        count: the sum of the counts that the task's loss returned for the whole batch, such as the number of targets.
         gradient_norm: the global gradient norm before clipping.
         waited_s: the time spent waiting for other ranks, in seconds, averaged over ranks.
         stop: whether any rank was asked to stop.
@@ -140,11 +140,11 @@ class Trainer:
         """Train on the next batch.
 
         Args:
-            stop: whether this rank was asked to stop.  The result combines this flag over all ranks.
+            stop: whether this rank was asked to stop.  `StepResult.stop` is True if any rank was asked to stop.
 
         Raises:
             FloatingPointError: on all ranks, if the gradient is not finite.  With fp16, the step is skipped instead.
-            ConfigError: if the counts returned by the task's loss add up to 0.
+            ConfigError: if the counts that the task's loss returns on all ranks do not add up to a positive number.
         """
         rate = learning_rate(self.step_number, self.config.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
@@ -229,8 +229,9 @@ class Trainer:
         return found
 
     def report(self) -> str:
-        """Return the task's report about the model in evaluation mode, without changing random generators.
+        """Return the task's report about the model.
 
+        The model is in evaluation mode during the report, and the states of torch's random generators do not change.
         If the report fails on any rank, rank 0 logs a warning, and the result is empty on all ranks.
 
         Raises:
@@ -258,13 +259,13 @@ class Trainer:
         return text
 
     def _batches(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> list[Any]:
-        """Return the samples as micro-batches on the device."""
+        """Return the samples `numbers`, divided into micro-batches, on the trainer's device."""
         parts = [slice(start, start + self._size) for start in range(0, len(numbers), self._size)]
         batches = [self.task.batch(samples, numbers[part], epochs[part]) for part in parts]
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batches)
 
     def _example(self) -> dict[str, Any]:
-        """Return the `parallelize` arguments for measuring activations."""
+        """Return the arguments with which `parallelize` measures activations."""
         first = np.arange(self._size) % len(self.task.train)
         (batch,) = self._batches(self.task.train, first, np.zeros_like(first))
 
@@ -274,7 +275,7 @@ class Trainer:
         return {"example": self.task.inputs(batch), "loss": loss}
 
     def _sums(self, *values: float) -> list[float]:
-        """Sum each of `values` over all ranks."""
+        """Return the sum over all ranks of each of `values`."""
         sums = torch.tensor(values, dtype=torch.float64)
         self._comm.all_reduce(sums)
         result: list[float] = sums.tolist()
@@ -283,7 +284,7 @@ class Trainer:
 
 @contextmanager
 def _captured_logs() -> Iterator[list[logging.LogRecord]]:
-    """Capture the messages that `parallelize` logs."""
+    """Return a context that collects the messages that `parallelize` logs."""
     logger, handler = logging.getLogger("farandole.parallel"), BufferingHandler(sys.maxsize)
     level = logger.level
     logger.addHandler(handler)
@@ -296,7 +297,11 @@ def _captured_logs() -> Iterator[list[logging.LogRecord]]:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Optimizer:
-    """Return a fused AdamW optimizer with two groups, for the trainable parameters of `model`."""
+    """Return a fused AdamW optimizer for the trainable parameters of `model`.
+
+    The first group contains the parameters with two or more dimensions.  The second group contains the other
+    parameters, which have no weight decay.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},

@@ -27,17 +27,20 @@ PLANNED = ("text", "sft", "masked-text", "images", "classify")
 """The tasks that the planner supports."""
 
 _CLASSES = {"bert": 2, "vit": 1000, "images": 1000}
-"""Assumed numbers of classes, which only the data specifies; they hardly affect memory and time."""
+"""The assumed number of classes for models whose number of classes only the data specifies.
+
+The number of classes hardly affects memory and time.
+"""
 
 _FULL: dict[str, Any] = {"padding": None}
-"""The change to a model's configuration for sequences without padding."""
+"""Changes to a model's configuration so that its sequences contain no padding."""
 
 
 def workload_of(config: TrainConfig, ranks: int, model: nn.Module | None = None) -> Workload:
-    """Return one rank's share of a step.
+    """Return one rank's share of a training step.
 
     Args:
-        model: the configuration's model on the meta device, if the caller has created it already.
+        model: the configured model on the meta device, if the caller has already created this model.
 
     Raises:
         ConfigError: if the planner does not support the task, or if the batch cannot be divided.
@@ -51,10 +54,10 @@ def workload_of(config: TrainConfig, ranks: int, model: nn.Module | None = None)
 
 
 def model_of(config: TrainConfig) -> nn.Module:
-    """Return the configuration's model on the meta device.
+    """Return the configured model on the meta device.
 
     Raises:
-        ConfigError: if the task cannot be estimated.
+        ConfigError: if the planner does not support the task.
     """
     _check_task(config)
     with meta_device():
@@ -70,7 +73,7 @@ def _check_task(config: TrainConfig) -> None:
 
 
 def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], Any, Callable[[Any], Tensor]]:
-    """Return a function that creates the model, an example of `samples` samples, and the loss."""
+    """Return a function that creates the model, the inputs for `samples` samples, and the loss."""
 
     def tokens(positions: int = config.model.context) -> Tensor:
         return torch.empty(samples, positions, dtype=torch.int64)
@@ -110,7 +113,7 @@ def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], 
 
 
 def _classified(origin: Pretrained, tokens: Callable[[int], Tensor], samples: int, context: int) -> Tensor:
-    """Return an example for a classifier."""
+    """Return inputs for a classifier: tokens for a BERT, or images for a ViT."""
     sizes = origin.config
     if origin.architecture.name == "bert":
         return tokens(min(context, sizes.context))

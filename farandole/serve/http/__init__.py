@@ -5,7 +5,7 @@ base.py         the common parts of the servers
 completions.py  the server of a language model
 embeddings.py   the server of an encoder
 protocol.py     the fields of the requests
-guard.py        API keys, and limits of request bodies
+guard.py        API keys, and limits on request bodies
 service.py      runs generation engines in threads
 embedding_service.py  runs an encoder in a thread
 answers.py      converts outputs to responses

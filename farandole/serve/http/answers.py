@@ -1,4 +1,4 @@
-"""Convert the engine's outputs to responses of OpenAI's API."""
+"""Convert the engine's outputs to responses in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farandole.serve.request import Logprob, Output
 
 
 class TokenTexts:
-    """The bytes of tokens, for log-probabilities."""
+    """Converts tokens to the bytes and texts that a response with log-probabilities contains."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -45,14 +45,16 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def is_special(self, token: int) -> bool:
-        """Return whether a token is a special token, which is not part of the text."""
+        """Return whether `token` is a special token, which does not appear in the text."""
         return token in self._special
 
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table of bytes by character: printable bytes stand for themselves, and characters from 256 on
-    stand for the other bytes."""
+    """Return GPT-2's table, which maps characters to bytes.
+
+    Printable bytes are represented by their own characters, and the other bytes by the characters from 256 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -94,8 +96,11 @@ class Choice:
 def completion_logprobs(
     texts: TokenTexts, entries: Sequence[tuple[Logprob, int]], first: int | None = None
 ) -> dict[str, Any]:
-    """Return log-probabilities in the format of completions.  `first` is the prompt's first token, which has no
-    log-probability."""
+    """Return log-probabilities in the format of OpenAI's completions.
+
+    Args:
+        first: the first token of the prompt, which has no log-probability; None if the prompt is not included.
+    """
     start = [] if first is None else [texts.text_of(first)]
     blank: list[Any] = [] if first is None else [None]
     return {
@@ -110,7 +115,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(texts: TokenTexts, entries: Sequence[tuple[Logprob, int]]) -> dict[str, Any]:
-    """Return log-probabilities in the format of chat completions."""
+    """Return log-probabilities in the format of OpenAI's chat completions."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         return {

@@ -52,8 +52,9 @@ class ServedModel(Protocol):
 
 
 class ModelServer:
-    """An application that starts a model, with endpoints that describe the model.  Subclasses add the endpoints that
-    run the model.
+    """An application that starts a model, and has endpoints that describe the model.
+
+    Subclasses add the endpoints that run the model.
 
     Args:
         service: the service that runs the model.
@@ -149,14 +150,17 @@ class ModelServer:
             raise HTTPException(404, f"model: {name!r} does not exist; this server has {known}")
 
     async def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Return the tokens of texts, without blocking the event loop."""
+        """Tokenize texts without blocking the event loop, and add special tokens if `special` is True."""
         encode = self._tokenizer.encode_batch
         encodings = await asyncio.to_thread(encode, list(texts), add_special_tokens=special)
         return [encoding.ids for encoding in encodings]
 
 
 async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, T]) -> T | Response:
-    """Return the result of `answer`, or cancel `answer` when the client disconnects."""
+    """Return the result of `answer`.
+
+    If the client disconnects first, cancel `answer`, and return a response with status 499.
+    """
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -175,14 +179,19 @@ async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, T]) 
 
 
 def error_body(message: str, code: str, param: str | None = None, kind: str = "") -> dict[str, Any]:
-    """Return an error in OpenAI's format; `param` is the invalid field."""
+    """Return an error in OpenAI's format.
+
+    Args:
+        param: the field of the request that is invalid, or None.
+        kind: the type of the error, by default `code`.
+    """
     return {"message": message, "type": kind or code, "param": param, "code": code}
 
 
 def error_answer(
     status: int, message: str, code: str, param: str | None = None, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """Return an error response."""
+    """Return the response with an HTTP status and an error in OpenAI's format; see `error_body`."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     return JSONResponse({"error": error_body(message, code, param, kind)}, status, headers)
 

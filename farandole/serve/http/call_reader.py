@@ -11,7 +11,7 @@ _CLOSING = {"{": "}", "[": "]"}
 _LITERALS = frozenset("-+.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 _Next = Generator[None, str, str]
-"""A part of the parser, which receives one character at a time and returns a result."""
+"""A part of the parser, which receives one character at a time, and returns the first character after its part."""
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Call:
     """A tool call, or the next part of a call in a stream.
 
     Args:
-        name: the tool, or "" if `arguments` continues the previous call.
+        name: the name of the tool, or "" if `arguments` continues the previous call.
         arguments: the arguments as the model writes them: normally a JSON object.
     """
 
@@ -38,7 +38,7 @@ class CallReader:
     Args:
         key: the key of the arguments.
         names: the names of the tools.
-        before: the delimiter before the call.
+        before: the delimiter that has already been read; `text` starts with it.
     """
 
     def __init__(self, key: str, names: Collection[str], before: str = "") -> None:
@@ -55,7 +55,7 @@ class CallReader:
         next(self._parser)
 
     def read(self, text: str) -> tuple[int, list[Call]]:
-        """Return the number of characters that belong to the call, and the new parts of the call."""
+        """Read `text`; return how many of its characters belong to the call, and the new parts of the call."""
         count = len(text)
         for at, character in enumerate(text):
             try:
@@ -78,7 +78,7 @@ class CallReader:
     # ---- the parser ----
 
     def _object(self) -> Generator[None, str, int]:
-        """Parse the call, and return 1 if the last character belongs to the call, else 0."""
+        """Parse the call; return 1 if the last character that was read belongs to the call, and 0 otherwise."""
         try:
             _expect("{", (yield from _after_space()))
             character = yield from _after_space()
@@ -133,7 +133,7 @@ def _after_space() -> _Next:
 
 
 def _value(character: str, add: Callable[[str], object]) -> _Next:
-    """Parse a value, call `add` for each character, and return the first character after the value."""
+    """Parse a value, call `add` with each of its characters, and return the first character after the value."""
     open_brackets: list[str] = []
     while True:
         if character == '"':
@@ -159,7 +159,7 @@ def _value(character: str, add: Callable[[str], object]) -> _Next:
 
 
 def _string(add: Callable[[str], object]) -> Generator[None, str, None]:
-    """Parse the rest of a string after the first quotation mark, including the last one."""
+    """Parse a string after its opening quotation mark, and call `add` with each character up to the closing mark."""
     while True:
         character = yield
         if character < " ":

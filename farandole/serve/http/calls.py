@@ -34,7 +34,7 @@ _OTHERS = {
     "<|channel|>": "gpt-oss's harmony",
     "<|tool_call|>": "Granite's <|tool_call|>",
 }
-"""The names of unsupported formats, keyed by a text that identifies their templates."""
+"""The names of unsupported formats.  Each key is a string that occurs only in chat templates with this format."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class CallFormat:
     """A tool-call format.
 
     Args:
-        start, end: the delimiters of a call; if they are empty, the call is the whole text.
-        key: the key of the arguments.
+        start, end: the delimiters of a call; if they are empty, a call has no delimiters and is the whole text.
+        key: the JSON key of the arguments.
     """
 
     start: str
@@ -64,7 +64,7 @@ class CallFormat:
 
         Args:
             tools: the JSON schema of each tool's arguments, by name.
-            required: whether the text must consist of calls.
+            required: whether the text after the reasoning must consist only of calls.
             several: whether more than one call is allowed.
             reasons: whether the model may reason before the text.
             is_reasoning: whether the prompt ends within the reasoning.
@@ -110,7 +110,7 @@ def find_format(template: str) -> CallFormat:
     """Return the tool-call format that a chat template uses.
 
     Args:
-        template: the Jinja program.
+        template: the Jinja source of the chat template.
 
     Raises:
         RequestError: if the template does not use tools, or its format is not supported.
@@ -150,6 +150,6 @@ def _token(tokenizer: Tokenizer, mark: str) -> str:
 
 
 def _spaced(schema: Any) -> Any:
-    """Return a schema whose JSON may contain only a limited amount of whitespace."""
+    """Return `schema` with an option of llguidance that limits the whitespace in the JSON."""
     own = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return {**own, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": SPACE}}

@@ -1,4 +1,4 @@
-"""Convert a chat request to a prompt, the parameters of the engine, and the parts of the reply."""
+"""Convert chat requests to prompts and parameters of the engine, and replies to messages or deltas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from farandole.serve.request import CONSTRAINTS, RequestError, Sampling
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat request for the engine.
+    """A chat request, converted for the engine.
 
     Args:
         prompt: the rendered conversation.
@@ -36,7 +36,7 @@ class Chat:
     is_reasoning: bool
 
     def reply(self) -> Reply:
-        """Return a new reply, without text, for a sequence."""
+        """Return an empty reply that divides the text of one sequence into reasoning, content and calls."""
         return Reply(self.form, self.tools, reasons=self.reasons, is_reasoning=self.is_reasoning)
 
 
@@ -44,7 +44,7 @@ def prepare_chat(body: ChatRequest, found: ModelFolder) -> Chat:
     """Convert a chat request to a request for the engine.
 
     Raises:
-        RequestError: if a field is invalid, or the model's template does not support it.
+        RequestError: if a field is invalid, or the chat template of the model does not support a field.
     """
     if found.template is None:
         raise RequestError("messages", f"chat requests require a chat template: {found.no_template}")
@@ -105,7 +105,7 @@ def _render(
 
 
 def message_of(reply: Part) -> dict[str, Any]:
-    """Return a complete reply as a message."""
+    """Return a complete reply as a message in OpenAI's format."""
     found: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
     if reply.reasoning:
         found["reasoning_content"] = reply.reasoning
@@ -116,12 +116,12 @@ def message_of(reply: Part) -> dict[str, Any]:
 
 
 def deltas_of(part: Part, before: int) -> list[dict[str, Any]]:
-    """Return a new part of a reply as the deltas of a stream, at least one.
+    """Convert a new part of a streamed reply to deltas in OpenAI's format, and return at least one delta.
 
-    A call begins with a delta that has the name and empty arguments.  The following deltas extend the arguments.
+    The first delta of a call has the name and empty arguments.  The following deltas extend the arguments.
 
     Args:
-        before: the number of calls that have begun before this part.
+        before: the number of calls in the earlier parts of the reply.
     """
     text: dict[str, Any] = {}
     if part.reasoning:

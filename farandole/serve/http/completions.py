@@ -34,9 +34,10 @@ class _Job:
     Args:
         head: the common fields of all parts of the response.
         tickets: the engine's requests, one per prompt.
-        choices: all sequences, `n` for each prompt.
-        echoes: for each prompt, the text with which the choices begin.
-        replies: for each choice of a chat, its text, divided into parts.
+        choices: the choices of all prompts, `n` for each prompt.
+        echoes: for each prompt, the text to prepend to its choices: the prompt with `echo`, or an empty string.
+        replies: for each choice of a chat, the reader that divides its text into reasoning, content and calls;
+            otherwise empty.
     """
 
     request: CompletionRequest | ChatRequest
@@ -58,7 +59,7 @@ class _Job:
 
 
 class Server(ModelServer):
-    """Answers HTTP requests.
+    """Serves a language model over HTTP.
 
     Args:
         found: the model.
@@ -103,12 +104,16 @@ class Server(ModelServer):
             return JSONResponse(own | self._service.stats(), headers={"cache-control": "no-store"})
 
     def _select(self, model: str, sampling: Sampling) -> Sampling:
-        """Return the parameters for the model of a request, which is the base model or an adapter."""
+        """Return `sampling` with the adapter named `model`, or unchanged if `model` is the base model."""
         self._check_model(model)
         return sampling if model == self._name else replace(sampling, lora=model)
 
     async def _check(self, prompt: list[int], sampling: Sampling) -> None:
-        """Check a request.  Large grammars are compiled without blocking the event loop."""
+        """Check a request.
+
+        Constrained requests are checked in another thread, because compiling a large grammar would block the event
+        loop.
+        """
         check = self._service.engine.check
         if sampling.is_constrained:
             await asyncio.to_thread(check, prompt, sampling)
@@ -232,9 +237,9 @@ class Server(ModelServer):
         return JSONResponse({**job.head, "choices": found, "usage": job.usage})
 
     async def _stream(self, job: _Job) -> AsyncIterator[str]:
-        """Yield server-sent events.
+        """Yield the server-sent events of the response.
 
-        When the client disconnects, the generator is closed, and the requests are cancelled.
+        When the client disconnects, this generator is closed, and then cancels the requests.
         """
         try:
             try:
@@ -306,13 +311,13 @@ class Server(ModelServer):
             yield _event({**job.head, "choices": [], "usage": job.usage})
 
     def _failure(self) -> tuple[int, str, str]:
-        """Return the status, message and code for a request that the engine ended."""
+        """Return the HTTP status, the message and the code of the error for a request that the engine ended."""
         if self._service.failure is not None:
             return 503, f"the service has ended: {self._service.failure}", "service_ended"
         return 500, "the engine failed; see the server's log", "internal_error"
 
     def _with_offsets(self, ticket: Ticket, logprobs: Sequence[Any]) -> list[tuple[Any, int]]:
-        """Return the log-probabilities of a prompt with offsets in its text."""
+        """Return each log-probability of a prompt token with the offset of this token in the text of the prompt."""
         found, end = [], len(self._texts.bytes_of(ticket.prompt[0]).decode(errors="ignore"))
         if self._texts.is_special(ticket.prompt[0]):
             end = 0
@@ -324,7 +329,7 @@ class Server(ModelServer):
 
 
 async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Any]]:
-    """Yield the outputs of all tickets as they arrive, each with the number of its ticket."""
+    """Yield the outputs of all tickets as they arrive, each with the index of its ticket."""
     left = [ticket.sampling.n for ticket in tickets]
     tasks = {asyncio.ensure_future(ticket.outputs.get()): number for number, ticket in enumerate(tickets)}
     try:

@@ -32,7 +32,7 @@ class EmbeddingError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Job:
-    """A sequence that waits; `result` belongs to the event loop."""
+    """A waiting sequence; only the event loop may set `result`."""
 
     tokens: Sequence[int]
     result: asyncio.Future[Tensor]
@@ -62,7 +62,7 @@ class EmbeddingService:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its batch."""
+        """Stop the thread after its current batch, and join it.  Waiting sequences are not computed."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -142,7 +142,7 @@ class EmbeddingService:
         ]
 
     def stats(self) -> dict[str, Any]:
-        """Return the state for the page at `/`.  Times are in seconds."""
+        """Return the state that the page at `/` shows.  Times are in seconds."""
         return {
             "time": time.monotonic(),
             "width": self.encoder.width,
@@ -189,7 +189,7 @@ class EmbeddingService:
         return [] if self._closed else batch
 
     def _deliver(self, batch: Sequence[_Job], found: Sequence[Tensor] | None) -> None:
-        """Set the results in the event loop, in one call per batch."""
+        """Set the results of a batch in the event loop, or set EmbeddingError if `found` is None."""
 
         def put() -> None:
             for number, job in enumerate(batch):

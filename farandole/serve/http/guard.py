@@ -18,7 +18,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PUBLIC = ("/", "/health")
-"""The paths that need no key."""
+"""The paths that clients may request without a key."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Limits:
 
 
 def read_keys(path: Path) -> list[bytes]:
-    """Return the SHA-256 hashes of the API keys in a file, which has one hash in hexadecimal digits per line.
+    """Return the SHA-256 hashes of the API keys in a file with one hash per line, in hexadecimal digits.
 
     Raises:
         RequestError: if the file cannot be read, has no hash, or has a line that is not a hash.
@@ -62,7 +62,7 @@ def read_keys(path: Path) -> list[bytes]:
 
 
 class Guard:
-    """Middleware that refuses requests without a key, and bodies that are too large or arrive too slowly."""
+    """Middleware that refuses requests without a valid key, and bodies that are too large or arrive too slowly."""
 
     def __init__(self, app: Any, limits: Limits, keys: Sequence[bytes]) -> None:
         self._app, self._limits, self._keys = app, limits, list(keys)
@@ -117,7 +117,10 @@ class Guard:
         return any(found) and scheme.lower() == b"bearer"
 
     async def _read(self, receive: Receive, limit: int) -> bytes | None:
-        """Return the body, or None if it is larger than `limit`."""
+        """Return the body, or None if the body is larger than `limit`.
+
+        If the client disconnects, the result is empty.  If the body takes longer than `body_s`, raise TimeoutError.
+        """
         parts, size = [], 0
         async with asyncio.timeout(self._limits.body_s):
             while True:

@@ -16,7 +16,10 @@ from pathlib import Path
 
 
 def read_page(name: str) -> tuple[str, dict[str, str]]:
-    """Return a document of `pages/`, with its header, style sheet and script inlined, and its HTTP headers."""
+    """Return a document of `pages/`, and the HTTP headers to send with it.
+
+    The header, the style sheet and the script are inlined in the document.
+    """
     folder = Path(__file__).parent / "pages"
 
     def read(file: str) -> str:
@@ -49,7 +52,7 @@ def read_page(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _hashes(text: str, tag: str) -> str:
-    """Return the source expressions with which the Content-Security-Policy header permits the inline elements `tag`."""
+    """Return the Content-Security-Policy sources that permit the inline elements with the name `tag` in a document."""
     digests = [
         hashlib.sha256(content.encode()).digest()
         for content in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

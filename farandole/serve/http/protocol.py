@@ -30,7 +30,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_text(cls, values: Any) -> Any:
-        """Refuse text that cannot be encoded: a JSON string can contain an unpaired surrogate."""
+        """Refuse strings that cannot be encoded as UTF-8, because JSON permits unpaired surrogates."""
         for name, value in values.items() if isinstance(values, dict) else ():
             try:
                 json.dumps(value, ensure_ascii=False).encode()
@@ -97,7 +97,11 @@ class _Generation(Fields):
 
     @property
     def include_usage(self) -> bool:
-        """Return whether a stream ends with the number of tokens."""
+        """Return whether the last event of a stream contains the numbers of tokens.
+
+        Raises:
+            RequestError: if the request has `stream_options` but no stream.
+        """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options", "expected stream=true, got stream=false")
         return self.stream_options is not None and self.stream_options.include_usage
@@ -164,7 +168,7 @@ class TextPart(Fields):
 
 
 class FunctionCall(Fields):
-    """A call of a function; `arguments` is a JSON object as text."""
+    """A function call; `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
@@ -178,7 +182,7 @@ class ToolCall(Fields):
     function: FunctionCall
 
     def plain(self) -> dict[str, Any]:
-        """Return the call for a chat template, with the arguments as an object."""
+        """Return the call in the form that chat templates expect, with the arguments as a dictionary."""
         try:
             arguments = json.loads(self.function.arguments)
         except (ValueError, RecursionError):
@@ -201,7 +205,7 @@ class Message(Fields):
     reasoning_content: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message for a chat template."""
+        """Return the message in the form that chat templates expect."""
         for name, role in (
             ("tool_calls", "assistant"),
             ("reasoning_content", "assistant"),
@@ -247,7 +251,7 @@ class Tool(Fields):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """Return the tool for a chat template."""
+        """Return the tool in the form that chat templates expect."""
         function = self.function.model_dump(include={"name", "description", "parameters"})
         return {"type": self.type, "function": function}
 
@@ -279,7 +283,7 @@ class ChatRequest(_Generation):
     chat_template_kwargs: dict[str, Any] = {}
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for a chat template."""
+        """Return the messages in the form that chat templates expect."""
         calls: set[str] = set()
         for message in self.messages:
             if message.tool_call_id is not None and message.tool_call_id not in calls:

@@ -12,7 +12,7 @@ from farandole.serve.text import overlap
 
 @dataclass
 class Part:
-    """New text of a reply.
+    """A reply, or a new part of a streamed reply.
 
     Args:
         reasoning: the text between `<think>` and `</think>`.
@@ -36,7 +36,7 @@ class Part:
 
 
 class Reply:
-    """The reply of one sequence, divided into parts.
+    """Divides the text of one sequence into reasoning, content and tool calls.
 
     Text that could be the beginning of a delimiter is held back until more text has arrived.  Calls are returned as
     they arrive (`CallReader`).  If the text between delimiters does not begin with a call of a known tool, the text and
@@ -66,9 +66,9 @@ class Reply:
         self.whole = Part()
 
     def add(self, text: str, is_last: bool = False) -> Part:
-        """Add text, and return the new part of the reply, without the text that is held back.
+        """Add text, and return the new part of the reply.
 
-        With `is_last`, nothing is held back.
+        Text that is held back is not in the part.  With `is_last`, no text is held back.
         """
         self._held += text
         self._is_last = is_last
@@ -106,8 +106,10 @@ class Reply:
         self._held = after
 
     def _content_start(self, part: Part) -> None:
-        """Skip whitespace after reasoning and tool calls, and decide whether the rest is a tool call without
-        delimiters."""
+        """Skip the whitespace after reasoning or a tool call, and decide what follows.
+
+        If calls have no delimiters, text that starts with a brace may be a tool call.  Otherwise, content follows.
+        """
         follows = self.whole.reasoning or self.whole.calls or part.reasoning or part.calls
         text = self._held.lstrip() if follows else self._held
         unmarked = self._form is not None and not self._form.start
@@ -172,7 +174,10 @@ class Reply:
         self._held = text
 
     def _divide(self, text: str, *marks: str) -> tuple[str, str]:
-        """Return the text that cannot belong to a delimiter or to the whitespace before a delimiter, and the rest."""
+        """Return the start of `text` that can be returned now, and the rest, which is held back.
+
+        The rest is the longest end that could be the beginning of a delimiter, with the whitespace before this end.
+        """
         if self._is_last:
             return text, ""
         end = len(text[: len(text) - max(overlap(text, mark) for mark in marks)].rstrip())

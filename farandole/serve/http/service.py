@@ -32,7 +32,7 @@ class Ticket:
     The queue `outputs` receives the engine's outputs; the last output of a sequence has a finish reason.
 
     Args:
-        number: the number of the request in its engine.
+        number: the number of the request in its engine; None until the engine has received the request.
         service: the service whose engine runs the request.
     """
 
@@ -48,7 +48,8 @@ class Service:
 
     Args:
         engine: the engine; after `start`, only the service's thread may use it.
-        on_failure: a function that is called in the thread if a rank has failed, after all requests have been answered.
+        on_failure: a function that is called in the thread if a rank has failed, after all requests have been answered
+            with an error.
     """
 
     failure: RanksFailed | None = None
@@ -71,7 +72,7 @@ class Service:
         self._thread.start()
 
     def close(self) -> None:
-        """Cancel all requests, and end the thread."""
+        """End the thread after its current step.  Requests in progress receive no more outputs."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -103,7 +104,8 @@ class Service:
 
         Raises:
             RequestError: if the engine cannot serve a request.
-            QueueFullError: if too many sequences are waiting, or the first token would miss the target.
+            QueueFullError: if too many sequences are waiting, or the first token is expected later than the target
+                `ttft`.
             ServiceEndedError: if a rank has failed.
         """
         for prompt, sampling in requests:
@@ -131,7 +133,11 @@ class Service:
         return tickets
 
     def _check_queue(self, count: int, tokens: int) -> None:
-        """Raise QueueFullError if new sequences do not fit in the queue, or would miss the target TTFT."""
+        """Raise QueueFullError if new sequences do not fit in the queue, or are expected to miss the target `ttft`.
+
+        Args:
+            count, tokens: the number of new sequences, and the number of tokens in their prompts.
+        """
         engine = self.engine
         waiting = engine.waiting + self._queued
         if waiting + count > engine.max_waiting:
@@ -148,7 +154,7 @@ class Service:
             )
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Remove requests, and free their memory before the next step."""
+        """Tell the thread to remove requests.  Their memory is free before the next step."""
         with self._condition:
             self._inbox.append(lambda: self._cancel(tickets))
             self._condition.notify()
@@ -167,7 +173,7 @@ class Service:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return the state for the page at `/`."""
+        """Return the state that the page at `/` shows."""
         return stats_of([self.engine], self.queued)
 
     # ---- in the thread ----
@@ -194,7 +200,13 @@ class Service:
         self.engine.runner.close()
 
     def _advance(self) -> bool:
-        """Run a step, or check idle ranks; return False after `close`."""
+        """Wait for work, and run a step; return False after `close`.
+
+        If there is no work for the runner's `heartbeat_s` seconds, check the other ranks instead.
+
+        Raises:
+            RanksFailed: if a rank of this service fails, or after `end`.
+        """
         with self._condition:
             is_idle = False
             while not (self._inbox or self._closed or self._ended or self.engine.has_work or is_idle):
@@ -240,7 +252,7 @@ class Service:
         ]
 
     def _deliver(self, outputs: Sequence[Output]) -> None:
-        """Send outputs to the event loop, in one call per step."""
+        """Put outputs into the queues of their tickets, in one call of the event loop."""
         pairs = [(self._tickets[output.request].outputs, output) for output in outputs]
         ended = [output.request for output in outputs if output.finish_reason is not None]
         for number in ended:
@@ -283,13 +295,13 @@ class ReplicatedService:
             service.start()
 
     def close(self) -> None:
-        """Cancel all requests, and end the threads."""
+        """End the threads after their current steps.  Requests in progress receive no more outputs."""
         for service in self.services:
             service.close()
 
     @property
     def failure(self) -> RanksFailed | None:
-        """Return the reason why the services end, from the first service that has failed."""
+        """Return the reason why the services end, or None if no service has failed."""
         return next((service.failure for service in self.services if service.failure is not None), None)
 
     @property
@@ -313,7 +325,7 @@ class ReplicatedService:
         return tickets
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Remove requests, and free their memory before the next step."""
+        """Tell the threads to remove requests.  Their memory is free before the next step."""
         for service in self.services:
             if own := [ticket for ticket in tickets if ticket.service is service]:
                 service.cancel(own)
@@ -323,7 +335,7 @@ class ReplicatedService:
         return of_replicas([service.metrics() for service in self.services])
 
     def stats(self) -> dict[str, Any]:
-        """Return the state for the page at `/`."""
+        """Return the state that the page at `/` shows."""
         return stats_of(
             [service.engine for service in self.services], sum(service.queued for service in self.services)
         )

@@ -209,7 +209,7 @@ def _follow(worker: Worker) -> None:
 
 
 def _name_of(found: Path) -> str:
-    """Return the name of a Hugging Face folder or of a run."""
+    """Return the default name of a model, which is the name of its Hugging Face folder or of its run."""
     folder = found.resolve()
     return folder.parent.parent.name if folder.parent.name == "checkpoints" else folder.name
 

@@ -51,13 +51,17 @@ def stats_of(engines: Sequence[GenerationEngine], queued: int) -> dict[str, Any]
 
 
 def _sum(histograms: Sequence[Histogram]) -> dict[str, Any]:
-    """Return the upper bounds of the buckets, the counts (one more than bounds), and the sum of all observations."""
+    """Return the sum of histograms with equal buckets.
+
+    The keys are "bounds" (the upper bounds of the buckets), "counts" (one count per bucket, and one for larger values)
+    and "sum" (of all observations).
+    """
     counts = [sum(each) for each in zip(*(histogram.counts for histogram in histograms), strict=True)]
     return {"bounds": histograms[0].bounds, "counts": counts, "sum": sum(each.sum for each in histograms)}
 
 
 def _memory_of(engine: GenerationEngine) -> dict[str, Any]:
-    """Return the KV cache of a replica, and the replica's sequences in order of arrival."""
+    """Return the state of a replica's KV cache, and the running sequences of the replica in order of arrival."""
     store = engine.store
     kv = {
         "used": store.used,

@@ -3,7 +3,7 @@
 Tensor parallelism computes the steps of one generation engine on several ranks.  Replicas are several engines in one
 job.
 
-driver.py    rank 0 schedules, and the other ranks compute with it
+driver.py    sends each step of an engine from the driver to the other ranks
 shards.py    reads each rank's shards of a model
 replicas.py  assigns ranks to replicas and loads their shards
 offline.py   the ranks of `farandole.LLM`

@@ -34,7 +34,7 @@ from farandole.serve.threads import core_threads
 HEARTBEAT_S = 1.0
 """The seconds between two checks of idle workers."""
 HEAD = 4096
-"""The number of integers that each step broadcasts; a longer message needs a second broadcast."""
+"""The number of integers in the first broadcast of each message; a longer message needs a second broadcast."""
 
 _STOP, _PAUSE, _BEAT, _RUN = range(4)
 _RESIZE, _MOVE = range(2)
@@ -123,12 +123,12 @@ class LocalDriver(ShardedRunner, Driver):
             return super().run(memory, spans)
 
     def _gathered(self, logits: Tensor) -> Tensor:
-        """Return the logits (tokens, vocabulary)."""
+        """Gather the logits of all ranks, and return them with shape (tokens, vocabulary)."""
         return _gather(self.comm, logits, self._widths)
 
 
 class RemoteDriver(Driver):
-    """A driver without a part of the model.  Creating the driver and its workers is a collective call.
+    """A driver that stores no part of the model.  Creating the driver and its workers is a collective call.
 
     Args:
         comm: the communicator of this process (rank 0) and the workers.
@@ -237,9 +237,10 @@ class _Steps:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Convert errors to `RanksFailed`, because after a failed step, the ranks have made different collective calls.
+        """Return a context that converts errors to `RanksFailed`.
 
-        After an error or an interruption, all further calls fail.
+        After a failed or interrupted step, the ranks may have made different collective calls.  They can then no longer
+        compute together, so entering the context again raises `RanksFailed`.
         """
         if self._failure is not None:
             raise RanksFailed(self._failure)
@@ -298,7 +299,10 @@ class _RecordedMemory(Memory):
 
 
 class _Channel:
-    """Broadcasts lists of 32-bit integers from rank 0; all messages use the same buffer for their first integers."""
+    """Broadcasts messages, which are lists of 32-bit integers, from rank 0.
+
+    The first `HEAD` integers of all messages use the same buffer and the same persistent broadcast.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -328,14 +332,17 @@ class _Channel:
 
 
 def _widths(vocabulary: int, ranks: int, *, remote: bool) -> list[int]:
-    """Return the size of each rank's vocabulary shard, for a driver's communicator."""
+    """Return the width of each rank's vocabulary shard.
+
+    With `remote`, rank 0 is a `RemoteDriver`, whose width is 0.
+    """
     computing = ranks - remote
     chunks = [chunk(vocabulary, computing, rank) for rank in range(computing)]
     return [0] * remote + [end - start for start, end in chunks]
 
 
 def _gather(comm: Communicator, own: Tensor, widths: Sequence[int]) -> Tensor:
-    """Return the fp32 logits (tokens, vocabulary) on the driver, gathered from each rank's part of the vocabulary."""
+    """Gather the logits of all vocabulary shards on the driver, and return fp32 logits (tokens, vocabulary)."""
     counts = [len(own) * width for width in widths]
     every = [torch.empty(count) for count in counts]
     comm.gather(own.reshape(-1), every, counts=counts)

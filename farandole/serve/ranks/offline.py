@@ -65,7 +65,7 @@ class Ranks:
         yield
 
     def share(self, value: Any) -> None:
-        """Send the value from rank 0 to the ranks that run the same program, which call `receive`."""
+        """Send `value` from rank 0 to the other ranks of a job, which call `receive` at the same time."""
 
     def receive(self) -> Any:
         """Compute with rank 0, and return the next value that rank 0 shares."""
@@ -76,7 +76,7 @@ class Ranks:
 
 
 class StartedRanks(Ranks):
-    """Processes that this process starts, and that exit when this process exits.
+    """This process and the processes that it starts, which exit when this process exits.
 
     Args:
         ranks: the number of ranks, including this process.
@@ -159,12 +159,15 @@ class JobRanks(Ranks):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Return a context in which the other ranks, which have called `receive` or `close`, compute with rank 0."""
+        """Return a context in which the other ranks compute with rank 0.
+
+        Each of the other ranks must have called `receive` or `close`.
+        """
         yield
         self._driver.pause()
 
     def share(self, value: Any) -> None:
-        """Send the value to the other ranks."""
+        """Send `value` to the other ranks."""
         self._comm.broadcast_object(value)
 
     def receive(self) -> Any:

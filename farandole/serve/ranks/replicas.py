@@ -17,7 +17,7 @@ from farandole.serve.runner import Runner
 def read_replica(
     folder: Path, options: Mapping[str, Any], comm: Communicator, mesh: Mesh
 ) -> tuple[ModelFolder, list[Runner] | Worker]:
-    """Read this rank's shards of its replica.  This is a collective call.
+    """Read this rank's shards of a replica of the model.  This is a collective call.
 
     Args:
         options: the arguments of `read_model`.
@@ -25,7 +25,8 @@ def read_replica(
         mesh: a mesh with the axes "data" and "tensor"; the coordinate on "data" is the index of the replica.
 
     Returns:
-        The model, and the runner of this rank or, on rank 0, the runners of all replicas.
+        The model and, on rank 0, a list with the runner of each replica.  On other ranks, the second element is this
+        rank's `Worker`.
 
     Raises:
         The errors of `read_sharded`, on all ranks.

@@ -74,7 +74,9 @@ def read_sharded(
 
 
 def check_width(model: nn.Module, ranks: int) -> None:
-    """Check that a model on the meta device can be sharded across `ranks` ranks.  The model cannot be used afterwards.
+    """Check that `model` can be sharded across `ranks` ranks.
+
+    The model is moved to the meta device and sharded, so it cannot be used afterwards.
 
     Raises:
         RequestError: if the model cannot be sharded across the ranks; the message names the nearest valid plans.
@@ -97,10 +99,10 @@ class ModelShards:
     comm: Communicator
 
     def largest_weights(self) -> dict[str, Tensor]:
-        """Return the largest absolute weight of each output of the matrices with sharded inputs, by parameter name.
+        """Return the largest absolute weight of each output, for each matrix whose inputs are sharded.
 
-        The values are those of the complete matrix, so that sharded weights are rounded like unsharded weights.  This
-        is a collective call.
+        The keys are the names of the parameters.  The values describe the complete matrices, so that sharded weights
+        are rounded like unsharded weights.  This is a collective call.
         """
         found = {}
         for name, parameter in self.model.named_parameters():
@@ -150,7 +152,7 @@ def shard_model(
 
 
 def _own_matrices(a: Tensor, b: Tensor, weight: Layout, position: Position) -> tuple[Tensor, Tensor]:
-    """Return the columns of A for this rank's inputs of a layer, and the rows of B for its outputs.
+    """Return the columns of A for this rank's inputs of a layer, and the rows of B for this rank's outputs.
 
     If the inputs are sharded, this rank's product B A x is a partial sum, like this rank's product with the weight.
     """
@@ -173,7 +175,10 @@ def _apply(model: nn.Module, position: Position) -> Layouts:
 
 
 def _requests(name: str, values: Tensor, layout: Layout | None, position: Position) -> Iterator[Request]:
-    """Yield the boxes of a tensor that this rank stores; a buffer has no layout, and is not sharded."""
+    """Yield a request for each box of a tensor that belongs to this rank.
+
+    A tensor without a layout, such as a buffer, is not sharded.
+    """
     if layout is None or not layout.shards:
         yield name, tuple((0, length) for length in values.shape), values
         return

@@ -20,7 +20,7 @@ from farandole.serve.runner import Runner, Span
 from farandole.serve.store import Blocks, Store
 
 PASS = 256
-"""The maximum number of tokens per pass, unless more sequences need one token each."""
+"""The maximum number of tokens per pass; with more sequences than this, each sequence has one token per pass."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,10 @@ class DraftProposer:
         return max(len(state.tokens) - 1 - state.computed, 0)
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return the measured seconds of a pass: the constant part, the part per sequence, and the part per token of
-        the backlog."""
+        """Return the measured seconds of a pass.
+
+        The three values are a constant, the seconds per sequence, and the seconds per token of the backlog.
+        """
         return self._times.coefficients
 
     def propose(self, states: Sequence[Drafted], counts: Sequence[int]) -> list[list[int]]:
@@ -131,7 +133,7 @@ class DraftProposer:
         return state.blocks is not None
 
     def _span(self, state: Drafted, proposal: Sequence[int], most: int) -> Span:
-        """Return the next tokens to compute, at most `most`."""
+        """Return a span with the next tokens to compute: at most `most` tokens of the sequence and its proposal."""
         assert state.blocks is not None
         start, length = state.computed, len(state.tokens)
         end = min(start + most, length + len(proposal))

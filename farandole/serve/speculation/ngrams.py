@@ -1,7 +1,7 @@
 """Propose the next tokens of a sequence from its own tokens.
 
-The last tokens of a sequence are searched for earlier in the sequence, and the tokens that followed them are proposed.
-In this way, text that a model repeats or copies from its prompt is predicted without a second model.
+The proposer searches for an earlier occurrence of the last tokens of a sequence, and proposes the tokens that followed
+this occurrence.  In this way, text that a model repeats or copies from its prompt is predicted without a second model.
 
 A. Saxena, "Prompt Lookup Decoding" (2023).
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 LENGTHS = (4, 3, 2)
-"""The numbers of last tokens that are searched for, in this order."""
+"""The lengths of the n-grams at the end of a sequence to search for, in this order."""
 
 
 @dataclass(eq=False)
@@ -21,7 +21,8 @@ class History:
 
     Args:
         tokens: the sequence's tokens; the caller appends tokens.
-        following: for each n-gram, the position after its last occurrence that a token follows.
+        following: for each n-gram, the position of the token that follows its last occurrence.  An occurrence at the
+            end of the sequence does not count.
         indexed: the number of tokens whose n-grams are in `following`.
     """
 
@@ -41,7 +42,7 @@ class NgramProposer:
         """Do nothing: a sequence has no memory outside its state."""
 
     def backlog(self, state: History) -> int | None:
-        """Return 0 if the last tokens occurred before, else None."""
+        """Return 0 if the last tokens occurred before, and None otherwise."""
         return None if self._find(state) is None else 0
 
     def seconds(self) -> tuple[float, float, float]:
@@ -53,7 +54,7 @@ class NgramProposer:
         return [self._continue(state, count) for state, count in zip(states, counts, strict=True)]
 
     def _find(self, state: History) -> int | None:
-        """Return the position after the last occurrence of the longest n-gram that ends the sequence."""
+        """Return the position after the earlier occurrence of the longest n-gram that ends the sequence, or None."""
         tokens, end = state.tokens, len(state.tokens)
         for last in range(state.indexed, end):  # all n-grams that a token follows
             for length in LENGTHS:

@@ -29,7 +29,7 @@ PROBE_STEPS = 64
 LEAST_GAIN = 1.1
 """The minimum expected speed-up from proposals; smaller speed-ups are within the error of the prediction."""
 BACKLOG_STEPS = 16
-"""The number of steps over which the time for a backlog must pay off."""
+"""The time to compute a backlog is divided among this number of steps, because all of them use the result."""
 
 
 class Proposer(Protocol):
@@ -53,8 +53,10 @@ class Proposer(Protocol):
         ...
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return the measured seconds of a proposal: per token for all sequences together, per token and sequence, and
-        per token of the backlog.
+        """Return the measured seconds of a proposal.
+
+        The three values are the seconds per proposed token for all sequences together, the additional seconds per
+        proposed token of each sequence, and the seconds per token of the backlog.
         """
         ...
 
@@ -68,9 +70,10 @@ class Speculation:
     """The proposals for one sequence.
 
     Args:
-        state: the proposer's state.
-        accepted: the acceptance rate: the fraction of accepted proposals among those whose preceding proposals were
-            accepted.
+        state: the proposer's state for the sequence.
+        accepted: the acceptance rate, which is the fraction of accepted tokens among the proposed tokens that were
+            tried.  A proposed token is tried if all preceding proposed tokens of the step were accepted.
+        probed: the last step in which a token was proposed only to measure the acceptance rate.
     """
 
     state: Any
@@ -95,7 +98,7 @@ class _Candidate:
 
 
 class Speculator:
-    """Proposes tokens if their verification increases the expected speed.
+    """Proposes tokens if verifying them increases the expected tokens per second.
 
     Args:
         proposer: the proposer, which predicts the tokens.
@@ -155,7 +158,7 @@ class Speculator:
         return found
 
     def observe(self, speculation: Speculation, proposed: int, accepted: int) -> None:
-        """Add the result of a verification."""
+        """Update the acceptance rates after `accepted` of `proposed` tokens of a sequence were accepted."""
         if proposed:
             trials = min(accepted + 1, proposed)  # tokens after the first rejected one were not tried
             speculation.accepted.add(accepted, trials)
@@ -164,7 +167,10 @@ class Speculator:
     def _counts(
         self, candidates: Sequence[_Candidate], decoding: int, step: tuple[float, float], budget: int
     ) -> list[int]:
-        """Return the number of tokens for each candidate that maximizes the expected tokens per second."""
+        """Return the number of tokens to propose for each candidate.
+
+        The numbers maximize the expected tokens per second.
+        """
         counts = [0] * len(candidates)
         base, each = step
         tokens, seconds = float(decoding), base + each * decoding
