@@ -4,9 +4,9 @@
         total += loss(logits[chunk])
 
 In a dry run, tensors are fake (`FakeTensor`): they have no values, so chunks of the same size have the same cost.
-Therefore, the loop body runs only once for all complete chunks, and `repetitions()` then returns the number of these
-chunks.  The dry run multiplies its counts of operations and transfers by this number.  The loop body must not keep a
-tensor or another result per chunk.
+Therefore, the loop body runs only once for all complete chunks.  During this run, `repetitions()` returns the number of
+complete chunks, and the dry run multiplies its counts of operations and transfers by this number.  The loop body must
+not keep a tensor or another result per chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _factors = [1]
 
 
 def repetitions() -> int:
-    """Return the number of times that the current operation counts in a dry run."""
+    """Return the factor by which a dry run multiplies its counts of the current operation; 1 outside of `chunks`."""
     return _factors[-1]
 
 

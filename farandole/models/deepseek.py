@@ -41,8 +41,8 @@ class DeepSeekConfig:
     Args:
         inner: the feed-forward width in dense layers.
         query_rank, kv_rank: the widths of the latent vectors; query_rank=0 projects queries directly.
-        plain_width, rotary: the width of each head's part without positions, and the rotary positions of the other
-            part.
+        plain_width: the width of the part of each query and key head that has no positions.
+        rotary: the rotary positions of the other part.
         value_width: the width of a value head.
         dense: the number of dense layers at the start.
         experts, top, groups, top_groups, normalized, route_scale: the options of `moe.GroupedRouter`.
@@ -51,7 +51,7 @@ class DeepSeekConfig:
         attention_scale: a factor applied to the attention scores in addition to 1 / sqrt(head width).
         predicted: the number of modules that predict additional tokens.
         predicted_weight: the factor applied to the mean of the modules' losses.
-        balance: how routers balance the load of their experts, in addition to their biases.
+        balance: how the routers' biases and losses balance the load of the experts.
         padding: the token whose embedding receives no gradient, as in `nn.Embedding`.
     """
 
@@ -158,7 +158,10 @@ def _layer(config: DeepSeekConfig, number: int) -> TransformerBlock:
 
 
 class TokenPrediction(nn.Module):
-    """Predicts one more token, with a layer that receives the next token's embedding and the hidden state."""
+    """Computes the hidden state that predicts one more token.
+
+    The layer combines the hidden state at each position with the embedding of the next token.
+    """
 
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()
@@ -176,7 +179,7 @@ class TokenPrediction(nn.Module):
 
 
 class PredictionHead(Head):
-    """A head whose modules predict additional tokens.  The modules are used only with `targets`."""
+    """A head whose modules predict additional tokens.  The modules run only if `forward` receives `targets`."""
 
     def __init__(self, config: DeepSeekConfig, embedding: Tensor) -> None:
         norm = partial(RMSNorm, epsilon=config.epsilon)
@@ -188,9 +191,9 @@ class PredictionHead(Head):
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
         """Return the logits, or with `targets` the summed loss and the number of targets.
 
-        Target i is token i + 1, so the targets provide the additional tokens for the embedding.  Module k predicts the
-        targets shifted by k positions within a document.  It has fewer targets than the next-token loss, so its summed
-        loss is scaled to the same number of targets.
+        The target at position i is token i + 1, so `targets` also contain the tokens that the modules embed.  The
+        targets of module k are `targets`, shifted by k positions within each document.  This module has fewer targets
+        than the next-token loss.  Its summed loss is therefore scaled to the number of next-token targets.
         """
         if targets is None or not self.predictions:
             return super().forward(x, info, targets)
@@ -220,7 +223,7 @@ class PredictionHead(Head):
 
 
 def deepseek(config: DeepSeekConfig) -> Transformer:
-    """Return a DeepSeek-V3 model, whose weights `build_deepseek` initializes."""
+    """Return a DeepSeek-V3 model without the weight initialization of `build_deepseek`."""
     embedding = Embedding(config.vocabulary, config.width, padding=config.padding)
     blocks = [_layer(config, number) for number in range(config.layers)]
     if config.predicted:

@@ -1,4 +1,4 @@
-"""Refuse second derivatives of functions whose backward pass is not differentiable."""
+"""Raise an error for second derivatives of functions whose backward pass is not differentiable."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the backward pass of an `autograd.Function` to raise an error with `create_graph=True`.
+    """Wrap the backward pass of an `autograd.Function` so that it raises an error with `create_graph=True`.
 
-    Without this check, second derivatives would silently lack the terms of this function.
+    Without this check, second derivatives would silently lack the terms of the `autograd.Function`.
     `torch.autograd.function.once_differentiable` raises an error only if the incoming gradient requires a gradient.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Apply dropout to a tensor that is split over processes, with the mask that one process would draw.
+"""Apply dropout to a tensor that is split over processes, with the mask that a single process would draw.
 
-The processes have random generators with equal states.  Each process draws the mask for the complete tensor, and uses
-the part of the mask for its elements.
+The processes have random generators with equal states.  Each process draws the mask for the complete tensor, but
+applies only the part that belongs to its own elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OwnPositions:
-    """The positions of `batch` sequences on this process, with their indices in complete sequences of `length`."""
+    """The positions that this process holds of each sequence in a batch.
+
+    Args:
+        batch: the number of sequences.
+        length: the number of positions in a complete sequence.
+        index: the indices of this process's positions in the complete sequence.
+    """
 
     batch: int
     length: int
@@ -38,9 +44,9 @@ def with_positions(own: OwnPositions) -> Iterator[None]:
 
 
 def dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
-    """Return `x` with elements dropped, as `F.dropout` does.
+    """Apply dropout to `x`, as `F.dropout` does.
 
-    Within `with_positions`, `x` is (batch, own positions, ...) or (batch * own positions, width).
+    Within `with_positions`, `x` has the shape (batch, own positions, ...) or (batch * own positions, width).
     """
     if not training or not probability or _own.get() is None:
         return F.dropout(x, probability, training)
@@ -48,7 +54,10 @@ def dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
 
 
 def _draw_mask(like: Tensor, shape: Sequence[int], probability: float) -> Tensor:
-    """Return a mask with the dtype of `like`, whose values are 0 or 1 / (1 - probability)."""
+    """Return a dropout mask of the given shape, with the dtype of `like`.  Its values are 0 or 1 / (1 - probability).
+
+    Within `with_positions`, the mask is this process's part of the mask for complete sequences.
+    """
     own = _own.get()
     if own is None:
         return F.dropout(like.new_ones(shape), probability)
@@ -59,14 +68,17 @@ def _draw_mask(like: Tensor, shape: Sequence[int], probability: float) -> Tensor
 
 @dataclass(frozen=True)
 class ShardedDropout:
-    """Dropout for a shard that begins at index `first` of dimension `dim`, whose complete size is `total`."""
+    """Dropout for a shard of a tensor.
+
+    The shard begins at index `first` of dimension `dim`.  The complete tensor has `total` elements in this dimension.
+    """
 
     dim: int
     first: int
     total: int
 
     def __call__(self, x: Tensor, probability: float, training: bool = True) -> Tensor:
-        """Return `x` with elements dropped, as `F.dropout` does."""
+        """Apply dropout to the shard `x`, with its part of the mask for the complete tensor."""
         if not training or not probability:
             return x
         shape = list(x.shape)

@@ -32,7 +32,7 @@ def generate(
 
     Args:
         prompt: at least one token.
-        context: the maximum number of most recent tokens that the model receives.
+        context: the maximum number of tokens that the model receives.  Older tokens are dropped.
         temperature: the sampling temperature.  0 selects the most likely token.
         top_k: the number of most likely tokens to sample from.  0 samples from all tokens.
 
@@ -67,7 +67,7 @@ def generate(
 
 
 def _last_position(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Keep only the last position of an input (batch, positions, width).
+    """Keep only the last position of an input (batch, positions, width), as a forward pre-hook of the head.
 
     An input (tokens, width) is not changed, because its tokens are split over processes, and another process may have
     the last token.

@@ -34,13 +34,13 @@ from farandole.models.sequence import Transformer
 class GPTConfig:
     """The configuration of a GPT model.
 
-    With vocabulary V, layers L, width D and feed-forward width F = 4 D, the model has exactly
+    With vocabulary V, layers L, width D and the default options, the model has exactly
 
         V D  +  L (12 D^2 + 13 D)  +  2 D
 
     parameters.  The first term counts the token embeddings.  Each block has 4 D^2 + 4 D parameters for attention, 8 D^2
     + 5 D for the feed-forward network and 4 D for two normalizations.  The last term counts the final normalization.
-    The head is tied to the token embedding.  Rotary positions have no parameters, and learned positions have
+    The head is tied to the token embedding and rotary positions have no parameters.  Learned positions would add
     `context` * D parameters.
 
     Args:
@@ -97,7 +97,7 @@ class GPTConfig:
 
 
 def gpt(config: GPTConfig) -> Transformer:
-    """Return a GPT model, whose weights `build_gpt` initializes."""
+    """Return a GPT model without the weight initialization of `build_gpt`."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     learned = config.positions == "learned"
     rotary = None if learned else Rotary(config.width // config.heads)

@@ -52,7 +52,10 @@ class GPTJConfig:
 
 
 class ParallelBlock(nn.Module):
-    """One layer: applies attention and a feed-forward network to the normalized input, and adds both outputs to the input."""
+    """One layer with parallel attention and feed-forward network.
+
+    Both are applied to the normalized input, and both outputs are added to the input.
+    """
 
     def __init__(self, config: GPTJConfig) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class ParallelBlock(nn.Module):
 
 
 def gptj(config: GPTJConfig) -> Transformer:
-    """Return a GPT-J model, whose weights `build_gptj` initializes."""
+    """Return a GPT-J model without the weight initialization of `build_gptj`."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     embedding = Embedding(config.vocabulary, config.width, dropout=config.embedding_dropout)
     weight = embedding.tokens.weight if config.tied else None

@@ -51,7 +51,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _RMSNorm(torch.autograd.Function):
-    """A fused RMS normalization, because `F.rms_norm` takes 5 times as long on a CPU (measured)."""
+    """A fused RMS normalization for CPUs.  On a CPU, `F.rms_norm` takes 5 times as long (measured)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -116,8 +116,10 @@ class SelfAttention(nn.Module):
         bias: whether the query, key and value projections have biases.
         out_bias: whether the output projection has a bias, by default `bias`.
         rotary: the rotary positions for queries and keys.
-        window: the number of most recent positions that a position attends to.
-        norm: a function that returns the query and key normalization for a width (Qwen 3).
+        window: the number of most recent positions that a position attends to, including the position itself; None for
+            no limit.
+        norm: a function that returns a normalization for a given width.  It creates the normalizations of queries and
+            keys (Qwen 3), which are omitted by default.
         scale: the factor applied to the scores, by default 1 / sqrt(head width).
 
     Raises:
@@ -231,7 +233,10 @@ class _SwiGLU(torch.autograd.Function):
 
 @replaceable
 def gated(both: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up, for gate and up concatenated to shape (..., 2 width)."""
+    """Return activation(gate) * up.
+
+    `both`, of shape (..., 2 width), is the concatenation of gate and up.
+    """
     if ACTIVATIONS[activation] is F.silu:
         product: Tensor = _SwiGLU.apply(both)
         return product
@@ -264,9 +269,9 @@ class TransformerBlock(nn.Module):
     """One layer: attention and a feed-forward network, each with pre-normalization and a residual connection.
 
     Args:
-        norm: a function that returns a normalization for a width.
+        norm: a function that returns a normalization for a given width.
         attention, feed_forward: modules that map (batch, positions, width) to the same shape, given a `SequenceInfo`.
-        dropout: the probability of dropping an output of either module.
+        dropout: the dropout probability for the outputs of both modules.
     """
 
     def __init__(
@@ -351,10 +356,10 @@ def check_padding(padding: int | None, vocabulary: int) -> None:
 
 
 class Head(nn.Module):
-    """The final normalization and the output projection, whose weight (vocabulary, width) may be shared.
+    """The final normalization and the output projection.
 
     Args:
-        weight: the token embedding, for a tied head.  By default, the head has a separate weight.
+        weight: the token embedding (vocabulary, width), for a tied head.  By default, the head has a separate weight.
     """
 
     vocabulary: Vocabulary = WHOLE
@@ -373,7 +378,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if bias else None
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the logits (..., vocabulary), or with `targets` the summed loss and the number of targets."""
+        """Return the logits (..., vocabulary); with `targets`, return the summed loss and the number of targets."""
         if targets is not None:
             return self.vocabulary.loss(x, targets, self.weight, self.bias, self.norm)
         return self.vocabulary.logits(self.norm(x), self.weight, self.bias)

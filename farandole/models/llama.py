@@ -42,7 +42,7 @@ class LlamaConfig:
         inner: the feed-forward width.
         kv_heads: the number of key-value heads; 0 selects `heads`.
         head_width: the width per head; 0 selects width / heads.
-        rotary: the rotary positions; None selects base 10,000 for all values in a head.
+        rotary: the rotary positions.  None selects base 10,000 and rotates all values of a head.
         windows: each layer's sliding window, or None for full attention.  If empty, all layers have full attention.
         attention_bias: whether the query, key and value projections have biases.
         out_bias: whether the attention's output projection has a bias.
@@ -96,7 +96,7 @@ class LlamaConfig:
 
 
 def llama_attention(config: LlamaConfig, layer: int) -> SelfAttention:
-    """Return the attention module for a layer."""
+    """Return the attention module of layer number `layer`, counted from 0."""
     return SelfAttention(
         config.width,
         config.heads,
@@ -112,10 +112,10 @@ def llama_attention(config: LlamaConfig, layer: int) -> SelfAttention:
 
 
 def llama(config: LlamaConfig, feed_forward: Callable[[], nn.Module] | None = None) -> Transformer:
-    """Return a Llama model, whose weights `build_llama` initializes.
+    """Return a Llama model without the weight initialization of `build_llama`.
 
     Args:
-        feed_forward: a function that returns a layer's feed-forward network, to replace the default.
+        feed_forward: a function that returns a new feed-forward network for a layer, by default a `GatedFeedForward`.
     """
     norm = partial(RMSNorm, epsilon=config.epsilon)
     embedding = Embedding(config.vocabulary, config.width, padding=config.padding)

@@ -21,15 +21,15 @@ from farandole.models.chunks import chunks
 from farandole.models.derivatives import first_order
 
 CHUNK_BYTES = 1 << 20
-"""The size of a chunk's fp32 log-probabilities in bytes, which should fit in the L2 cache."""
+"""The default size in bytes of the fp32 log-probabilities of one chunk.  A chunk should fit in the L2 cache."""
 
 LOGITS_BYTES = 64 << 20
-"""The size of a logits chunk in `head_loss` in bytes, large enough for fast matrix products."""
+"""The default size in bytes of one chunk of logits in `head_loss`.  It is large enough for fast matrix products."""
 
 FEW = 4
-"""`head_loss` stores the logits' gradient if there are at most width / `FEW` targets.
+"""`head_loss` keeps the logits' gradient for the backward pass if there are at most width / `FEW` targets.
 
-The gradient then takes at most 1 / `FEW` of the weight's memory.
+This gradient takes at most 1 / `FEW` of the weight's memory.  The backward pass then computes the weight's gradient.
 """
 
 
@@ -85,9 +85,9 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """Return the summed negative log-likelihood of `targets` (nats, an fp32 scalar), and the number of targets.
 
-    Logits and targets have the same shapes and dtypes as for `next_token_loss`.  For fp16 logits, the function stores
-    the gradient of the sum, because the gradient of the mean would underflow.  For other dtypes, it stores the gradient
-    of the mean, which avoids another pass if the sum is divided by the count.
+    Logits and targets have the same shapes and dtypes as for `next_token_loss`.  The forward pass also stores the
+    gradient.  For fp16 logits, it stores the gradient of the sum, because the gradient of the mean would underflow.
+    For other dtypes, it stores the gradient of the mean, which avoids another pass if the sum is divided by the count.
     """
     count = targets.numel()
     divisor = 1 if logits.dtype == torch.float16 else max(1, count)
@@ -131,13 +131,19 @@ class VocabularyShard:
             )
 
     def local(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens' indices in a shard of `count` tokens, and a mask of the tokens outside of the shard."""
+        """Return each token's index in a shard of `count` tokens, and a mask of the tokens outside of the shard.
+
+        The index of a token outside of the shard is 0.
+        """
         places = tokens - self.first
         outside = (places < 0) | (places >= count)
         return places.masked_fill(outside, 0), outside
 
     def softmax_statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithms of the softmax denominators and the logits of the targets, both of shape (rows)."""
+        """Return the logarithms of the softmax denominators and the logits of the targets, both of shape (rows).
+
+        `logits` are the logits of this process's shard.  The results cover all shards.
+        """
         wide = torch.promote_types(logits.dtype, torch.float32)
         places, outside = self.local(targets, logits.shape[1])
         local = logits.new_empty((2, len(logits)), dtype=wide)
@@ -153,13 +159,16 @@ def _chunk_rows(logits: Tensor) -> int:
 
 
 def _head_rows(hidden: Tensor, weight: Tensor, chunk_bytes: int, shard: VocabularyShard | None) -> int:
-    """Return the number of rows per chunk of logits, equal for all shards because processes gather per chunk."""
+    """Return the number of rows per chunk of logits.
+
+    The number is equal on all processes, because they exchange statistics once per chunk.
+    """
     size = len(weight) if shard is None else shard.largest
     return max(1, chunk_bytes // (size * hidden.element_size()))
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Computes the summed cross-entropy of a linear layer's output and its gradients, in chunks of rows.
+    """Computes a linear layer, the summed cross-entropy of its output, and the gradients, in chunks of rows.
 
     The forward pass also computes the gradients, because the logits chunks exist only in the forward pass.  The number
     of matrix products is the same as without chunks.
@@ -228,7 +237,7 @@ class _HeadLoss(torch.autograd.Function):
 def _loss_and_gradient(
     logits: Tensor, targets: Tensor, divisor: int, shard: VocabularyShard | None
 ) -> Tensor:
-    """Return a chunk's summed cross-entropy, and overwrite `logits` with its gradient divided by `divisor`."""
+    """Return a chunk's summed cross-entropy, and overwrite `logits` with its gradients, divided by `divisor`."""
     if shard is not None:
         return _shard_loss_and_gradient(logits, targets, divisor, shard)
     rows = _chunk_rows(logits)

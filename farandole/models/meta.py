@@ -16,7 +16,10 @@ _RANDOM = frozenset(
 
 
 class _SkipRandomValues(TorchFunctionMode):
-    """Skips random initialization on the meta device, because its first call imports torch's compiler (2 to 8 s)."""
+    """Skips random initialization on the meta device.
+
+    The first random initialization there would import torch's compiler, which takes 2 to 8 s.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -12,9 +12,11 @@ from farandole.models.sequence import Transformer
 
 @dataclass(frozen=True)
 class MixtralConfig(LlamaConfig):
-    """The configuration of a Mixtral model, in which `top` of `experts` networks with width `inner` process each token.
+    """The configuration of a Mixtral model.
 
     Args:
+        experts: the number of experts per layer.  Each expert is a feed-forward network of width `inner`.
+        top: the number of experts that process each token.
         jitter: the noise of the router's input during training; see `moe.TopKRouter`.
         balance: how routers balance the load of their experts.
     """
@@ -26,7 +28,7 @@ class MixtralConfig(LlamaConfig):
 
 
 def mixtral(config: MixtralConfig) -> Transformer:
-    """Return a Mixtral model, whose weights `build_mixtral` initializes."""
+    """Return a Mixtral model without the weight initialization of `build_mixtral`."""
 
     def experts() -> MixtureOfExperts:
         return MixtureOfExperts(

@@ -22,20 +22,21 @@ from farandole.models.sequence import SequenceInfo
 
 @dataclass(frozen=True)
 class Balance:
-    """How a router balances the load of its experts during training; by default, it does not.
+    """How a router balances the load of its experts during training.  By default, no loss and no limit apply.
 
     Losses and capacities apply to each sequence separately, so they do not depend on the distribution of sequences over
     micro-batches and processes.
 
     Args:
-        loss: the coefficient of the load-balancing loss, E / (k T) sum_e n_e p_e for E experts, of which k are selected
-            for each of T tokens: n_e tokens select expert e, and p_e is its mean score (Fedus et al., 2022, "Switch
-            Transformers", section 2.2; DeepSeek-V3, 2024, equations 17 to 20).  The loss is 1 for a uniform load.
-        z_loss: the coefficient of the mean squared logarithm of the softmax denominator, which keeps logits small (Zoph
-            et al., 2022, "ST-MoE", equation 5).
+        loss: the coefficient of the load-balancing loss E / (k T) sum_e n_e p_e (Fedus et al., 2022, "Switch
+            Transformers", section 2.2; DeepSeek-V3, 2024, equations 17 to 20).  Each of T tokens selects k of E
+            experts.  n_e tokens select expert e, and p_e is the mean score of expert e.  The loss is 1 for a uniform
+            load.
+        z_loss: the coefficient of the z-loss, which keeps logits small: the mean squared logarithm of the softmax
+            denominator (Zoph et al., 2022, "ST-MoE", equation 5).
         capacity: the maximum number of a sequence's tokens per expert, as a multiple of the mean k T / E; None for no
-            limit.  Earlier tokens have priority over later tokens, and first choices over second choices (Lepikhin et
-            al., 2021, "GShard").  Dropped tokens pass through the residual connection only.
+            limit.  Tokens beyond the limit are dropped: the expert does not process them (Lepikhin et al., 2021,
+            "GShard").  First choices have priority over second choices, and then earlier tokens over later tokens.
 
     Raises:
         ValueError: if a coefficient is negative, or the capacity is not positive.
@@ -56,7 +57,7 @@ class Balance:
 
     @property
     def has_losses(self) -> bool:
-        """Whether the router adds to the model's loss."""
+        """Return whether the router adds to the model's loss."""
         return self.loss > 0 or self.z_loss > 0
 
 
@@ -67,7 +68,7 @@ class Routing:
     Args:
         experts, weights: the indices of the selected experts and their weights, both (tokens, top).
         scores: fp32 scores (tokens, experts), which sum to 1 for each token.
-        logits: (tokens, experts), from which `scores` were computed.
+        logits: the logits (tokens, experts) from which `scores` were computed.
     """
 
     experts: Tensor
@@ -80,7 +81,10 @@ class Router(nn.Module):
     """Selects `top` of `experts` experts for each token; subclasses implement `route`."""
 
     load: Tensor
-    """The number of tokens for each expert since the last call of `take_loads`, and the number of dropped tokens."""
+    """The number of selections of each expert, followed by the number of dropped selections; reset by `take_loads`.
+
+    The shape is (experts + 1).
+    """
 
     copies = 1
     """The number of processes that compute this router for the same tokens, and sum its gradients."""
@@ -93,11 +97,11 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def route(self, x: Tensor) -> Routing:
-        """Select experts for tokens (tokens, width)."""
+        """Select `top` experts for each row of `x` (tokens, width)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Routing:
-        """Select experts for tokens (tokens, width)."""
+        """Select `top` experts for each row of `x` (tokens, width), and update `load` if `counts_load`."""
         routing = self.route(x)
         if self.counts_load:
             with torch.no_grad():
@@ -106,7 +110,10 @@ class Router(nn.Module):
 
     @property
     def counts_load(self) -> bool:
-        """Whether this call counts tokens: in training mode, except for a recomputation in a backward pass."""
+        """Return whether a forward pass would now add to `load`.
+
+        The result is true in training mode, except for a recomputation in a backward pass.
+        """
         return self.training and torch._C._current_graph_task_id() == -1
 
 
@@ -122,7 +129,7 @@ class TopKRouter(Router):
         self.jitter = jitter
 
     def route(self, x: Tensor) -> Routing:
-        """Select experts for tokens (tokens, width)."""
+        """Select `top` experts for each row of `x` (tokens, width)."""
         if self.jitter and self.training:
             x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
         logits = F.linear(x, self.weight.to(x.dtype))
@@ -173,7 +180,7 @@ class GroupedRouter(Router):
         self.normalized, self.scale = normalized, scale
 
     def route(self, x: Tensor) -> Routing:
-        """Select experts for tokens (tokens, width)."""
+        """Select `top` experts for each row of `x` (tokens, width)."""
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.sigmoid()
         with torch.no_grad():
@@ -212,7 +219,7 @@ class RouterLoad:
 
     Args:
         tokens: the number of tokens for each expert, before tokens are dropped, fp32 of shape (experts).
-        dropped: the share of tokens that were dropped.
+        dropped: the share of the selections (pairs of a token and an expert) that were dropped.
     """
 
     tokens: Tensor
@@ -220,7 +227,7 @@ class RouterLoad:
 
     @property
     def imbalance(self) -> float:
-        """The largest load as a multiple of the mean load: 1 for a uniform load."""
+        """Return the largest load as a multiple of the mean load.  The result is 1 for a uniform load."""
         return float(self.tokens.max() / self.tokens.mean().clamp(min=1e-20))
 
 
@@ -235,14 +242,14 @@ def take_loads(
     all_reduce: Callable[[Tensor], object] | None = None,
     experts: Mapping[str, int] | None = None,
 ) -> dict[str, RouterLoad]:
-    """Return each router's load since the last call by name, reset the loads, and balance grouped routers' experts.
+    """Return the loads of routers since the last call, by router name, and reset them.
 
-    Call this function once per step, on all processes.
+    This function also balances the experts of each `GroupedRouter`.  Call it once per step on all processes.
 
     Args:
-        all_reduce: sums a tensor over all processes in place.
-        experts: the number of experts of every router, including those on other processes, in the same order on all
-            processes; by default, all processes have the routers of `model`.
+        all_reduce: a function that sums a tensor over all processes in place.
+        experts: the number of experts of each router, by router name.  The names include routers on other processes,
+            and have the same order on all processes.  By default, all processes have the routers of `model`.
     """
     routers = routers_of(model)
     if experts is None:
@@ -314,15 +321,20 @@ def kept_within(capacity: int, experts: Tensor, sequences: int, count: int) -> T
 
 
 Products = Callable[[Tensor, Tensor], Tensor]
-"""A function that takes rows (rows, width) sorted by expert and the row counts of the experts, and returns outputs."""
+"""A function that applies experts to rows, and returns the output rows.
+
+It takes rows (rows, width) sorted by expert, and the number of rows of each expert.
+"""
 
 Meanwhile = Callable[[], Tensor]
 """A computation that can overlap with communication."""
 
 Exchange = Callable[[Tensor, Tensor, Products, Meanwhile | None], tuple[Tensor, Tensor | None]]
-"""A function that takes rows and row counts for all experts, `Products` of this process's experts, and a computation.
+"""A function that sends rows to the processes that have their experts, and receives the output rows.
 
-It returns the outputs of all experts, and the result of the computation.
+It takes this process's rows sorted by expert, the number of these rows for each expert of all processes, the `Products`
+that applies this process's experts, and an optional computation to overlap with communication.  It returns the output
+rows and the result of the computation.
 """
 
 
@@ -403,7 +415,7 @@ class Experts(nn.Module):
         return total.index_add(0, tokens, outputs)
 
     def _products(self, inputs: Tensor, counts: Tensor) -> Tensor:
-        """Apply each expert i to the next counts[i] rows."""
+        """Apply each expert i to its `counts[i]` rows of `inputs`, which are sorted by expert."""
         if self._is_grouped(inputs):
             ends = counts.cumsum(0).int()
             inner = F.grouped_mm(inputs, self.gate_up.weight.transpose(1, 2), offs=ends)
@@ -458,7 +470,10 @@ class MixtureOfExperts(nn.Module):
         return result
 
     def _kept(self, experts: Tensor, sequences: int) -> Tensor | None:
-        """Return a mask of the selections within the capacity, or None for all."""
+        """Return a mask of the selections within the capacity, or None if all selections are kept.
+
+        Dropped selections are added to the router's `load`.
+        """
         if self.balance.capacity is None or not self.training or isinstance(experts, FakeTensor):
             return None
         count = self.experts.count
@@ -470,7 +485,7 @@ class MixtureOfExperts(nn.Module):
         return kept
 
     def _loss(self, routing: Routing, batch: int, info: SequenceInfo) -> Tensor:
-        """Return this process's share of the router's loss: the sum over the process's tokens."""
+        """Return this process's share of the router's loss, which is the sum over this process's tokens."""
         losses = info.router_losses
         assert losses is not None
         scores = routing.scores.unflatten(0, (batch, -1))  # (batch, positions, experts)

@@ -1,4 +1,4 @@
-"""Let a `TorchFunctionMode` replace a whole operation of a model, as it can replace torch's functions."""
+"""Let a `TorchFunctionMode` replace a whole operation of a model, just as it can replace a torch function."""
 
 from __future__ import annotations
 

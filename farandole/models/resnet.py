@@ -21,14 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STRIDE = 32
-"""The total stride: image pixels per feature-map value in each direction.  Smaller images are not useful."""
+"""The number of image pixels per value of the last feature map, in each direction.
+
+Images with fewer pixels in a direction are not useful.
+"""
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
 
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """The configuration of a ResNet, whose stage s has `layers[s]` blocks with `width` * 2^s channels.
+    """The configuration of a ResNet.
+
+    Stage s, from 0 to 3, has `layers[s]` blocks with `width` * 2^s channels.
 
     A "basic" block has two 3 x 3 convolutions.  A "bottleneck" block has 1 x 1, 3 x 3 and 1 x 1 convolutions, and
     outputs four times as many channels.
@@ -113,7 +118,7 @@ def resnet_config(name: str, classes: int | None = None) -> ResNetConfig:
 
 
 class Stem(nn.Module):
-    """A convolution and a pooling layer, which reduce image height and width to a quarter."""
+    """A convolution and a pooling layer, which together reduce the image height and width to a quarter."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -148,7 +153,7 @@ class BasicBlock(nn.Module):
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
-        """The batch norm before the addition."""
+        """Return the batch norm whose output is added to the shortcut."""
         return self.bn2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,7 +162,10 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions with a residual connection.  The last one quadruples the channels."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions with a residual connection.
+
+    The last convolution outputs four times as many channels as the others.
+    """
 
     def __init__(self, inputs: int, inner: int, stride: int) -> None:
         super().__init__()
@@ -172,7 +180,7 @@ class Bottleneck(nn.Module):
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
-        """The batch norm before the addition."""
+        """Return the batch norm whose output is added to the shortcut."""
         return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
@@ -219,10 +227,10 @@ def build_resnet(config: ResNetConfig, *, zero_last_norm: bool = False) -> nn.Se
 
 
 def from_torchvision_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a ResNet state dict from torchvision's names to the names in `build_resnet`.
+    """Rename the entries of a torchvision ResNet state dict for the models that `build_resnet` returns.
 
-    Timm and most checkpoints use torchvision's names: conv1, bn1, layer1.0.conv1, ..., fc.  The function removes
-    DistributedDataParallel's prefix "module.".
+    Timm and most checkpoints use torchvision's names: conv1, bn1, layer1.0.conv1, ..., fc.  DistributedDataParallel's
+    prefix "module." is removed.
 
         model.load_state_dict(from_torchvision_names(torch.load("resnet50.pth", weights_only=True)))
 

@@ -47,12 +47,13 @@ class Rotary:
         scaling: one of `SCALINGS`, or None.
         factor: the factor by which the scaling extends the context.
         original: the maximum number of training positions before the extension.
-        slow, fast: for `yarn`, the numbers of rotations over `original` positions (`beta_slow`, `beta_fast`).  For
-            `llama3`, the factors for the lowest and highest frequencies.
+        slow, fast: the ends of the ramp, as numbers of rotations over `original` positions.  Pairs with at most `slow`
+            rotations are fully scaled, and pairs with at least `fast` rotations are kept.  The configuration names are
+            `beta_slow` and `beta_fast` for `yarn`, `low_freq_factor` and `high_freq_factor` for `llama3`.
         magnitude: the factor applied to sines and cosines.
         truncate: whether `yarn` rounds the ends of its ramp to whole pairs.
-        short_factors, long_factors: for `longrope`, a factor for each pair in sequences with at most `original`
-            positions, and in longer sequences.
+        short_factors, long_factors: one factor per pair, for `longrope`.  `short_factors` apply to sequences with at
+            most `original` positions, and `long_factors` to longer sequences.
 
     Raises:
         ValueError: if the width is odd, the scaling is unknown, or the number of factors is wrong.
@@ -91,7 +92,7 @@ class Rotary:
         return self.scaling in ("dynamic", "longrope")
 
     def __call__(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """Rotate `x`, of shape (batch, heads, positions, values).  The default positions are 0, 1, ..."""
+        """Rotate `x` (batch, heads, positions, values) by the positions in `info`, by default 0, 1, ..."""
         info = info or SequenceInfo()
         length = x.shape[-2]
         start = info.cache.length if info.cache is not None else 0
@@ -137,12 +138,15 @@ class Rotary:
         return frequencies
 
     def _pair_with(self, rotations: float) -> float:
-        """Return the (fractional) pair that completes `rotations` rotations over the original context."""
+        """Return the index (a fraction) of the pair that completes `rotations` rotations over `original` positions."""
         return self.width * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
 
 def _length(positions: Tensor) -> int:
-    """Return the largest position plus 1.  In a dry run, tensors have no values, and positions count from 0."""
+    """Return the largest position plus 1.
+
+    In a dry run, tensors have no values, so the result is the number of positions.
+    """
     return positions.shape[-1] if isinstance(positions, FakeTensor) else int(positions.max()) + 1
 
 

@@ -4,8 +4,8 @@ A router's loss keeps the load of experts balanced, or the logits small.  The lo
 mixture of experts: the output does not change, but the backward pass also propagates through the router's loss.
 Therefore, blocks need no additional outputs, even if they are recomputed.  The incoming gradient of a router's loss is
 that of the model's summed loss, and is known when the backward pass begins at the head.  If the blocks are divided into
-stages, each stage passes the sum so far to the next stage (`continue_from`, `pass_on`).  In the backward pass, the stage
-first receives the gradient of this sum.
+stages, each stage passes the sum so far to the next stage (`continue_from`, `pass_on`).  In the backward pass, the
+stage first receives the gradient of this sum.
 
 A sequence's loss is averaged over the positions, and its weight is the number of targets.  The losses are therefore
 equal for any distribution of sequences over micro-batches and processes.
@@ -37,14 +37,14 @@ class RouterLosses:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """The number of positions without padding in each sequence."""
+        """Return the number of positions without padding in each sequence."""
         documents = self._documents
         real = torch.ones_like(self._targets) if documents is None else (documents >= 0).long()
         return real.sum(1).clamp(min=1)
 
     @cached_property
     def weights(self) -> Tensor:
-        """The number of targets per position in each sequence."""
+        """Return the weight of each sequence: the number of targets per position without padding."""
         return (self._targets >= 0).sum(1) / self.lengths
 
     def attach(self, hidden: Tensor, loss: Tensor, copies: int = 1) -> Tensor:
@@ -71,7 +71,7 @@ class RouterLosses:
         self._before = before
 
     def pass_on(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `hidden` and the fp32 sum of the losses so far, with which later blocks continue."""
+        """Return `hidden` and the fp32 sum of the losses so far.  The next stage passes this sum to `continue_from`."""
         self._complete = True
         before = hidden.new_zeros((), dtype=torch.float32) if self._before is None else self._before
         passed: tuple[Tensor, Tensor] = _PassOn.apply(hidden, before, self)
@@ -105,7 +105,10 @@ class _Add(torch.autograd.Function):
 
 
 class _PassOn(torch.autograd.Function):
-    """Returns the sum with the hidden states, so that the sum's gradient is known before a router needs it."""
+    """Returns the sum of the losses along with the hidden states.
+
+    The backward pass therefore receives the sum's gradient before a router needs it.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, before: Tensor, losses: RouterLosses) -> tuple[Tensor, Tensor]:

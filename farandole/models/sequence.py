@@ -31,9 +31,9 @@ class SequenceShard:
     Args:
         index: the indices, of shape (positions), of this process's positions in the complete sequences.
         length: the number of positions in the complete sequences.
-        documents, targets: the documents and targets of the complete sequences, (batch, complete length), if given.
+        documents, targets: the documents and targets of the complete sequences, both (batch, `length`), or None.
         attend: a function with the arguments of `attention.attention` that also attends to the other processes' keys.
-        all_reduce: sums a tensor over these processes in place.
+        all_reduce: a function that sums a tensor in place over the processes that share the sequences.
     """
 
     index: Tensor
@@ -57,7 +57,8 @@ class SequenceInfo:
         source: the encoder's sequences, for an encoder-decoder model.
         shard: the positions of this process, if sequences are split over several processes.
         router_losses: the sum of the routers' losses during training.
-        shape: the numbers of sequences and of positions that this process embeds; set by `Transformer.prepare`.
+        shape: the number of sequences and the number of positions that this process embeds.  `Transformer.prepare` sets
+            `shape`.
 
     Raises:
         ValueError: if both `documents` and `cache` are given.
@@ -106,7 +107,7 @@ class SequenceInfo:
     def spans(self) -> list[tuple[int, int, int]] | None:
         """Return (sequence, start, end) for each run of equal document numbers.
 
-        Returns None if a number has several runs in a sequence.  Reads `documents` on the host.
+        Return None if a number has several runs in a sequence.  This method reads `documents` on the host.
         """
         return self.shared("spans", self._spans)
 
@@ -195,6 +196,9 @@ class Transformer(nn.Sequential):
         return hidden
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Return a new copy of `info`, with information from the inputs such as padding."""
+        """Return a copy of `info` for one forward pass with `inputs`: `shape` is set, and no values are shared yet.
+
+        Subclasses may add information from the inputs, such as padding.
+        """
         shape = inputs.shape if isinstance(inputs, Tensor) and inputs.dim() == 2 else None
         return replace(info, _shared={}, shape=None if shape is None else (shape[0], shape[1]))

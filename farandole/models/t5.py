@@ -28,7 +28,10 @@ from farandole.models.sequence import SequenceInfo, Transformer
 from farandole.models.vocabulary import WHOLE, Vocabulary
 
 Hidden = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The source and target hidden states (batch, positions, width) and score biases (1, heads, positions, positions)."""
+"""The hidden states of source and target, and the score biases of source and target.
+
+The hidden states have the shape (batch, positions, width), and the biases (1, heads, positions, positions).
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class T5Config:
     Args:
         head_width: the width per head.  The heads together may be wider than `width`.
         buckets: the number of biases per head.  All distances of at least `max_distance` share one bias.
-        padding: the padding token, which is masked.
+        padding: the token that is masked in the source, or None.
     """
 
     vocabulary: int
@@ -60,15 +63,20 @@ class T5Config:
 
 
 def shift_right(labels: Tensor, start: int, padding: int = 0) -> Tensor:
-    """Return the decoder input: `start`, then all labels except the last, with ignored labels as padding."""
+    """Return the decoder input: `start`, followed by all labels except the last.
+
+    Negative labels, which the loss ignores, are replaced with `padding`.
+    """
     shifted = labels.roll(1, 1)
     shifted[:, 0] = start
     return shifted.masked_fill(shifted < 0, padding)
 
 
 class RelativeBias(nn.Module):
-    """Score biases that depend on distance: one for each small distance, and one for each logarithmic bucket of larger
-    distances."""
+    """Score biases that depend on the distance between positions.
+
+    Each small distance has its own bias.  Larger distances share one bias per logarithmic bucket.
+    """
 
     def __init__(self, config: T5Config, causal: bool) -> None:
         super().__init__()
@@ -108,7 +116,7 @@ class T5Embedding(nn.Module):
         self.padding = config.padding
 
     def forward(self, inputs: tuple[Tensor, Tensor], info: SequenceInfo | None = None) -> Hidden:
-        """Embed int64 source and target tokens, both (batch, positions)."""
+        """Embed int64 source and target tokens, both (batch, positions), and compute the score biases."""
         source, target = (self.dropout(self.tokens(tokens)) for tokens in inputs)
         return source, target, self.encoder_bias(source.shape[1]), self.decoder_bias(target.shape[1])
 
@@ -171,7 +179,10 @@ class CrossAttention(nn.Module):
 
 
 def _cross_mask(info: SequenceInfo, target: Tensor, source: Tensor) -> Tensor | None:
-    """Return the mask (batch, 1, target positions, source positions).  Missing document numbers default to 0."""
+    """Return a mask (batch, 1, target positions, source positions) of the pairs in the same document.
+
+    If only one side has document numbers, the numbers of the other side are 0.  If neither has them, return None.
+    """
     there = info.source.documents if info.source is not None else None
     if there is None and info.documents is None:
         return None
@@ -241,7 +252,10 @@ class DecoderBlock(nn.Module):
 
 
 class T5Head(nn.Module):
-    """The final target normalization and the output projection, whose input is scaled if the weight is tied."""
+    """The final target normalization and the output projection.
+
+    The projection's input is scaled if `T5Config.scaled` is true.
+    """
 
     vocabulary: Vocabulary = WHOLE
 
@@ -255,7 +269,7 @@ class T5Head(nn.Module):
         self.scale = config.width**-0.5 if config.scaled else 1.0
 
     def forward(self, hidden: Hidden, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the logits for the target, or with `targets` the summed loss and the number of targets."""
+        """Return the logits for the target sequence, or with `targets` the summed loss and the number of targets."""
         if targets is not None:
             return self.vocabulary.loss(hidden[1], targets, self.weight, before=self._before)
         return self.vocabulary.logits(self._before(hidden[1]), self.weight)
@@ -269,7 +283,7 @@ class T5(Transformer):
     """An encoder-decoder transformer that masks padding tokens in the source."""
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Return `info` with the source's padding as a separate document."""
+        """Return a copy of `info` in which the source's padding is a separate document."""
         if info.cache is not None:
             raise ValueError("T5 does not support a key-value cache; omit the cache")
         info = super().prepare(inputs, info)
@@ -280,7 +294,7 @@ class T5(Transformer):
 
 
 def t5(config: T5Config) -> T5:
-    """Return a T5 model, whose weights `build_t5` initializes."""
+    """Return a T5 model without the weight initialization of `build_t5`."""
     embedding = T5Embedding(config)
     encoder = [EncoderBlock(config) for _ in range(config.encoder_layers)]
     decoder = [DecoderBlock(config) for _ in range(config.decoder_layers)]

@@ -87,7 +87,7 @@ class ImageHead(nn.Module):
 
 
 def vit(config: ViTConfig) -> Transformer:
-    """Return a ViT model, whose weights `build_vit` initializes."""
+    """Return a ViT model without the weight initialization of `build_vit`."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     blocks = [
         TransformerBlock(

@@ -37,7 +37,7 @@ SILENCE_S = 15.0
 BACKGROUND, MAIN_THREAD, TRY = 1, 2, 4
 """Flags of a call.
 
-BACKGROUND: Sleep early while waiting.
+BACKGROUND: Sleep sooner than usual while waiting.
 MAIN_THREAD: Handle signals while waiting.
 TRY: When the timeout of a message expires, return `Status.PENDING` instead of failing the group.
 """
@@ -83,7 +83,10 @@ class Operation(IntEnum):
 
 
 LAST_STATUS = 64
-"""On failure, a function that posts a message returns a status, encoded as a pointer below this number."""
+"""The smallest number that can be the address of a message.
+
+Functions that post a message return the address of the message or, on failure, a `Status`, which is smaller.
+"""
 
 
 class VectorLevel(IntEnum):
@@ -269,7 +272,10 @@ def vector_level() -> VectorLevel:
 
 
 def raise_pending_interrupt() -> None:
-    """Raise the exception of a signal handler that ran while the core waited (after `Status.INTERRUPTED`)."""
+    """Raise the exception of a signal handler that ran while the core waited.
+
+    Call this function after `Status.INTERRUPTED`.
+    """
     kept = [c_void_p(), c_void_p(), c_void_p()]
     library().frd_pending_interrupt(*(ctypes.byref(pointer) for pointer in kept))
     restore = ctypes.pythonapi.PyErr_Restore

@@ -15,7 +15,7 @@ from farandole.plan import PlanError
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (PlanError, ValueError, TypeError, RuntimeError)
 }
-"""The types of errors that all ranks raise with the same type; other errors become a `RuntimeError`."""
+"""The error types that are preserved: all ranks raise the same type.  Other types become a `RuntimeError`."""
 
 
 @contextmanager
@@ -43,7 +43,10 @@ def agreed_errors(comm: Communicator) -> Iterator[None]:
 
 
 def _description(error: Exception | None) -> tuple[str, str] | None:
-    """Return the first matching type in `_KINDS` or else the type's name, and the message; None without an error."""
+    """Return the type and the message of `error`, or None if there is no error.
+
+    The type is the name of the first matching type in `_KINDS`, or else the name of the error's own type.
+    """
     if error is None:
         return None
     kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), type(error).__name__)

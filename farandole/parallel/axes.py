@@ -1,8 +1,8 @@
 """This process's position on the device mesh, and the layouts that axes declare while they transform a model.
 
-An axis is one function `apply(model, position, plan, layouts)`.  It replaces parameters with this rank's shards, adds
-collectives between the ranks of the axis to calls in the model, and declares in `layouts` which boxes of each tensor a
-rank stores and which copies have equal gradients.
+An axis is one function `apply(model, position, plan, layouts)`.  It replaces parameters with this rank's shards, and
+adds collectives between the ranks of the axis to the model's computation.  It declares in `layouts` which boxes of each
+tensor a rank stores and which copies have equal gradients.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class AxisCommunicator:
 
     In a dry run, tensors have no values (`memory.dry_run`).  Collectives then transfer nothing, and append the number
     of bytes that this rank would send to `sent`.  A ring sends (size - 1) / size of a tensor in a reduce-scatter or an
-    all-gather, and twice as much in an all-reduce.  For point-to-point messages in a ring, a message between the
-    first and the last rank is recorded, because all ranks of the ring send at the same time and the slowest link
-    determines the time.
+    all-gather, and twice as much in an all-reduce.  A point-to-point message in a ring is recorded as a message between
+    the first and the last rank: all ranks of the ring send at the same time, so the slowest link determines the time.
 
     Args:
         ranks: the ranks of the group, as numbered in the mesh.
         rank: this rank's index in `ranks`.
-        comm: the communicator of the ranks; None if they do not communicate, or until `Position.connect` creates the group.
+        comm: the communicator of the ranks; None if they do not communicate, or until `Position.connect` creates the
+            group.
+        sent: the list that collectives append to in a dry run.
     """
 
     def __init__(
@@ -51,11 +52,14 @@ class AxisCommunicator:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
     def connect(self, parent: AxisCommunicator, members: Sequence[int]) -> None:
-        """Create the process group of the ranks `members` of `parent`.  This is a collective call of these ranks."""
+        """Create the process group of this communicator's ranks, whose indices in `parent` are `members`.
+
+        This is a collective call of these ranks.
+        """
         if parent._comm is not None:
             self._comm = parent._comm.create_group(members)
 
@@ -64,20 +68,23 @@ class AxisCommunicator:
         self._connected.abort(note)
 
     def reconnect(self, parent: Communicator) -> None:
-        """Replace the group by a new group of the same ranks of `parent`.  This is a collective call of these ranks."""
+        """Replace the group with a new group of the same ranks of `parent`.
+
+        This is a collective call of these ranks.
+        """
         self.abort()
         self._comm = parent.create_group(self.ranks)
 
     @property
     def overlaps(self) -> bool:
-        """Whether transfers overlap with computation.
+        """Return whether transfers overlap with computation.
 
         Transfers in shared memory do not overlap, because the ranks' cores copy the data.
         """
         return self._comm is not None and not self._comm.shares_memory()
 
     def all_reduce(self, tensor: Tensor, op: ReduceName = "sum", *, output: Tensor | None = None) -> None:
-        """Reduce a tensor; see `Communicator.all_reduce`."""
+        """Reduce `tensor` over the ranks; see `Communicator.all_reduce`."""
         if not self._is_dry(2 * (self.size - 1) / self.size, tensor):
             self._connected.all_reduce(tensor, op, output=output)
 
@@ -157,7 +164,7 @@ class AxisCommunicator:
 class Position:
     """A cell of the mesh, and the communicators of the rank in this cell.
 
-    `groups` is None if ranks do not communicate, as in the planner.  In a dry run, operations append to `sent`.
+    `groups` is None if ranks do not communicate, as in the planner.  In a dry run, collectives append to `sent`.
     """
 
     mesh: Mesh
@@ -246,7 +253,7 @@ class Layouts(dict[str, Layout]):
         return self[self._names[id(parameter)]]
 
     def equal_gradients(self, parameter: nn.Parameter, axis: str) -> None:
-        """Declare that the copies on `axis` have equal gradients, which are therefore not summed."""
+        """Declare that the copies of `parameter` on `axis` have equal gradients, so that these are not summed."""
         layout = self.of(parameter)
         self[layout.name] = replace(layout, same=layout.same | {axis})
 
@@ -266,7 +273,7 @@ class Layouts(dict[str, Layout]):
 
 
 def own_part(value: Tensor, layout: Layout, mesh: Mesh, cell: Cell) -> Tensor:
-    """Return a copy of the part of a complete tensor that a cell stores."""
+    """Return a copy of this cell's part of `value`, which is the complete tensor."""
     for axis, shard in layout.shards:
         boxes = replace(layout, shards=((axis, shard),)).boxes(mesh, cell)
         ends = [box[shard.dim] for box in boxes]

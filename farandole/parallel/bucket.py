@@ -36,7 +36,7 @@ from farandole.parallel.zero.buffer_pool import BufferPool, empty
 from farandole.parallel.zero.sharding import BucketPlan
 
 Change = Callable[[Tensor], object]
-"""A function that changes the result of a bucket in place, element by element."""
+"""A function that changes the result of a bucket in place.  It treats each element separately."""
 
 
 class Bucket:
@@ -127,7 +127,7 @@ class Bucket:
         return self._pool.first_to_launch()
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add the gradient that autograd has accumulated for parameter `index`."""
+        """Add `gradient`, which autograd has accumulated for parameter `index`, to the bucket."""
         parameter = self.parameters[index]
         if self._use_zero_copy(gradient):
             parameter.grad = None
@@ -145,7 +145,10 @@ class Bucket:
         self.received[index] = True
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
-        """Return whether `gradient` is the part of the buffer in which autograd accumulates gradient `index`."""
+        """Return whether `gradient` is the `.grad` of parameter `index` that this bucket provides.
+
+        Autograd then accumulates directly in the bucket's buffer.
+        """
         return self.is_in_place and self.received[index] and gradient is self._shown[index]
 
     def is_complete(self, index: int) -> bool:
@@ -159,7 +162,7 @@ class Bucket:
         return index in self._arrived
 
     def reduce_async(self) -> None:
-        """Start the reduction; the memory must not be used before `wait` returns."""
+        """Start the reduction.  The gradients and the result must not be used before `wait` returns."""
         whole = self._acquire()
         for view, received in zip(self._views, self.received, strict=True):
             if not received:
@@ -182,22 +185,22 @@ class Bucket:
 
     @property
     def held_nbytes(self) -> int:
-        """The size in bytes of the unsharded gradient that this bucket currently holds."""
+        """Return the size in bytes of the unsharded gradient that this bucket currently holds."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     @property
     def whole_nbytes(self) -> int:
-        """The size of the unsharded gradient in bytes."""
+        """Return the size of the complete unsharded gradient in bytes."""
         return self._layout.length * self._dtype.itemsize
 
     @property
     def is_late(self) -> bool:
-        """Whether gradients have arrived since the last reduction."""
+        """Return whether gradients have arrived that are not being reduced yet."""
         return any(self.received) and not self.in_flight
 
     @property
     def has_two_stages(self) -> bool:
-        """Whether a reduction over replicas follows the reduction over shards."""
+        """Return whether a reduction over replicas follows the reduction over shards."""
         return self.shards is not None and self._replicas is not None
 
     def advance(self) -> None:
@@ -228,11 +231,12 @@ class Bucket:
 
     @property
     def reduced(self) -> Tensor:
-        """This rank's part of the result, flat, in memory; undefined before the first reduction of a step.
+        """Return this rank's part of the result as a flat tensor in memory.
 
-        The memory is allocated at the first use and released by `clear`, so that other data can use the memory in
-        between: at the start, master weights that are being offloaded; in each step, activations, most of which are
-        released before gradients exist.
+        The values are undefined before the first reduction of a step.
+
+        The first use allocates the memory, and `clear` or offloading releases it.  Before the first use in a step, most
+        activations can use this memory.  Before the first step, master weights that are being offloaded can use it.
         """
         if self._reduced is None:
             with memory_tag("gradients", self.parameters):
@@ -251,14 +255,14 @@ class Bucket:
 
     @property
     def holds_result(self) -> bool:
-        """Whether a result exists, in memory or offloaded."""
+        """Return whether a result exists, in memory or offloaded."""
         return self._reduced is not None or self._in_record
 
     # ---- offloaded results ----
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the result is offloaded after its reduction."""
+        """Return whether the result is offloaded after its reduction."""
         return self._stored is not None
 
     def prefetch(self) -> None:
@@ -269,14 +273,17 @@ class Bucket:
 
     @contextmanager
     def in_memory(self, device: torch.device | None = None) -> Iterator[Tensor]:
-        """Return a context in which the result is in memory, on its device or, if it is offloaded, on `device`."""
+        """Return a context in which the result is in memory.
+
+        An offloaded result is read to `device`, by default the bucket's device.
+        """
         if self._in_record:
             yield self._read(device or self._device)
         else:
             yield self.reduced
 
     def change(self, change: Change, factor: float | None = None) -> None:
-        """Apply `change` to the result now, or when it is next read.
+        """Apply `change` to the result: now, or at the next read if the result is offloaded.
 
         `factor` is the factor by which the norms of the result change, if known.
         """
@@ -292,16 +299,16 @@ class Bucket:
 
     @property
     def norms(self) -> dict[int, Tensor] | None:
-        """The Euclidean norms of the parameters' parts in the result, by parameter index.
+        """Return the Euclidean norm of each parameter's part of the result, by parameter index.
 
-        The value is None if the norms are not known.
+        Return None if the result is not offloaded or the norms are not known.
         """
         if not self._in_record or self._factor is None:
             return None
         return {index: norm * self._factor for index, norm in self._norms.items()}
 
     def _offload(self) -> None:
-        """Write the result, if it is offloaded."""
+        """Write the result to the offload store, if there is one, and keep the norms of its parts in memory."""
         if self._stored is None:
             return
         self._norms = {
@@ -351,7 +358,11 @@ class Bucket:
         self.begin_pass()
 
     def resume(self) -> None:
-        """Make further backward passes add to the result."""
+        """Prepare the bucket so that further backward passes add to the result.
+
+        Raises:
+            RuntimeError: if the reduction is a weighted sum and the buffer is persistent.
+        """
         if self._pool is not None:
             return  # each pass is reduced, and its result added
         if self._weight is not None:
@@ -373,9 +384,9 @@ class Bucket:
         return self._gradient_view(index)
 
     def own_gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the buffer before the reduction, and this rank's gradients in it by parameter index.
+        """Return the unsharded buffer, and this rank's gradients in the buffer, by parameter index.
 
-        Other elements are undefined.
+        Call this method before the reduction.  The buffer's other elements are undefined.
         """
         whole = self._acquire()
         return whole, {index: view for index, view in enumerate(self._views) if self.received[index]}
@@ -383,14 +394,20 @@ class Bucket:
     # ---- memory ----
 
     def _gradient_view(self, index: int) -> Tensor:
-        """Return a separate view of a gradient for `.grad`, because `Module.to` replaces the memory of `.grad`."""
+        """Return the tensor for a parameter's `.grad`, a separate view of its gradient.
+
+        `Module.to` replaces the memory of `.grad`, which must not affect `_views`.
+        """
         view, shown = self._views[index], self._shown[index]
         if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
             shown = self._shown[index] = view.detach()
         return shown
 
     def _use_zero_copy(self, gradient: Tensor) -> bool:
-        """Reduce `gradient` in autograd's memory, if the bucket is zero-copy and the gradient's strides allow it."""
+        """Use autograd's memory of `gradient` as the buffer if possible; return whether it is used.
+
+        This requires a zero-copy pool and a contiguous gradient.
+        """
         if self._pool is None or not self._pool.zero_copy or self._buffer is not None:
             return False
         if gradient.layout != torch.strided or not gradient.is_contiguous():
@@ -422,5 +439,5 @@ class Bucket:
 
 
 def norm_of(tensor: Tensor, order: float = 2) -> Tensor:
-    """Return a norm of `tensor`, computed at least in fp32."""
+    """Return the norm of `tensor` of the given order, computed in at least fp32."""
     return torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))

@@ -43,11 +43,11 @@ class ReplicatedBuffers:
 
     @property
     def changed(self) -> bool:
-        """Whether this rank has changed a buffer since the last average."""
+        """Return whether this rank has changed a buffer since the last average."""
         return self._versions() != self._known
 
     def accept(self, buffers: Iterable[Tensor]) -> None:
-        """Do not average the current values of `buffers`, because all replicas have made the same changes."""
+        """Mark the current values of `buffers` as averaged, because all replicas have made the same changes."""
         accepted = {id(buffer): buffer._version for buffer in buffers}
         self._known = [(key, accepted.get(key, version)) for key, version in self._known]
 
@@ -80,7 +80,10 @@ class ReplicatedBuffers:
         self._known = self._versions()
 
     def _by_replicas(self) -> dict[tuple[int, ...], list[Tensor]]:
-        """Return the floating-point buffers by the ranks that store the same elements, in one order on all ranks."""
+        """Return the floating-point buffers, grouped by their replicas: the ranks that store the same elements.
+
+        Each group has the same order on all ranks.
+        """
         found: dict[tuple[int, ...], list[Tensor]] = {}
         for name, buffer in self._model.named_buffers():
             if buffer.is_floating_point():
@@ -94,7 +97,7 @@ class ReplicatedBuffers:
 
 
 def _alike(buffers: Iterable[Tensor]) -> list[Sequence[Tensor]]:
-    """Return the buffers in groups with the same dtype and device."""
+    """Group the buffers by dtype and device."""
     found: dict[object, list[Tensor]] = {}
     for buffer in buffers:
         found.setdefault((buffer.dtype, buffer.device), []).append(buffer)

@@ -41,7 +41,7 @@ def copy_to_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def linear_of_copies(x: Tensor, weight: Tensor, bias: Tensor | None, comm: AxisCommunicator | None) -> Tensor:
-    """Return the product of `copy_to_all(x, comm)` with this rank's part of a weight.
+    """Apply a linear layer to `copy_to_all(x, comm)`; `weight` and `bias` are this rank's parts.
 
     The gradient of the weight is computed while the gradients of `x` are summed.
     """

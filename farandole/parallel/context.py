@@ -2,11 +2,11 @@
 
 All layers except attention process each position separately.  For attention, the ranks form a grid, ring x heads:
 
-- *Heads* (Jacobs et al., 2023, "DeepSpeed Ulysses"): before attention, an all-to-all exchanges some positions of all heads
-  for all positions of some heads.  After attention, a second all-to-all reverses the exchange.
-- *Ring* (Liu et al., 2023, "Ring Attention with Blockwise Transformers"): keys and values circulate.  Each rank computes
-  attention between its queries and the keys that it currently holds, and adds the result to its output.  The next keys
-  arrive during the computation.
+- *Heads* (Jacobs et al., 2023, "DeepSpeed Ulysses"): before attention, an all-to-all exchanges some positions of all
+  heads for all positions of some heads.  After attention, a second all-to-all reverses the exchange.
+- *Ring* (Liu et al., 2023, "Ring Attention with Blockwise Transformers"): keys and values circulate.  Each rank
+  computes attention between its queries and the keys that it currently holds, and adds the result to its output.  The
+  next keys arrive during the computation.
 
 The number of heads limits the first method, so a ring divides the work further.  With causal attention, late positions
 need more work.  Therefore the sequence is cut into 2 R parts for a ring of R ranks, and rank r has the parts r and
@@ -47,7 +47,7 @@ from farandole.plan import Plan, PlanError
 AXIS = "context"
 
 SCORES_BYTES = 16 << 20
-"""The maximum size in bytes of the attention scores that are computed at a time."""
+"""The maximum size in bytes of the attention scores that are computed at once."""
 
 
 def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> None:
@@ -103,7 +103,10 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
-    """Return, for each rank of the tensor axis, the number of key-value heads or, with latent attention, of heads."""
+    """Return the number of heads that the ranks of the context axis can share, for each rank of the tensor axis.
+
+    These are the key-value heads or, with latent attention, all heads.
+    """
     width = module.value_width if isinstance(module, LatentAttention) else module.head_width * module.group
     layout = layouts.of(module.out.get_parameter("weight"))
     return [
@@ -114,7 +117,14 @@ def _shared_heads(module: SelfAttention | LatentAttention, position: Position, l
 
 @dataclass(frozen=True)
 class Grid:
-    """The `ring` x `heads` grid of ranks that share sequences, and this rank's coordinates and communicators."""
+    """The `ring` x `heads` grid of the ranks that share sequences.
+
+    Args:
+        place: this rank's row and column.
+        all: the communicator of all ranks in the grid.
+        ring_comm: the communicator of this rank's column; None for a single rank.
+        heads_comm: the communicator of this rank's row; None for a single rank.
+    """
 
     ring: int
     heads: int
@@ -125,7 +135,7 @@ class Grid:
 
     @classmethod
     def of(cls, position: Position, ring: int) -> Grid:
-        """Return the grid of a position on the context axis."""
+        """Return the grid of the ranks along the context axis of `position`, with `ring` rows."""
         comm = position.comm(AXIS)
         assert comm is not None
         heads = comm.size // ring
@@ -154,7 +164,10 @@ class Grid:
 
 
 class _ShareSequences:
-    """Wraps the model to compute only this rank's positions; returns the loss, or the logits, of all positions."""
+    """Wraps a model so that each rank computes only its own positions of the sequences.
+
+    The wrapped model returns the loss or the logits of all positions.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -227,12 +240,12 @@ def _arguments(
 def _sum_of_all(
     total: Tensor, count: Tensor | float, comm: AxisCommunicator
 ) -> tuple[Tensor, Tensor | float]:
-    """Return a sum of losses and a count, each summed over all ranks.
+    """Sum `total`, which is a sum of losses, and `count` over all ranks; return both sums.
 
-    All ranks get the values of the complete sequences.
+    All ranks get equal results, which cover the complete sequences.
 
-    The gradient is the gradient of this rank's sum times the number of ranks.  The engine averages gradients over the
-    ranks, which gives the gradient of the complete sum.
+    The gradient of `total` is multiplied by the number of ranks.  The engine averages gradients over the ranks, so the
+    result is the gradient of the complete sum.
     """
     both = torch.stack((total.detach().double().cpu(), torch.as_tensor(count).double().cpu()))
     comm.all_reduce(both)
@@ -255,9 +268,10 @@ class _Total(torch.autograd.Function):
 
 
 class _GatherPositions(torch.autograd.Function):
-    """Concatenates all ranks' positions; gradients are summed over the ranks, which all have the same loss.
+    """Concatenates the positions of all ranks.  The backward pass sums the gradients over the ranks.
 
-    The engine averages gradients over the context axis, which reduces the sum of equal gradients to a single gradient.
+    All ranks compute the same loss, so this sum has one equal term per rank.  The engine averages gradients over the
+    context axis, which reduces the sum to a single gradient.
     """
 
     @staticmethod
@@ -326,7 +340,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 class _JoinHeads(torch.autograd.Function):
-    """The inverse and the transpose of `_SplitHeads`."""
+    """Reverses `_SplitHeads`.  Each of the two is also the backward pass of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: list[int], comm: AxisCommunicator) -> Tensor:
@@ -388,7 +402,10 @@ class Visibility:
                 yield own, there, mask
 
     def _mask(self, at: Tensor, to: Tensor) -> Tensor | None:
-        """Return a mask (1 or batch, 1, 1, queries, keys), or None if all queries attend to all keys."""
+        """Return the mask of queries at positions `at` and keys at positions `to`; None if nothing is masked.
+
+        The shape is (1 or batch, 1, 1, queries, keys).
+        """
         distance, mask = at[:, None] - to, None
         if self.causal and at[0] < to[-1]:
             mask = distance >= 0
@@ -403,7 +420,7 @@ class Visibility:
 
 
 def _runs(index: Tensor) -> Iterator[slice]:
-    """Yield the slices of consecutive positions."""
+    """Yield the slice of each run of consecutive positions in `index`."""
     cuts = [0, *((index.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(index)]
     yield from (slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b)
 
@@ -480,7 +497,10 @@ def _wide(x: Tensor) -> torch.dtype:
 def _circulate(
     own: Sequence[Tensor], visibility: Visibility, comm: AxisCommunicator | None, row: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield (rank, its keys and values) in descending rank order from this rank, while receiving the next ones."""
+    """Yield (rank, its keys and values) for each rank of the ring, in descending order from this rank.
+
+    While the caller uses one rank's keys and values, the next ones arrive.
+    """
     held = [each.detach().contiguous() for each in own]
     if comm is None:
         yield row, held
@@ -503,7 +523,10 @@ def _circulate(
 def _pass_on(
     gradients: list[Tensor], visibility: Visibility, comm: AxisCommunicator, there: int
 ) -> list[Tensor]:
-    """Send the gradients of rank `there`'s keys and values to the next rank; return the previous rank's gradients."""
+    """Send the gradients of the keys and values of rank `there` to the next rank.
+
+    Return the gradients that the previous rank sends.
+    """
     length = len(visibility.indices[(there - 1) % comm.size])
     arriving = [each.new_empty((*each.shape[:2], length, each.shape[3])) for each in gradients]
     works = [comm.isend(each, (comm.rank + 1) % comm.size, 2 + tag) for tag, each in enumerate(gradients)]
@@ -516,7 +539,7 @@ def _pass_on(
 def _query_parts(
     query: Tensor, own: slice, others: slice, mask: Tensor | None
 ) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yield parts of the queries with at most `SCORES_BYTES` of scores, and their masks."""
+    """Yield slices of the queries, each with at most `SCORES_BYTES` of scores, and the mask of each slice."""
     keys = others.stop - others.start
     rows = max(1, SCORES_BYTES // (4 * query.shape[0] * query.shape[1] * keys))
     for each in chunks(own.stop - own.start, rows, query):
@@ -525,7 +548,7 @@ def _query_parts(
 
 
 def _scores(query: Tensor, keys: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    """Return the scores (batch, key-value heads, group x queries, keys)."""
+    """Return the masked attention scores (batch, key-value heads, group x queries, keys)."""
     kv_heads, queries = keys.shape[1], query.shape[2]
     grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     scores = (grouped @ keys.transpose(2, 3)).to(_wide(query)).mul_(scale)
@@ -535,7 +558,7 @@ def _scores(query: Tensor, keys: Tensor, seen: Tensor | None, scale: float) -> T
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """Return (batch, heads, queries, width) as (batch, key-value heads, group x queries, width)."""
+    """Reshape `x` from (batch, heads, queries, width) to (batch, key-value heads, group x queries, width)."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
@@ -549,7 +572,7 @@ def _add_partial(
     seen: Tensor | None,
     scale: float,
 ) -> None:
-    """Add the attention of some queries to some keys to `output` and `logs`, in place."""
+    """Combine the partial result in `output` and `logs` with the attention of queries `part` to `keys`, in place."""
     heads, queries = query.shape[1], part.stop - part.start
     scores = _scores(query[:, :, part], keys, seen, scale)
     log = scores.logsumexp(-1, keepdim=True)
@@ -577,9 +600,11 @@ def _add_gradients(
     seen: Tensor | None,
     scale: float,
 ) -> None:
-    """Add the gradients of the attention of some queries to some keys, in place.
+    """Add the gradients of the attention of queries `part` to keys `others`, in place.
 
-    With p = exp(score - log) and the output's gradient g:  dv = p^T g, ds = p (g v^T - sum(g o)), dq = ds k, dk = ds^T q.
+    With p = exp(score - log), the output o and the gradient g of o, the gradients are:
+
+        dv = p^T g        ds = p (g v^T - sum(g o))        dq = ds k        dk = ds^T q
     """
     kv_heads, kind = keys.shape[1], query.dtype
     k, v = keys[:, :, others], values[:, :, others]

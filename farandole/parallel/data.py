@@ -54,13 +54,13 @@ class StepEvents(Protocol):
         """Handle the clearing of the previous step's gradients."""
 
     def begin_pass(self) -> None:
-        """Handle the start of a backward pass; an exception ends the pass."""
+        """Handle the start of a backward pass.  An exception raised here stops the pass."""
 
     def before_reduction(self, number: int) -> None:
         """Handle the completion of all gradients in bucket `number` on this rank."""
 
     def end_step(self) -> None:
-        """Handle the end of a step, when gradients are averages."""
+        """Handle the end of a step, after the gradients have been averaged."""
 
 
 @dataclass
@@ -86,10 +86,11 @@ class GradientReducer:
         buffers: the buffers of the model.
         comm: the communicator of all ranks.
         norms: the norms of averaged gradients, which are invalidated when gradients change.
-        every_pass: whether gradients are reduced after each backward pass, because unsharded gradients are not kept.
-            A pipeline reduces the gradients of each stage after each pass of the stage instead, within `completing`.
-        by_stage: whether a pipeline runs the backward passes, and reduces gradients within `completing` only.
-        gatherer: gathers weights, if they are sharded.
+        every_pass: whether gradients are reduced after each backward pass of the model, because unsharded gradients are
+            not kept.  False with a pipeline, which reduces the gradients after each pass of a stage, within
+            `completing`.
+        by_stage: whether a pipeline runs the backward passes.  Gradients are then reduced only within `completing`.
+        gatherer: the object that gathers weights, if they are sharded.
         loss_parameters: the parameters that are hidden until a backward pass begins.
     """
 
@@ -167,9 +168,9 @@ class GradientReducer:
 
     @contextmanager
     def completing(self, parameters: Collection[int]) -> Iterator[None]:
-        """Start reductions within `no_sync`, for parameters whose gradients this context completes.
+        """Return a context within `no_sync` in which reductions start for the gradients that the context completes.
 
-        See `Engine.completing`.
+        `parameters` are the ids of the parameters with these gradients; see `Engine.completing`.
         """
         self._completing = parameters
         self._register_hooks()
@@ -206,7 +207,7 @@ class GradientReducer:
 
     @property
     def all_cleared(self) -> bool:
-        """Whether the gradients of the last step have been cleared."""
+        """Return whether the gradients of the last step have been cleared."""
         return self.reduced and all(shards.all_cleared for shards in self.shards)
 
     def join_pass(self, *, last: bool) -> None:
@@ -341,7 +342,7 @@ class GradientReducer:
             self._removed.append((number, index))
 
     def _register_hooks(self) -> None:
-        """Register the hooks that have been removed."""
+        """Register again the hooks that have been removed."""
         for number, index in self._removed:
             parameter = self.buckets[number].parameters[index]
             hook = self._hook(number, index)
@@ -359,7 +360,7 @@ class GradientReducer:
 
     @property
     def _reduces(self) -> bool:
-        """Whether the gradients of the current backward pass are reduced."""
+        """Return whether the gradients of the current backward pass are reduced."""
         return self._every_pass or not self._accumulating
 
     def _begin_pass(self) -> None:
@@ -423,12 +424,16 @@ class GradientReducer:
         self._launch(queue, end)
 
     def _launch(self, queue: _Queue, end: int) -> None:
-        """Start the reductions of a queue up to place `end`."""
+        """Start the reductions of a queue up to, but not including, place `end`."""
         start, queue.next = queue.next, max(queue.next, end)
         self._reduce(queue.current[start:end], queue.current[:start])
 
     def _reduce(self, numbers: Sequence[int], before: Sequence[int] = ()) -> None:
-        """Start the reductions of the buckets `numbers`, which follow the buckets `before` in their order."""
+        """Start the reductions of the buckets `numbers`.
+
+        `before` are the buckets that precede them in the order.  Their second reductions, over replicas, can then
+        start.
+        """
         for place, number in enumerate(numbers):
             bucket = self.buckets[number]
             for index, parameter in enumerate(bucket.parameters if self._is_by_stage(number) else ()):
@@ -460,9 +465,9 @@ class GradientReducer:
             self._launch(queue, end)
 
     def _early_end(self, queue: _Queue) -> int | None:
-        """Return the first queue position up to which reductions release as much memory as late gradients can need.
+        """Return the queue position at which early reductions can stop; None if there is none.
 
-        The result is None if no position satisfies this condition.
+        At this position, the reduced buckets release at least as much memory as their late gradients can need.
         """
         released = late = 0
         for place in range(queue.next, len(queue.current)):
@@ -489,10 +494,12 @@ class GradientReducer:
             self.end_pass(last=not self._accumulating)
 
     def _agree_on_order(self, completed: list[int]) -> None:
-        """For all later steps, use the order in which the first rank of each queue completed the buckets.
+        """Agree on the reduction order of all later steps.
 
-        A bucket with an unused parameter does not delay other buckets: it is reduced at the end of the pass (`zero` 0 and 1),
-        or after its last gradient (`zero` 2 and 3).
+        This is the order in which the first rank of each queue completed the buckets.
+
+        A bucket with an unused parameter does not delay other buckets: it is reduced at the end of the pass (`zero` 0
+        and 1), or after its last gradient (`zero` 2 and 3).
         """
         # numbers differ between stages of a pipeline, names do not
         names = [bucket.plan.names[0] for bucket in self.buckets]

@@ -22,10 +22,10 @@ The engine reads layouts instead of mesh axes: the `Layout` of a tensor determin
 which ranks shard it (`zero.sharding`).  One engine implements all ZeRO stages (Rajbhandari et al., 2020, "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models").
 
-To support pipelines, `forward_backward` controls the order of forward passes, backward passes and reductions.  A pipeline
-schedule replaces the loop over micro-batches in `global_mean`.  The reducer needs one signal per step, after the last
-backward pass (`GradientReducer.end_pass`).  Gradients that the schedule names in `completing` are reduced earlier.  The
-ranks in the last stage provide the loss sums and counts.
+To support pipelines, `forward_backward` controls the order of forward passes, backward passes and reductions.  A
+pipeline schedule replaces the loop over micro-batches in `global_mean`.  The reducer needs one signal per step, after
+the last backward pass (`GradientReducer.end_pass`).  Gradients that the schedule names in `completing` are reduced
+earlier.  The ranks in the last stage provide the loss sums and counts.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ from farandole.plan import Offloaded, Place
 class Engine:
     """Trains `model` on the ranks of `comm`; created by `farandole.parallelize`.
 
-    The constructor broadcasts parameters and buffers from rank 0.  Frozen parameters receive no gradients.  The gradient of
-    a tied parameter is reduced once.  If a parameter has a gradient on some ranks only, the other ranks contribute zeros.
-    If it has no gradient on any rank, its `.grad` remains None.  An engine on a single rank does not communicate.
+    The constructor broadcasts parameters and buffers from rank 0.  Frozen parameters receive no gradients.  The
+    gradient of a tied parameter is reduced once.  If a parameter has a gradient on some ranks only, the other ranks
+    contribute zeros.  If it has no gradient on any rank, its `.grad` remains None.  An engine on a single rank does not
+    communicate.
 
     With `zero` >= 1, or if an axis shards parameters, optimizers update this rank's shards of the parameters.  The
     `.grad` of a parameter is then a placeholder, because each rank stores only a shard of the averaged gradient
@@ -91,17 +92,18 @@ class Engine:
         zero: the ZeRO stage: 1 shards optimizer states and master weights, 2 also gradients, 3 also weights.
         dtype: the dtype in which the model computes (bf16, fp16).  Master weights and their gradients have the original
             dtype of the parameters, at least fp32.
-        offload: "host" or "disk:FOLDER": where master weights and optimizer states are stored between steps.
-        offloaded: "gradients" (with `zero` >= 2) to offload gradients too, or "parameters" (with `zero=3`) to offload
-            gradients and parameters too.
-        initialize: a function that fills a model on the meta device block by block, so that each rank allocates only its
-            shards (`zero.initial_values`).
-        watch: check each rank's gradients before they are averaged, so that `locate_nonfinite` can name the rank.  The check
-            reads each full bucket once.
+        offload: where master weights and optimizer states are stored between steps: "none" (in the device's memory),
+            "host" or "disk:FOLDER".
+        offloaded: what is offloaded.  "optimizer" selects master weights and optimizer states, "gradients" (with `zero`
+            >= 2) also gradients, and "parameters" (with `zero=3`) also gradients and parameters.
+        initialize: a function that fills a model on the meta device block by block, so that each rank allocates only
+            its shards (`zero.initial_values`).
+        watch: whether to check each rank's gradients before they are averaged, so that `locate_nonfinite` can name the
+            rank.  The check reads each full bucket once.
         rounding: stochastic rounding for updates of bf16 weights, instead of master weights.
         scaler: the loss scaler for fp16 (`loss_scaling`).
-        diagnose: check block outputs, so that an overflow report names the block.
-        report: log one line per overflow on rank 0.
+        diagnose: whether to check the outputs of blocks, so that an overflow report names the block.
+        report: whether rank 0 logs one line per overflow.
         mesh: the device mesh; by default a single data axis.
         layouts: the parameter layouts by name; by default every rank has every parameter.
         pipeline: the stages of this rank, if the model is divided into stages.
@@ -230,7 +232,10 @@ class Engine:
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:
-        """Return a context that yields the loss scale; the caller multiplies losses by it before backward passes."""
+        """Return a context that yields the loss scale.
+
+        The caller multiplies each loss by the scale before its backward pass.
+        """
         if self._reducer.all_cleared:
             self._reducer.begin_step()
         with self._steps.scaled() as scale:
@@ -243,16 +248,16 @@ class Engine:
 
             step = engine.forward_backward(batches, lambda logits, batch: (masked_sum(logits, batch), batch.mask.sum()))
 
-        The sum of all losses is divided by the global count.  Masked tokens, packed sequences and micro-batches of different
-        sizes therefore have the same weight as in a single process.  The number of micro-batches may differ between ranks
-        and may be zero.
+        The sum of all losses is divided by the global count.  Masked tokens, packed sequences and micro-batches of
+        different sizes therefore have the same weight as in a single process.  The number of micro-batches may differ
+        between ranks and may be zero.
 
         Args:
             batches: this rank's micro-batches.
-            loss: `loss(output, batch)` returns the sum of the losses in a micro-batch and their count: the number of samples
-                or unmasked tokens.
-            inputs: a function that returns the model's arguments for a micro-batch: a tensor, a tuple, or a mapping of named
-                arguments.  The default returns the first element of a tuple or list, or else the batch itself.
+            loss: `loss(output, batch)` returns the sum of the losses in a micro-batch and their count: the number of
+                samples or unmasked tokens.
+            inputs: a function that returns the model's arguments for a micro-batch: a tensor, a tuple, or a mapping of
+                named arguments.  The default returns the first element of a tuple or list, or else the batch itself.
 
         Returns:
             The global mean loss, the global count, and whether the update will be skipped; equal on all ranks.
@@ -284,7 +289,7 @@ class Engine:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss enters the mean loss over all ranks.
+        """Return whether this rank's loss enters the mean loss over all ranks.
 
         If several ranks compute the same loss, this is true for exactly one of them.
         """
@@ -325,7 +330,7 @@ class Engine:
 
     @property
     def reduced_in_every_pass(self) -> frozenset[int]:
-        """The `id` of each parameter whose unsharded gradient is not kept between passes (`zero` 2 and 3)."""
+        """Return the `id` of each parameter whose unsharded gradient is not kept between passes (`zero` 2 and 3)."""
         return frozenset(
             id(p) for bucket in self.buckets if bucket.plan.every_pass for p in bucket.parameters
         )
@@ -339,7 +344,7 @@ class Engine:
 
     @property
     def waited_s(self) -> float:
-        """The total time in seconds that this rank has waited for other ranks; assign 0 to reset it."""
+        """Return the total time in seconds that this rank has waited for other ranks; assign 0 to reset it."""
         return self._reducer.waited_s + (0.0 if self.pipeline is None else self.pipeline.waited_s)
 
     @waited_s.setter
@@ -350,14 +355,14 @@ class Engine:
 
     @property
     def waits(self) -> Sequence[tuple[float, float]]:
-        """The start and end of each wait for averaged gradients in this step, in seconds of `time.perf_counter`."""
+        """Return (start, end) of each wait for averaged gradients in this step, in seconds of `time.perf_counter`."""
         return self._reducer.waits
 
     # ---- the optimizer ----
 
     @property
     def skipped(self) -> bool:
-        """Whether the last optimizer step was skipped because fp16 gradients overflowed."""
+        """Return whether the last optimizer step was skipped because fp16 gradients overflowed."""
         return self.overflow is not None
 
     def will_skip(self) -> bool:
@@ -368,12 +373,12 @@ class Engine:
 
     @property
     def overflow(self) -> Overflow | None:
-        """The overflow that caused the last step to be skipped, or None."""
+        """Return the overflow that caused the last step to be skipped, or None."""
         return self._steps.overflow
 
     @property
     def scaler(self) -> LossScaler:
-        """The loss scaler; its scale is 1 unless the precision is fp16."""
+        """Return the loss scaler.  Its scale is 1 unless the precision is fp16."""
         return self._steps.scaler
 
     def shards(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
@@ -394,8 +399,8 @@ class Engine:
             optimizer = engine.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=3e-4))
 
         If the plan shards parameters, the optimizer must update every element independently (SGD, Adam, AdamW) or every
-        parameter independently (Muon, Adafactor; see `optimizers.owned_parameters`).  If states are offloaded, the optimizer
-        must update every element independently.  Existing optimizer states must be equal on all ranks.
+        parameter independently (Muon, Adafactor; see `optimizers.owned_parameters`).  If states are offloaded, the
+        optimizer must update every element independently.  Existing optimizer states must be equal on all ranks.
 
         `optimizer.step()` waits for the averaged gradients and returns when all ranks have the updated weights.  If
         `step` receives a closure, `step` returns the mean loss over all ranks.
@@ -403,12 +408,13 @@ class Engine:
         With offload, this method moves master weights and states to the offload store and is a collective call.
 
         Args:
-            optimizer: an optimizer of the model's parameters, or a function that creates one from the list of all parameters
-                that the engine trains.
+            optimizer: an optimizer of the model's parameters, or a function that creates one from the list of all
+                parameters that the engine trains.
 
         Raises:
             TypeError: if `optimizer` is a class, or neither an optimizer nor a function that returns one.
-            ValueError: if the optimizer would compute different results with shards, or has parameters of another model.
+            ValueError: if the optimizer would compute different results with shards, or has parameters of another
+                model.
             OffloadError: if the disk or the host memory has too little space for the states.
         """
         optimizer = self._updates.add(optimizer, self.model)
@@ -418,12 +424,12 @@ class Engine:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers passed to `optimizer`."""
+        """Return the optimizers passed to `optimizer`."""
         return self._updates.optimizers
 
     @property
     def offloaded(self) -> list[OffloadedUpdate]:
-        """The optimizers with offloaded states."""
+        """Return the updates of the optimizers whose states are offloaded."""
         return self._updates.offloaded
 
     def _before_update(self) -> bool:
@@ -476,10 +482,10 @@ class Engine:
             yield
 
     def edit_parameters(self) -> AbstractContextManager[None]:
-        """Return a context with unsharded parameters that can be changed in place, under `torch.no_grad()`.
+        """Return a context in which the caller can change the unsharded parameters in place, under `torch.no_grad()`.
 
-        All ranks must make the same changes.  The optimizer continues from the new values.  Each rank needs memory for all
-        parameters.
+        All ranks must make the same changes.  The optimizer continues from the new values.  Each rank needs memory for
+        all parameters.
 
         Raises:
             RuntimeError: if the master weights are offloaded.
@@ -492,8 +498,8 @@ class Engine:
 
         This is a collective call.
 
-        If the model is divided into stages, the state contains the stages of this rank.  Parameters have the dtype of the
-        master weights or, if optimizer states are offloaded, the dtype in which the model computes.
+        If the model is divided into stages, the state contains the stages of this rank.  Parameters have the dtype of
+        the master weights or, if optimizer states are offloaded, the dtype in which the model computes.
         """
         self._end_pass()
         return self._whole.state_dict()
@@ -523,8 +529,8 @@ class Engine:
     ) -> PendingSave:
         """Write the state of the model and its optimizers to a new folder.  This is a collective call.
 
-        The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the states of the random
-        number generators, and `extra`.  The folder receives its final name when it is complete.
+        The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the states of the
+        random number generators, and `extra`.  The folder receives its final name when it is complete.
 
         Args:
             folder: a folder that does not exist yet, on a file system that all ranks share.
@@ -532,15 +538,15 @@ class Engine:
             asynchronous: copy the state to host memory, and write the copy in a thread while training continues.  The
                 checkpoint is on disk when the returned object's `wait`, the next `save` or `load`, or `close` returns.
                 Offloaded states are not copied but written before `save` returns.
-            on_saved: a function that the writing thread calls on rank 0 when the folder is complete.  If the function raises
-                an exception, the save fails.
+            on_saved: a function that the writing thread calls on rank 0 when the folder is complete.  If the function
+                raises an exception, the save fails.
 
         Returns:
             The pending save; it is already complete unless `asynchronous` is set.
 
         Raises:
-            CheckpointError: on all ranks, if the folder exists or cannot be written.  With `asynchronous`, `wait` raises the
-                error.
+            CheckpointError: on all ranks, if the folder exists or cannot be written.  With `asynchronous`, `wait`
+                raises the error.
         """
         self._wait_for_save()
         self.loss_parameters.show()
@@ -561,16 +567,17 @@ class Engine:
             The `extra` values passed to `save`.
 
         Raises:
-            CheckpointError: on all ranks, if the checkpoint cannot be read or belongs to another model, and
-                `UnreadableError` if files are missing or damaged.  The engine is then unchanged.
+            CheckpointError: on all ranks, if the checkpoint cannot be read or belongs to another model.  The error is
+                an `UnreadableError` if files are missing or damaged.  The engine is then unchanged.
         """
         self._wait_for_save()
         self.loss_parameters.show()
         return checkpoint.load(self, Path(folder).expanduser())
 
     def export(self, folder: str | Path, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30) -> None:
-        """Write parameters and buffers to safetensors files in a new folder, for other programs.  This is a collective
-        call.
+        """Write parameters and buffers to safetensors files in a new folder, for other programs.
+
+        This is a collective call.
 
         Args:
             dtype: the dtype of floating-point tensors; by default the dtype of the master weights.
@@ -586,8 +593,8 @@ class Engine:
     ) -> None:
         """Write a new Hugging Face folder that `transformers` can load.  This is a collective call.
 
-        LoRA adapters are merged into the written weights.  The tokenizer files are copied from the folder from which the
-        model was created.  No rank holds the unsharded model.
+        LoRA adapters are merged into the written weights.  The tokenizer files are copied from the folder from which
+        the model was created.  No rank holds the unsharded model.
 
         Args:
             dtype: the dtype of floating-point weights; by default the dtype of the master weights.
@@ -629,7 +636,11 @@ class Engine:
 
     @property
     def adapter(self) -> Adapter:
-        """The description of the model's LoRA adapter; raises `ValueError` if the model has no LoRA."""
+        """Return the description of the model's LoRA adapter.
+
+        Raises:
+            ValueError: if the model has no LoRA.
+        """
         found = describe_adapter(self.model) if self.pipeline is None else self.pipeline.adapter
         if found is None:
             raise ValueError("the model has no LoRA adapters: use a plan with lora=LoRA(...)")
@@ -643,13 +654,17 @@ class Engine:
         Each rank reads only its own shards.  Optimizer states are unchanged.
 
         Raises:
-            CheckpointError: on all ranks, if files are damaged or belong to another model.  The engine is then unchanged.
+            CheckpointError: on all ranks, if files are damaged or belong to another model.  The engine is then
+                unchanged.
         """
         self.loss_parameters.show()
         safetensors_files.load_weights(self, Path(path).expanduser())
 
     def remember_parameters(self) -> None:
-        """Accept changes that were made to both the parameters and the master weights."""
+        """Accept changes to the parameters that were also made to the master weights.
+
+        Without this call, the next update would raise an error about changed parameters.
+        """
         self._whole.remember()
 
     def _wait_for_save(self) -> None:
@@ -658,7 +673,7 @@ class Engine:
             pending.wait()
 
     def metadata(self) -> dict[str, Any]:
-        """Return the contents of a checkpoint other than tensors, for `restore_metadata`."""
+        """Return the contents of a checkpoint that are not tensors, for `restore_metadata`."""
         return {
             "scaler": {"enabled": self.scaler.enabled, **self.scaler.state_dict()},
             "rounding_steps": self.rounding.steps if self.rounding is not None else 0,
@@ -679,7 +694,7 @@ class Engine:
         self._mean.expected = saved.get("count")  # missing in checkpoints of earlier versions
 
     def accept_buffers(self, buffers: Iterable[Tensor]) -> None:
-        """Do not average these buffers, because all ranks have made the same changes."""
+        """Mark the current values of `buffers` as averaged, because all ranks have made the same changes."""
         self._reducer.buffers.accept(buffers)
 
     # ---- gradients ----
@@ -752,8 +767,8 @@ class Engine:
     def take_router_loads(self) -> dict[str, RouterLoad]:
         """Return the loads of all routers since the last call, and balance the experts of grouped routers.
 
-        Call this method once per step, on all ranks.  The result is equal on all ranks, and includes the routers of other
-        pipeline stages.  See `models.moe.take_loads`.
+        Call this method once per step, on all ranks.  The result is equal on all ranks, and includes the routers of
+        other pipeline stages.  See `models.moe.take_loads`.
         """
         experts = None if self.pipeline is None else self.pipeline.experts
         return take_loads(self.model, self.comm.all_reduce if self.comm.size > 1 else None, experts)

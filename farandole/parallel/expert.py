@@ -122,7 +122,7 @@ class _TransposeBlocks(torch.autograd.Function):
 
 
 class _Transfer:
-    """An all-to-all that sends `sent[i]` rows to rank i, and receives `received[i]` rows from it."""
+    """An all-to-all that sends `sent[i]` rows to rank i, and receives `received[i]` rows from rank i."""
 
     def __init__(self, sent: list[int], received: list[int], comm: AxisCommunicator, overlaps: bool) -> None:
         self.sent, self.received, self.comm, self.overlaps = sent, received, comm, overlaps

@@ -31,7 +31,8 @@ class Step:
     Args:
         loss: the mean loss over all ranks.
         count: the total count.
-        skipped: whether the optimizer will skip the step because fp16 gradients overflowed; False with other precisions.
+        skipped: whether the optimizer will skip the step because fp16 gradients overflowed; False with other
+            precisions.
     """
 
     loss: float
@@ -45,9 +46,10 @@ def first_of(batch: Any) -> Any:
 
 
 def scalar_sum(result: tuple[Tensor, Tensor | float]) -> tuple[Tensor, Tensor | float]:
-    """Return the result of a loss function, with a sum in at least fp32.
+    """Return the result of a loss function, with the sum converted to at least fp32.
 
-    Raises ValueError if the sum is not a scalar.
+    Raises:
+        ValueError: if the sum is not a scalar.
     """
     total, count = result
     if total.dim():
@@ -151,7 +153,7 @@ class GlobalMean:
     def _run(
         self, batches: Sequence[Any], number: int, loss: Loss, inputs: Callable[[Any], Any]
     ) -> tuple[Tensor | None, Tensor | float]:
-        """Return the loss sum and the count of micro-batch `number`, or (None, 0) if this rank has no such micro-batch."""
+        """Return the loss sum and the count of micro-batch `number`; (None, 0) if this rank has no such micro-batch."""
         if number >= len(batches):
             self._engine.join_forward()
             return None, 0.0
@@ -171,7 +173,11 @@ class GlobalMean:
         return max(1.0, float(expected)) * passes
 
     def _mean(self, sums: Sequence[Tensor], counts: Sequence[Tensor | float]) -> tuple[float, float]:
-        """Return the mean over all ranks, and the total count."""
+        """Return the mean of the losses over all ranks, and the total count.
+
+        Raises:
+            ValueError: on all ranks, if the total count is not positive.
+        """
         values = torch.zeros(2, dtype=torch.float64)
         if sums and self.counts:
             values[0] = torch.stack(list(sums)).sum().cpu()

@@ -4,8 +4,9 @@ A loss may contain a term that is computed from parameters instead of the model'
 
     total + 0.01 * model[1].norm.weight.square().sum()
 
-The term is exact if this rank has the complete parameter, and if the reduction of the parameter's gradient counts the term
-once per loss.  Data parallelism and ZeRO satisfy both conditions.  With other axes, the layout of each parameter decides:
+The term is exact if this rank has the complete parameter, and if the reduction of the parameter's gradient counts the
+term once per loss.  Data parallelism and ZeRO satisfy both conditions.  With other axes, the layout of each parameter
+decides:
 
 - If an axis shards a parameter, each rank has only a part of the parameter.  The term would be a partial sum, and its
   gradient would be missing on some ranks.
@@ -13,8 +14,8 @@ once per loss.  Data parallelism and ZeRO satisfy both conditions.  With other a
   would compute the complete gradient of the term, so that the sum would contain it several times.
 - A rank of a pipeline does not have the parameters of other stages.
 
-These parameters are hidden while a loss is computed: from the end of the model's forward pass to the beginning of the backward
-pass.  Modules of the model can be called in the loss function, because their calls communicate as needed.
+These parameters are hidden while a loss is computed: from the end of the model's forward pass to the beginning of the
+backward pass.  Modules of the model can be called in the loss function, because their calls communicate as needed.
 """
 
 from __future__ import annotations
@@ -41,10 +42,7 @@ ADVICE = (
 
 
 def reason_to_refuse(layout: Layout, mesh: Mesh, rank: int) -> str | None:
-    """Return why a loss function on `rank` cannot use a parameter that the rank stores.
-
-    The result is None if it can use the parameter.
-    """
+    """Return why a loss function on `rank` cannot use a parameter that this rank stores; None if it can."""
     if layout.shards:
         axes = " and ".join(axis for axis, _ in layout.shards)
         return f"this rank has only its part of the parameter ({axes} parallelism)"
@@ -68,8 +66,9 @@ class LossParameters:
     """Hides the parameters that a loss function cannot use.
 
     Args:
-        layouts: the layouts of the complete model's parameters and buffers by name.
+        layouts: the layouts of the complete model's parameters and buffers, by name.
         rank: this rank.
+        staged: whether the model is divided into pipeline stages.  All parameters are then hidden.
     """
 
     def __init__(

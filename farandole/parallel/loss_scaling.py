@@ -32,7 +32,7 @@ MINIMUM = 2.0**-14
 """The minimum scale: with a smaller scale, typical losses underflow in fp16."""
 
 _REPORT_EVERY = 100
-"""At the minimum scale, one in this number of consecutive overflows is reported."""
+"""While the scale is at its minimum, one overflow is reported per this number of consecutive overflows."""
 
 
 class LossScaler:
@@ -42,7 +42,7 @@ class LossScaler:
     overflow, the scale is doubled.  At `minimum`, the scale stays constant and `stuck` counts consecutive overflows.
     All ranks pass the same argument to `update`, so their scales are equal.
 
-    With `enabled=False`, the scale is 1, for dtypes that need no scaling.
+    With `enabled=False`, which is intended for dtypes that need no scaling, the scale is always 1.
 
     Raises:
         ValueError: if `growth_interval` is less than 1, or `minimum` is not between 0 and `scale`.
@@ -73,7 +73,10 @@ class LossScaler:
         return loss * torch.tensor(self.scale) if self.enabled else loss
 
     def update(self, finite: bool) -> None:
-        """Count a step, and adapt the scale; `finite` is whether all gradients of the step were finite."""
+        """Count a step, and adapt the scale.
+
+        `finite` tells whether all gradients of the step are finite.
+        """
         self.steps += 1
         if not self.enabled:
             return
@@ -89,12 +92,12 @@ class LossScaler:
 
     @property
     def is_reported(self) -> bool:
-        """Whether to report the last overflow; at the minimum scale, only some overflows are reported."""
+        """Return whether to report the last overflow.  At the minimum scale, only some overflows are reported."""
         return self.stuck <= 1 or self.stuck % _REPORT_EVERY == 0
 
     @property
     def advice(self) -> str:
-        """Advice for a scale at its minimum; "" above the minimum."""
+        """Return advice if the scale is at its minimum and steps still overflow; otherwise return ""."""
         if not self.stuck:
             return ""
         row = "1 step has" if self.stuck == 1 else f"{self.stuck} steps in a row have"
@@ -121,7 +124,14 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class Overflow:
-    """A skipped step: its number, counted from 1, its report, and the scales before and after the step."""
+    """A step that was skipped because of an overflow.
+
+    Args:
+        step: the number of the step, counted from 1.
+        found: the report about the overflow.
+        before: the scale before the step.
+        after: the scale after the step.
+    """
 
     step: int
     found: OverflowReport
@@ -144,8 +154,8 @@ def _number(scale: float) -> str:
 class ScaledSteps:
     """Scales the engine's loss with `scaler`, unscales its gradients, and decides which steps to skip.
 
-    A disabled scaler changes nothing.  In the step after an overflow, and with `diagnose` in every step, the outputs
-    of blocks are checked, to detect overflows of the forward pass.  With `report`, rank 0 logs a warning for every
+    A disabled scaler changes nothing.  The outputs of blocks are checked, to detect overflows of the forward pass, in
+    the step after an overflow and, with `diagnose`, in every step.  With `report`, rank 0 logs a warning for every
     overflow.  While the scale is at its minimum, only one overflow in 100 is logged.
     """
 
@@ -183,7 +193,7 @@ class ScaledSteps:
         self._decided = False
 
     def before_reduction(self, number: int) -> None:
-        """Check this rank's gradients, if `watch` is enabled."""
+        """Check this rank's gradients in bucket `number`, if `watch` is given."""
         if self.watch is not None:
             self.watch.check(number)
 
@@ -200,7 +210,10 @@ class ScaledSteps:
 
     @contextmanager
     def scaled(self) -> Iterator[float]:
-        """Return a context that yields the loss scale; the caller multiplies losses by it before backward passes."""
+        """Return a context that yields the loss scale.
+
+        The caller multiplies each loss by the scale before its backward pass.
+        """
         if self._unscaled:  # this pass adds to gradients that were set
             self._engine.scale_all(self.scaler.scale)
             self.norm, self._unscaled = None, False
@@ -214,7 +227,7 @@ class ScaledSteps:
 
     @property
     def finite(self) -> bool:
-        """Whether no overflow has been detected."""
+        """Return whether no overflow has been detected in this step."""
         return not self.scaler.enabled or self.norm is None or math.isfinite(self.norm)
 
     def decide(self) -> None:

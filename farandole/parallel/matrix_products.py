@@ -1,9 +1,9 @@
 """Compute fp32 matrix products on the CPU with the library that is faster on this processor.
 
-On x86, torch computes fp32 products with MKL, which uses 256-bit instructions on AMD processors.  Zen 5 executes 512-bit
-instructions at full width.  oneDNN, which is also part of torch, uses these instructions and takes half the time: one
-core of a Zen 5 EPYC multiplies 256 x 768 and 768 x 2304 matrices at 98 GFLOP/s with MKL, and at 209 GFLOP/s with
-oneDNN.
+On x86, torch computes fp32 products with MKL, which uses 256-bit instructions on AMD processors.  Zen 5 executes
+512-bit instructions at full width.  oneDNN, which is also part of torch, uses these instructions and takes half the
+time: one core of a Zen 5 EPYC multiplies 256 x 768 and 768 x 2304 matrices at 98 GFLOP/s with MKL, and at 209 GFLOP/s
+with oneDNN.
 
 `use_fast_products` replaces the CPU kernels of `aten::mm`, `aten::addmm` and `aten::addmm_` for the whole process.
 Autograd and dispatch modes still see these operators.  Code from torch.compile calls `aten::mm.out`, which is not
@@ -29,7 +29,7 @@ _LARGE_BYTES = 4 << 20
 """The size of a matrix in bytes above which a product is computed in blocks of rows, to limit temporary memory."""
 
 _BLOCK_BYTES = 1 << 20
-"""The size of a block in bytes; a block stays in the cache until it has been copied to the result."""
+"""The size in bytes of a block of rows.  A block must stay in the cache until it has been copied to the result."""
 
 
 def multiplies_faster_with_onednn(processor: Processor) -> bool:
@@ -90,7 +90,7 @@ def replace_kernels() -> Library:
 
 
 def _is_fast(a: Tensor, b: Tensor) -> bool:
-    """Return whether oneDNN computes the product of two matrices faster."""
+    """Return whether oneDNN supports the product of these matrices and computes it faster than MKL."""
     return (
         a.dtype == b.dtype == torch.float32
         and a.shape[0] * b.numel() >= _SMALL
@@ -102,7 +102,7 @@ def _is_fast(a: Tensor, b: Tensor) -> bool:
 
 
 def _rows_of_block(a: Tensor, b: Tensor) -> int:
-    """Return the number of rows of `a` and of the product in a block."""
+    """Return the number of rows of `a` per block.  The block of the product has the same number of rows."""
     return max(1, _BLOCK_BYTES // (max(a.shape[1], b.shape[1]) * a.itemsize))
 
 

@@ -25,8 +25,9 @@ class Architecture:
         read: a function that converts the fields in `config.json` to the model's configuration.
         write: a function that converts the model's configuration to `config.json` fields.
         build: a function that returns the model.
-        table: a function that returns the tensor table.
-        matches: a function that returns whether a configuration belongs to this family, if families share a type.
+        table: a function that returns the table of tensor names in the model and in the folder.
+        matches: a function that returns whether a configuration belongs to this family, if several families share a
+            configuration type.
         adapt: a function that adapts the configuration to the tensors in a folder, if some tensors are optional.
         defaults: the values that transformers assumes for missing fields, if `read` assumes other values.  A field that
             is null is not missing.
@@ -148,12 +149,18 @@ def _context(fields: Fields) -> int:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's recommended sine and cosine magnitude for an extension by `factor`."""
+    """Return the factor that YaRN recommends for sines and cosines if the context grows by `factor`.
+
+    `scale` is `mscale` or `mscale_all_dim` in the configuration.
+    """
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def write_rotary(rotary: Rotary, width: int) -> dict[str, Any]:
-    """Return `rope_parameters`, and the equivalent fields for earlier versions of transformers."""
+    """Return the configuration fields for rotary positions, for heads with `width` values.
+
+    The fields are `rope_parameters`, and with dynamic scaling also `max_position_embeddings`.
+    """
     found: dict[str, Any] = {"rope_type": rotary.scaling or "default", "rope_theta": rotary.base}
     if rotary.width != width:
         found["partial_rotary_factor"] = rotary.width / width

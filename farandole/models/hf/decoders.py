@@ -29,7 +29,7 @@ _GELU = tuple(ACTIVATIONS)
 
 
 def one_dropout(fields: Fields, *names: str) -> float:
-    """Return the dropout probability that several fields share, because the model supports only one.
+    """Return the common value of the dropout fields `names`, because the model has only one dropout probability.
 
     Raises:
         FolderError: if the probabilities differ.
@@ -230,7 +230,7 @@ def _read_mistral(fields: Fields) -> LlamaConfig:
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return each layer's sliding window in a Qwen model."""
+    """Return each layer's sliding window in a Qwen model.  The result is empty if no layer has a window."""
     used = fields.take("use_sliding_window", False, kind=bool)
     window = fields.take("sliding_window", None, kind=int)
     first = fields.take("max_window_layers", layers, kind=int)
@@ -309,7 +309,10 @@ def _write_qwen(config: LlamaConfig) -> dict[str, Any]:
 
 
 def attention_rows(table: Table, config: LlamaConfig, ours: str, theirs: str) -> None:
-    """Add a layer's attention tensors for a Llama-like model."""
+    """Add the tensors of one attention module of a Llama-like model to `table`.
+
+    `ours` and `theirs` are the prefixes of the tensor names in the model and in the folder.
+    """
     query, key = config.heads * config.head_width, config.kv_heads * config.head_width
     projections = {f"{theirs}.q_proj": query, f"{theirs}.k_proj": key, f"{theirs}.v_proj": key}
     table.linears(f"{ours}.qkv", projections, bias=config.attention_bias)
@@ -320,14 +323,17 @@ def attention_rows(table: Table, config: LlamaConfig, ours: str, theirs: str) ->
 
 
 def gated_rows(table: Table, inner: int, ours: str, theirs: str, *, bias: bool = False) -> None:
-    """Add the tensors for a gated feed-forward network."""
+    """Add the tensors of a gated feed-forward network to `table`.
+
+    `ours` and `theirs` are the prefixes of the tensor names in the model and in the folder.
+    """
     gate_up = {f"{theirs}.gate_proj": inner, f"{theirs}.up_proj": inner}
     table.linears(f"{ours}.gate_up", gate_up, bias=bias)
     table.linear(f"{ours}.down", f"{theirs}.down_proj", bias=bias)
 
 
 def decoder_table(layers: int, tied: bool) -> Table:
-    """Return a table with a Llama-like model's embedding, normalizations and head."""
+    """Return a tensor table with the embedding, normalizations and head of a Llama-like model."""
     ignored = (r".*rotary_emb\.inv_freq", *((r"lm_head\.weight",) if tied else ()))
     table = Table("model.", ignored)
     table.copy("0.tokens.weight", "model.embed_tokens.weight")
@@ -352,7 +358,7 @@ def _llama_table(config: LlamaConfig) -> Table:
 
 
 def _rotates_heads(config: LlamaConfig) -> bool:
-    """Return whether rotary positions rotate whole heads in halves, as in all Llama-like families of transformers."""
+    """Return whether rotary positions rotate whole heads, and pair the two halves of each head, as in transformers."""
     rotary = config.rotary
     return rotary is not None and rotary.width == config.head_width and not rotary.interleaved
 
@@ -585,7 +591,10 @@ def _deepseek_table(config: DeepSeekConfig) -> Table:
 
 
 def _without_predictions(config: DeepSeekConfig, names: Collection[str]) -> DeepSeekConfig:
-    """Return the configuration without prediction modules, which transformers does not save."""
+    """Return `config` with `predicted` set to 0 if the folder has no prediction modules.
+
+    Transformers does not save these modules.
+    """
     stored = f"model.layers.{config.layers}.eh_proj.weight" in names
     return config if stored else replace(config, predicted=0)
 

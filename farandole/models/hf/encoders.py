@@ -20,7 +20,7 @@ FAMILIES: list[Architecture] = []
 
 
 def classes_of(fields: Fields) -> int:
-    """Return the number of classes in a configuration.
+    """Return the number of classes that a configuration declares.
 
     Raises:
         FolderError: if the loss is not the cross-entropy of one class per sample.
@@ -310,7 +310,10 @@ def _t5_table(config: T5Config) -> Table:
 
 
 def _t5_layer(table: Table, config: T5Config, ours: str, theirs: str, last: int) -> None:
-    """Add a layer's self-attention and feed-forward tensors.  The feed-forward network is sublayer `last`."""
+    """Add the self-attention and feed-forward tensors of a T5 layer to `table`.
+
+    The feed-forward network is sublayer `last`.
+    """
     inner = config.heads * config.head_width
     attention = f"{theirs}.0.SelfAttention"
     table.linear(f"{ours}.norm_attention", f"{theirs}.0.layer_norm")
@@ -328,7 +331,10 @@ def _t5_layer(table: Table, config: T5Config, ours: str, theirs: str, last: int)
 
 
 def _t5_head(config: T5Config, names: Collection[str]) -> T5Config:
-    """Adapt the configuration to the folder's head, because transformers 5 declares every head as tied."""
+    """Return `config` with `tied` set to false if the folder has head weights, and to true otherwise.
+
+    The configuration does not tell, because transformers 5 declares every head as tied.
+    """
     return replace(config, tied="lm_head.weight" not in names)
 
 

@@ -109,8 +109,8 @@ class Fields:
     """The fields of a configuration.  `finish` rejects fields that were not read.
 
     Args:
-        values: the fields.
-        where: the file name for error messages.
+        values: the fields, by name.
+        where: the file name that error messages show.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -118,10 +118,10 @@ class Fields:
         self._read: set[str] = set()
 
     def take(self, name: str, default: Any = _MISSING, *, kind: type | tuple[type, ...] | None = None) -> Any:
-        """Return a field, or `default` if the field is missing or null.
+        """Return the value of the field `name`, or `default` if the field is missing or null.
 
         Raises:
-            FolderError: if a field without a default is missing, or a field does not have type `kind`.
+            FolderError: if the field is missing and has no default, or if the value does not have type `kind`.
         """
         self._read.add(name)
         value = self.values.get(name)

@@ -200,7 +200,10 @@ def _count(value: Any) -> int:
 
 
 def _check_order(path: Path, entries: Mapping[str, Entry], start: int, size: int) -> None:
-    """Raise FolderError if tensors share bytes, or bytes belong to no tensor, as the safetensors library does."""
+    """Raise FolderError if tensors overlap, or if bytes before, between or after them are unused.
+
+    The safetensors library makes the same check.
+    """
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if entry.offset != start:
             what = "overlaps another tensor" if entry.offset < start else "follows unused bytes"
@@ -216,10 +219,11 @@ def _check_order(path: Path, entries: Mapping[str, Entry], start: int, size: int
 
 
 def read(reads: Iterable[Read], progress: Callable[[int], None] | None = None) -> None:
-    """Perform reads with several threads, in file order.
+    """Perform `reads` with several threads, in the order of the files.
 
     Args:
-        progress: a function that is called from the calling thread with each finished read's size in bytes.
+        progress: a function that receives the number of bytes after each finished part of a read.  It is called in the
+            calling thread.
 
     Raises:
         FolderError: if a file ends early or cannot be read.
@@ -332,7 +336,7 @@ def _map(file: BinaryIO) -> Tensor:
 
 
 def _strided(mapped: Tensor, each: Read) -> None:
-    """Copy a box that is not contiguous in the file."""
+    """Copy a box that is not contiguous in the file from the mapped file `mapped` to `each.target`."""
     entry = each.entry
     data = mapped[entry.offset : entry.offset + entry.nbytes]
     if entry.offset % entry.dtype.itemsize:
@@ -345,7 +349,10 @@ def _strided(mapped: Tensor, each: Read) -> None:
 
 
 def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Group names so that each group has at most `limit` bytes.  A larger tensor forms a group by itself."""
+    """Group consecutive tensors so that each group has at most `limit` bytes; return the names in each group.
+
+    `sizes` are the sizes in bytes, by name.  A tensor that is larger than `limit` forms a group by itself.
+    """
     groups: list[list[str]] = []
     used = 0
     for name, size in sizes.items():

@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 """A range `(start, end)` for each dimension of a tensor."""
 
 Index = int | tuple[int, int]
-"""An index into a dimension that the folder's tensor lacks, or a range `(start, end)`."""
+"""A range `(start, end)` in a dimension of a model tensor, or an index if the folder's tensor lacks this dimension."""
 
 
 def volume(box: Box) -> int:
@@ -35,15 +35,20 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 @dataclass(frozen=True)
 class Part:
-    """Tensor `name` in a folder, which fills box `index` in a model tensor.  The box spans all dimensions after those
-    in `index`."""
+    """A tensor in a folder, which fills a box of a model tensor.
+
+    Args:
+        name: the name of the tensor in the folder.
+        index: the box in the leading dimensions of the model tensor.  The box spans all other dimensions.
+        transposed: whether the last two dimensions are exchanged in the folder.
+    """
 
     name: str
     index: tuple[Index, ...] = ()
     transposed: bool = False
 
     def box(self, shape: Sequence[int]) -> Box:
-        """Return the box in a tensor with shape `shape`."""
+        """Return the box that this part fills in a model tensor with shape `shape`."""
         ranges = [(each, each + 1) if isinstance(each, int) else each for each in self.index]
         return (*ranges, *((0, length) for length in shape[len(ranges) :]))
 
@@ -59,10 +64,10 @@ class Part:
 
 @dataclass
 class Table:
-    """Maps each model tensor to its parts.
+    """Maps each model tensor to its parts, which are tensors in the folder.
 
     Args:
-        prefix: the name prefix that is missing in folders without the model's head.
+        prefix: a prefix of tensor names.  Folders that were saved without the model's head lack this prefix.
         ignored: regular expressions for tensors in the folder that the model does not use.
         renamed: pairs of a regular expression and its replacement, which convert names in older files to names in the
             table.
@@ -79,17 +84,21 @@ class Table:
     _known_parts: int = field(default=0, init=False, repr=False)
 
     def copy(self, ours: str, theirs: str, *, transposed: bool = False) -> None:
-        """Map a tensor to one tensor in the folder."""
+        """Map the model tensor `ours` to the tensor `theirs` in the folder."""
         self.parts[ours] = (Part(theirs, (), transposed),)
 
     def rows(self, ours: str, theirs: Mapping[str, int]) -> None:
-        """Map `ours` to a concatenation of tensors in the folder; `theirs` contains their names and numbers of rows."""
+        """Map the model tensor `ours` to concatenated tensors in the folder.
+
+        `theirs` maps the name of each tensor in the folder to the number of its rows.
+        """
         self.parts[ours] = tuple(Part(name, (span,)) for name, span in _spans(theirs))
 
     def stack(self, ours: str, theirs: Sequence[Mapping[str, int]]) -> None:
-        """Map `ours` of shape (n, rows, ...) to n concatenations.
+        """Map the model tensor `ours` of shape (n, rows, ...) to n concatenations of tensors in the folder.
 
-        `theirs[i]` is as in `rows`, for the slice `ours[i]`.
+        `theirs[i]` describes the slice `ours[i]`: it maps the names of the tensors to their numbers of rows, as in
+        `rows`.
         """
         self.parts[ours] = tuple(
             Part(name, (number, span)) for number, rows in enumerate(theirs) for name, span in _spans(rows)
@@ -102,16 +111,22 @@ class Table:
             self.copy(f"{ours}.bias", f"{theirs}.bias")
 
     def linears(self, ours: str, theirs: Mapping[str, int], *, bias: bool = False) -> None:
-        """Map a fused linear layer to several layers in the folder, with the given numbers of outputs."""
+        """Map the fused linear layer `ours` to several layers in the folder.
+
+        `theirs` maps the name of each layer in the folder to the number of its outputs.
+        """
         for kind in ("weight", "bias") if bias else ("weight",):
             self.rows(f"{ours}.{kind}", {f"{name}.{kind}": rows for name, rows in theirs.items()})
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether the model ignores a tensor in the folder."""
+        """Return whether the model does not use the folder's tensor `name`."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def standard(self, name: str) -> str:
-        """Convert a name in a folder, which may be old or lack the prefix, to the name in the table."""
+        """Convert a tensor name in a folder to the name in the table.
+
+        The name in the folder may have an older form or lack the prefix.
+        """
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
         if self.prefix and not name.startswith(self.prefix) and self._is_known(self.prefix + name):
@@ -119,7 +134,7 @@ class Table:
         return name
 
     def module(self, path: str) -> str:
-        """Convert a path in the folder to the module path in `transformers`."""
+        """Convert a module path in the folder's tensor names to the module path in `transformers`."""
         for pattern, replacement in self.modules:
             path = re.sub(pattern, replacement, path)
         return path

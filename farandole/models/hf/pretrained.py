@@ -95,8 +95,8 @@ def from_pretrained(
         folder: a folder with `config.json` and safetensors files.
         dtype: the dtype for floating-point weights, by default torch's default dtype (fp32).
         lazy: whether to return a model on the meta device.  `farandole.parallelize` then reads only each rank's shards.
-        classes: the number of classes for a classifier head.  Weights that are missing from the folder are initialized
-            with `seed`.
+        classes: the number of classes of a classifier head.  Head weights that the folder lacks, or stores with another
+            shape, are drawn with `seed`.
         progress: a callback that receives the bytes read so far and the total bytes.
         changes: new values for configuration fields that do not affect the tensors, such as dropout=0.1.
 
@@ -132,10 +132,10 @@ def read_config(folder: str | Path, *, with_weights: bool = True) -> Pretrained:
     """Read the family and the configuration of the model in a folder, without its weights.
 
     Args:
-        with_weights: whether the weights will be read; they must then not be quantized.
+        with_weights: whether the caller will also read the weights.  If so, quantized weights raise an error.
 
     Raises:
-        FolderError: if `config.json` is missing or damaged, or has an unsupported field.
+        FolderError: if `config.json` is missing or damaged, or describes a model that is not supported.
     """
     path = Path(folder).expanduser()
     file = path / CONFIG
@@ -196,11 +196,11 @@ def _open(
 
 
 def with_changes(origin: Pretrained, classes: int | None, changes: Mapping[str, Any]) -> Pretrained:
-    """Return `origin` with a classifier for `classes` classes and changed fields; see `from_pretrained`.
+    """Return `origin` with `classes` classes and the configuration fields in `changes`, as in `from_pretrained`.
 
     Raises:
         FolderError: if the family has no classifier.
-        TypeError: if the configuration has no such field.
+        TypeError: if the configuration lacks a field in `changes`.
     """
     config, values = origin.config, dict(origin.values)
     if classes is not None:
@@ -250,7 +250,7 @@ class Weights:
     Args:
         model: the model, whose tensors may be on the meta device.
         seed: the seed for weights that are missing from the folder.
-        optional: whether head weights may be missing or have a different shape.
+        optional: whether head weights may be missing or have a different shape.  Such weights are drawn with `seed`.
 
     Raises:
         FolderError: if tensors are missing or unknown, or have an incorrect shape.
@@ -313,7 +313,7 @@ class Weights:
             )
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the folder provides values for a model tensor."""
+        """Return whether `read` provides values for the model tensor `name`: stored values or drawn values."""
         return name in self._parts or name in self._drawn
 
     def _fit(self, ours: str, parts: Sequence[Part], stored: Mapping[str, Entry]) -> bool:
@@ -323,10 +323,10 @@ class Weights:
         )
 
     def read(self, requests: Sequence[Request], progress: Callable[[int, int], None] | None = None) -> None:
-        """Read boxes in model tensors.
+        """Read boxes of model tensors into the destination tensors in `requests`.
 
         Args:
-            requests: tensor names, boxes, and destination tensors with the boxes' shapes.
+            requests: tuples of a tensor name, a box, and a destination tensor with the shape of the box.
             progress: a callback that receives the bytes read so far and the total bytes.
 
         Raises:
@@ -407,7 +407,14 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor to write to a folder: `part` of the model tensor `ours`, which has shape `whole`."""
+    """A tensor to write to a folder.
+
+    Args:
+        name: the name in the folder.
+        ours: the name of the model tensor.
+        part: the part of the model tensor that is written.
+        whole: the shape of the model tensor.
+    """
 
     name: str
     ours: str
@@ -421,11 +428,11 @@ class Written:
 
     @property
     def box(self) -> Box:
-        """Return the box in the model tensor."""
+        """Return the box that this tensor fills in the model tensor."""
         return self.part.box(self.whole)
 
     def of_box(self, values: Tensor) -> Tensor:
-        """Convert the values in `box` to the folder's tensor."""
+        """Return the tensor to write, given the values in `box` of the model tensor."""
         for _ in range(self.part.dropped()):
             values = values[0]
         return values.transpose(-2, -1) if self.part.transposed else values
@@ -441,7 +448,7 @@ def tensors_to_write(origin: Pretrained, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def write_description(origin: Pretrained, folder: Path, dtype: torch.dtype) -> None:
-    """Write `config.json`, and copy the tokenizer files from the original folder.
+    """Write `config.json`, and copy the tokenizer and generation files from the original folder, if there is one.
 
     Raises:
         OSError: if a file cannot be written.

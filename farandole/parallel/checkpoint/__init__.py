@@ -1,1 +1,1 @@
-"""Checkpoints of an engine."""
+"""Save and load checkpoints of an engine."""

@@ -1,4 +1,4 @@
-"""The errors of checkpoints; this module does not import torch."""
+"""Define the errors of checkpoints.  This module does not import torch."""
 
 from farandole._troubleshooting import Documented
 

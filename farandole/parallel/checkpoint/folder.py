@@ -52,7 +52,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has finished writing; `wait` reports errors."""
+        """Return whether this rank has finished writing.  Only `wait` reports errors."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -77,7 +77,7 @@ class PendingSave:
     def start(
         self, state: State, text: str, on_saved: Callable[[], None] | None, *, background: bool
     ) -> None:
-        """Write `state`, and `text` as metadata."""
+        """Write `state`, and the metadata `text`, either now or in a background thread."""
         if not background:
             self._write(state, text, on_saved, self._comm.group)
             return
@@ -168,16 +168,19 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 def _copy(value: Tensor | Range) -> Tensor | Range:
-    """Return a copy in host memory; offloaded states are returned unchanged, and read when they are written."""
+    """Return a copy of `value` in host memory.
+
+    An offloaded state is returned unchanged: it is read from the offload store when it is written to the checkpoint.
+    """
     if isinstance(value, Range):
         return value if value.held is None else replace(value, held=value.held.to("cpu", copy=True))
     return value.detach().to("cpu", copy=True)
 
 
 def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Load the engine; see `Engine.load`.
+    """Load a checkpoint into the engine; see `Engine.load`.
 
-    `metadata` replaces the metadata file, which folders of earlier versions lack.
+    `metadata` replaces the content of the metadata file.  Folders of earlier versions lack this file.
     """
     from farandole.parallel.checkpoint.storage import load_state, read_metadata
 
@@ -237,7 +240,12 @@ def _check_optimizers(engine: Engine, found: Mapping[str, Any]) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Prepare to write `folder`.  Raise `CheckpointError` or `OSError` on failure."""
+    """Create the parent of `folder`, and remove a temporary folder that a killed job left.
+
+    Raises:
+        CheckpointError: if `folder` exists, or its parent is not a folder.
+        OSError: if a system call fails.
+    """
     if folder.exists():
         raise CheckpointError("the folder exists; choose another name, or remove the folder first")
     if folder.parent.exists() and not folder.parent.is_dir():

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class TensorBoxes:
     """The position of a rank's tensor in a global tensor of shape `shape`.
 
-    The rank's tensor has shape `local` and consists of `regions`: pairs of a local box and the corresponding global box.
+    The rank's tensor has shape `local` and consists of `regions`: pairs of a local box and the corresponding global
+    box.
     """
 
     shape: tuple[int, ...]
@@ -33,13 +34,13 @@ class TensorBoxes:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> TensorBoxes:
-        """Return the box of a tensor that is complete on this rank."""
+        """Return the `TensorBoxes` of a tensor that is complete on this rank."""
         box = _box_of(shape)
         return TensorBoxes(tuple(shape), tuple(shape), ((box, box),))
 
     @staticmethod
     def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> TensorBoxes:
-        """Return the boxes of a tensor that concatenates `boxes` along the dimensions in which they differ."""
+        """Return the `TensorBoxes` of a tensor that concatenates `boxes` along the dimensions in which they differ."""
         firsts: list[dict[tuple[int, int], int]] = [{} for _ in shape]
         for box in boxes:
             for first, ends in zip(firsts, box, strict=True):
@@ -53,7 +54,7 @@ class TensorBoxes:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the tensor is complete on this rank."""
+        """Return whether the tensor is complete on this rank."""
         return self.local == self.shape and len(self.regions) == 1
 
 
@@ -65,9 +66,9 @@ def _box_of(shape: Sequence[int]) -> Box:
 class Range:
     """Consecutive elements of a rank's flattened tensor, beginning with element `start`.
 
-    PyTorch saves the elements as boxes of the global tensor, through two methods (`torch.distributed._checkpointable`)
-    and the planners in `storage`.  `load` reads the elements if they are not `held` in memory.  The result of `load` is valid
-    until the next call.
+    PyTorch saves the elements as boxes of the global tensor.  It calls two methods of this class (the protocol in
+    `torch.distributed._checkpointable`) and the planners in `storage`.  `load` reads the elements if they are not
+    `held` in memory.  The result of `load` is valid until the next call.
     """
 
     place: TensorBoxes
@@ -93,7 +94,7 @@ class Range:
 
     @property
     def nbytes(self) -> int:
-        """The total size of the elements in bytes."""
+        """Return the total size of the elements in bytes."""
         return self.length * self.dtype.itemsize
 
     def part(self, offsets: Sequence[int]) -> Tensor:
@@ -104,15 +105,16 @@ class Range:
         raise KeyError(f"expected the offsets of a box in this range, got {tuple(offsets)}")
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        """Yield (box of the global tensor, its elements in this range)."""
+        """Yield pairs of a box of the global tensor and the elements of this range that fill the box."""
         for box, first, local, slices in self._boxes():
             elements = self.values[first : first + volume(local)]
             yield box, elements.view([end - start for start, end in local])[slices]
 
     def _boxes(self) -> Iterator[tuple[Box, int, Box, tuple[slice, ...]]]:
-        """Yield (global box, start, local box, slices).
+        """Yield tuples (global box, first, local box, slices).
 
-        The local box begins at element `start` of this range, and its `slices` are the elements of the global box.
+        The local box begins at element `first` of this range.  `slices` select the elements of the global box from the
+        local box.
         """
         first = 0
         for local in boxes_of_range(_box_of(self.place.local), self.start, self.start + self.length):

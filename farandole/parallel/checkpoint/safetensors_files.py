@@ -117,10 +117,10 @@ def _write(
     file_bytes: int,
     describe_model: Callable[[Path, torch.dtype], None] = lambda path, dtype: None,
 ) -> None:
-    """Write a new folder.  This is a collective call.
+    """Write the model's tensors to a new folder.  This is a collective call.
 
     Args:
-        tensors: a function that returns the tensors to write for the model's parameters and buffers.
+        tensors: a function that returns the tensors to write, given the saved parameters and buffers.
         dtype: the dtype of floating-point tensors; None keeps the saved dtypes.
         describe_model: a function that writes further files, given the folder and the weights' dtype.
     """
@@ -174,7 +174,7 @@ def _type(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _saved(state: Path, names: Iterable[str]) -> _Entries:
-    """Return the saved parameters and buffers by name, in the order of `names`."""
+    """Return the metadata of the saved parameters and buffers, by name and in the order of `names`."""
     from farandole.parallel.checkpoint.storage import read_metadata, tensors_in
 
     order = {name: number for number, name in enumerate(names)}
@@ -187,17 +187,18 @@ def _saved(state: Path, names: Iterable[str]) -> _Entries:
 
 
 def lora_scalings(model: nn.Module) -> dict[str, float]:
-    """Return the scalings of unmerged adapters by the names of the adapted weights."""
+    """Return the scalings of unmerged LoRA adapters, by the names of the adapted weights."""
     return {
         f"{path}.weight": layer.lora.scaling for path, layer in lora_layers(model).items() if not layer.merged
     }
 
 
 class _StateReader:
-    """Reads the tensors that are written to files, from a checkpoint.
+    """Reads tensors from a checkpoint, so that they can be written to files.
 
     Args:
-        scalings: the scalings of adapters that are added to weights in Hugging Face folders.
+        scalings: the scalings of LoRA adapters, by the names of the adapted weights.  In Hugging Face folders, each
+            adapter is added to its weight.
     """
 
     def __init__(self, folder: Path, scalings: Mapping[str, float]) -> None:
@@ -209,7 +210,7 @@ class _StateReader:
         self._cached: tuple[str, Tensor] | None = None
 
     def read(self, written: Mapping[str, Written], names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors with these names."""
+        """Return the values of the tensors `names`, by name."""
         return {name: written[name].of_box(self._box(written[name])) for name in names}
 
     def _box(self, each: Written) -> Tensor:
@@ -267,7 +268,7 @@ class _Files:
 def read_weights(engine: Engine, source: WeightSource) -> None:
     """Read the parameters and buffers that this rank stores, directly into their memory.  This is a collective call.
 
-    Tensors that are missing in `source` keep their values.
+    Tensors that `source` lacks keep their values.
 
     Raises:
         CheckpointError: on all ranks, if any rank cannot read a file.
@@ -310,7 +311,11 @@ def load_weights(engine: Engine, path: Path) -> None:
 
 
 def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _Files:
-    """Check names, shapes and lengths, and return the entries by the model's tensor names."""
+    """Check the names and shapes in `entries`, and return the entries under the model's tensor names.
+
+    Raises:
+        CheckpointError: if the entries belong to another model.
+    """
     aliases, buffers = _names(engine)
     known = {alias for names in aliases.values() for alias in names} | buffers
     missing = [name for name, names in aliases.items() if not any(each in entries for each in names)]
@@ -337,10 +342,10 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
 
 
 def _names(engine: Engine) -> tuple[dict[str, list[str]], set[str]]:
-    """Return a mapping from the first name of every parameter of all stages to all its names, and the names of the
-    buffers.  This is a collective call.
+    """Return all names of each parameter, by its first name, and the names of the buffers.
 
-    Files can list a tied parameter under any of its names.
+    The result covers all pipeline stages.  Files can list a tied parameter under any of its names.  This is a
+    collective call.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
@@ -356,7 +361,7 @@ def _names(engine: Engine) -> tuple[dict[str, list[str]], set[str]]:
 
 
 def _entries(path: Path) -> dict[str, Entry]:
-    """Return the tensors in a file, or in all files in a folder."""
+    """Return the entries of the tensors in a safetensors file, or in all safetensors files of a folder."""
     try:
         if path.is_dir():
             if not (path / INDEX).exists() and not (path / FILE).exists():

@@ -2,13 +2,14 @@
 
     model.NAME              a parameter in the dtype that the optimizer updates, frozen or not, or a buffer
     optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); numbers are saved unchanged
-    random.rankN            the generator of a rank, or of the Nth group of ranks that share samples (tensor and context
-                            parallelism), which draw the same numbers; random.cuda.rankN is the generator of its accelerator
+    random.rankN            the CPU generator of the Nth group of ranks that draw the same numbers: the ranks that share
+                            samples (tensor and context parallelism), or a single rank
+    random.cuda.rankN       the accelerator's generator of the same group
     compression.rankN.KEY   the compression residuals of a rank
 
-Each rank saves its boxes under the tensor names of the unsharded model, and loads the boxes that it needs from the
-saved boxes. Therefore a checkpoint can be loaded on any number of ranks, at any ZeRO stage and in any precision.  A
-tensor that several ranks store is written once.
+Each rank saves its boxes under the tensor names of the unsharded model, and reads the boxes that it needs.  Therefore a
+checkpoint can be loaded on any number of ranks, at any ZeRO stage and in any precision.  A tensor that several ranks
+store is written once.
 
 Offloaded optimizer states pass through memory one bucket at a time when they are saved and loaded.
 """
@@ -47,7 +48,7 @@ State = dict[str, "Tensor | Range"]
 
 
 def state_of(engine: Engine, rank: int) -> State:
-    """Return the state of `engine`.  The returned tensors share memory with the engine."""
+    """Return the state of `engine` on this rank.  The returned tensors share memory with the engine."""
     reader = _WeightReader()
     state: State = {f"model.{s.name}": reader.range_of(s) for s in stored_tensors(engine)}
     for stem, place, shard, start, states in _states(engine):
@@ -105,7 +106,10 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
 
 
 def restore(engine: Engine, rank: int, loaded: State) -> None:
-    """Restore `engine` from the tensors of `empty_state` after they were loaded.  This is a collective call."""
+    """Restore `engine` from `loaded`: the tensors that `empty_state` returned, with loaded values.
+
+    This is a collective call.
+    """
     with torch.no_grad():
         pairs = ((stored, loaded.get(f"model.{stored.name}")) for stored in stored_tensors(engine))
         set_values((stored, new.values) for stored, new in pairs if isinstance(new, Range))
@@ -133,7 +137,10 @@ def _generator_number(engine: Engine, rank: int) -> int:
 
 
 def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
-    """Return an optimizer state with the shape, strides and device of the shard."""
+    """Return a loaded optimizer state as a tensor.
+
+    An elementwise state gets the shape, strides and device of the shard.
+    """
     if isinstance(found, Tensor):
         return found
     like = torch.empty_like(shard, dtype=found.dtype, requires_grad=False)
@@ -142,9 +149,10 @@ def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """This rank's part of a parameter or buffer: `values()` returns the elements of the rank's tensor from `start` on.
+    """This rank's part of a parameter or buffer.
 
-    The elements can be changed in place.  Offloaded `weights` must be in memory for this.
+    `values()` returns the elements that this rank stores.  The first of them is element `start` of the rank's tensor.
+    The elements can be changed in place.  If `weights` are offloaded, they must be in memory for this.
     """
 
     name: str
@@ -192,7 +200,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def set_values(found: Iterable[tuple[Stored, Tensor]]) -> None:
-    """Set this rank's parts of tensors to values; offloaded weights are set one bucket at a time."""
+    """Copy values to this rank's parts of tensors.  Offloaded weights are changed one bucket at a time."""
     for weights, members in groupby(found, key=lambda pair: pair[0].weights):
         with nullcontext() if weights is None else weights.in_memory(write=True):
             for stored, values in members:
@@ -208,7 +216,7 @@ class _WeightReader:
         self._values: dict[str, Tensor] = {}
 
     def range_of(self, stored: Stored) -> Range:
-        """Return this rank's part of a parameter as a range; offloaded values are read on demand."""
+        """Return this rank's part of a parameter as a range.  Offloaded values are read on demand."""
         values, weights = stored.values(), stored.weights
         if weights is None or not weights.is_offloaded:
             return Range.of(values, stored.start, stored.place)
@@ -241,7 +249,10 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _states(engine: Engine) -> Iterator[tuple[str, TensorBoxes, nn.Parameter, int, dict[str, Any]]]:
-    """Yield (entry name before "/", boxes, shard, start, states) for all optimizer states in memory."""
+    """Yield (stem, boxes, shard, start, states) for each shard whose optimizer states are in memory.
+
+    The stem is the part of the entry names before "/".
+    """
     if engine.offloaded:
         return
     places = _places(engine)
@@ -256,7 +267,7 @@ def _prefix(number: int) -> str:
 
 
 def _keys_of(entries: Iterable[str]) -> defaultdict[str, list[str]]:
-    """Return the keys of optimizer states by the entry name before "/"."""
+    """Return the keys of optimizer states, grouped by stem: the part of the entry name before "/"."""
     keys: defaultdict[str, list[str]] = defaultdict(list)
     for entry in entries:
         stem, _, key = entry.rpartition("/")
@@ -285,9 +296,12 @@ def _empty_as(description: STORAGE_TYPES) -> Tensor:
 
 
 def _empty_range(description: STORAGE_TYPES, place: TensorBoxes, start: int, length: int) -> Range | None:
-    """Return an empty range for a tensor's elements; None if the shape differs.
+    """Return a range with uninitialized elements for a saved tensor; None if the tensor has a different shape.
 
-    Earlier versions saved flat elements.
+    Earlier versions saved flattened tensors.
+
+    Raises:
+        CheckpointError: if the saved tensor is flattened and this rank stores only a part of it.
     """
     found = _described(description)
     size = tuple(found.size)
@@ -308,7 +322,7 @@ def _empty_range(description: STORAGE_TYPES, place: TensorBoxes, start: int, len
 def _empty_optimizer_state(
     description: STORAGE_TYPES, shard: nn.Parameter, start: int, place: TensorBoxes
 ) -> Tensor | Range:
-    """Return an empty range for an elementwise state, or an empty tensor for another state such as a number."""
+    """Return an uninitialized range for an elementwise state, or an uninitialized tensor for any other state."""
     by_element = _described(description).size and _empty_range(description, place, start, shard.numel())
     return by_element or _empty_as(description)
 
@@ -317,7 +331,10 @@ def _empty_optimizer_state(
 
 
 def _offloaded_state(engine: Engine, stored: Mapping[str, Tensor | Range]) -> State:
-    """Return offloaded states as ranges that are read when they are written; master weights replace `stored` values."""
+    """Return the offloaded states as ranges, which are read from the offload store when a checkpoint is written.
+
+    Offloaded master weights replace the parameters in `stored`.
+    """
     places = _places(engine)
     state: State = {}
     for number, update in enumerate(engine.offloaded):
@@ -351,7 +368,10 @@ def _load_master(reader: UnitReader, unit: int, at: int) -> Tensor:
 def offloaded_states(
     engine: Engine, folder: Path, loaded: Mapping[str, Tensor | Range]
 ) -> Iterator[tuple[OffloadedUpdate, int, list[ShardState]]]:
-    """Yield (update, unit, states of its shards in checkpoint `folder`), one unit at a time, without communication."""
+    """Yield (update, unit, states) for each unit of the offloaded optimizer states, without communication.
+
+    The states are those of the unit's shards in the checkpoint `folder`.  Only one unit is in memory at a time.
+    """
     if not engine.offloaded:
         return
     places = _places(engine)
@@ -384,7 +404,11 @@ def offloaded_states(
 
 
 def _places(engine: Engine) -> dict[int, tuple[str, int, TensorBoxes]]:
-    """Return, for each updated tensor, its parameter's name, its first element in the parameter, and its boxes."""
+    """Return the position of each updated tensor, by the tensor's id.
+
+    A position is the name of the parameter, the index of the tensor's first element in the parameter, and the boxes of
+    the parameter.
+    """
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     return {
         id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))

@@ -1,7 +1,7 @@
 """Read and write states in PyTorch's distributed checkpoint format.
 
-Importing `torch.distributed.checkpoint` takes two seconds, so only functions that read or write a checkpoint import this
-module.
+Importing `torch.distributed.checkpoint` takes two seconds, so only functions that read or write a checkpoint import
+this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from farandole.parallel.checkpoint.ranges import Range
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans how ranges and tensors are saved by name."""
+    """Plans the writing of ranges and tensors, each under its name."""
 
     nbytes = 0
     """The number of bytes that this rank writes, known once the plan is final."""
@@ -31,7 +31,7 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Receive this rank's part of the global plan."""
+        """Receive this rank's part of the global plan, and count its bytes."""
         for data in (item.tensor_data for item in new_plan.items):
             if data is not None:
                 self.nbytes += data.chunk.sizes.numel() * data.properties.dtype.itemsize
@@ -44,7 +44,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans how ranges and tensors are loaded by name."""
+    """Plans the reading of ranges and tensors, each under its name."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -77,7 +77,10 @@ def write_state(
 
 
 def load_state(folder: Path, state: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Read the ranges and tensors in `state` from checkpoint `folder`.  This is a collective call of `group`."""
+    """Read values from checkpoint `folder` into the ranges and tensors in `state`.
+
+    This is a collective call of `group`.
+    """
     reader = FileSystemReader(folder)
     dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), process_group=group)
 
@@ -88,13 +91,13 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors of a checkpoint by name."""
+    """Return the metadata of a checkpoint's tensors, by name."""
     entries = metadata.state_dict_metadata.items()
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def read_state(folder: Path, state: dict[str, Any], metadata: Metadata | None = None) -> None:
-    """Read the ranges and tensors in `state` from checkpoint `folder`, on this rank alone.
+    """Read values from checkpoint `folder` into the ranges and tensors in `state`, on this rank alone.
 
     `metadata` is the checkpoint's metadata, if the caller has already read it.
 

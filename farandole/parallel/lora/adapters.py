@@ -17,7 +17,14 @@ from farandole.plan import LoRA
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of an adapted model: its adapted layers, its parameter counts, and its size in bytes."""
+    """A summary of an adapted model.
+
+    Args:
+        layers: the paths of the adapted layers.
+        trained: the number of trained parameters.
+        total: the number of all parameters.
+        bytes: the size of all parameters in bytes.
+    """
 
     layers: tuple[str, ...]
     trained: int
@@ -36,8 +43,9 @@ def add_lora(model: nn.Module, lora: LoRA) -> Summary:
     """Freeze `model`, add trained adapters to the layers in `lora.targets`, and train the modules in `lora.also_train`.
 
     Layers are changed in place, so call this before the optimizer or `Engine` collects parameters.  The output of the
-    model does not change, because B starts at zero; with a quantized `lora.base`, the output changes by the quantization error.
-    A is drawn from torch's global generator, and `Engine` copies the values of rank 0 to all ranks.
+    model does not change, because B starts at zero; with a quantized `lora.base`, the output changes by the
+    quantization error.  A is drawn from torch's global generator, and `Engine` copies the values of rank 0 to all
+    ranks.
 
     Raises:
         ValueError: if a pattern matches nothing or a module that cannot be adapted, the model already has adapters, or
@@ -68,7 +76,7 @@ def add_lora(model: nn.Module, lora: LoRA) -> Summary:
 
 
 def summarize(model: nn.Module) -> Summary:
-    """Return the model's adapted layers and parameter counts."""
+    """Return a summary of the model's adapted layers, parameter counts and size."""
     parameters = list(model.parameters())
     return Summary(
         layers=tuple(lora_layers(model)),
@@ -82,7 +90,7 @@ def merge(model: nn.Module, untie: bool = False) -> None:
     """Add the updates to the weights, which makes the model as fast as the base model.
 
     The output does not change except for rounding.  Weights are changed in place and rounded once; bf16 and fp16
-    weights lose the part of the update below their precision. A quantized weight becomes an ordinary tensor. Adapters
+    weights lose the part of the update below their precision.  A quantized weight becomes an ordinary tensor.  Adapters
     are kept for `unmerge`, `save_adapter` and `remove`.
 
     Args:
@@ -90,8 +98,8 @@ def merge(model: nn.Module, untie: bool = False) -> None:
 
     Raises:
         ValueError: if other modules use a weight and `untie` is false, or an update is not finite.
-        RuntimeError: if adapters are already merged, or an engine stores the weights and `engine.edit_parameters()` was not
-            entered.  In all cases the model is unchanged.
+        RuntimeError: if adapters are already merged, or an engine stores the weights and `engine.edit_parameters()` was
+            not entered.  After any of these errors, the model is unchanged.
     """
     layers = _layers(model)
     for path, layer in layers.items():
@@ -151,7 +159,9 @@ def lora_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
 
 
 def other_trained(model: nn.Module, lora: LoRA, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Return trained tensors other than adapters by name, including persistent buffers of the modules in `also_train`.
+    """Return the trained tensors other than adapters, by name.
+
+    The result includes the persistent buffers of the modules in `also_train`.
 
     `layers` are the paths of the layers to adapt, if the model has no adapters yet.
     """
@@ -166,7 +176,10 @@ def other_trained(model: nn.Module, lora: LoRA, layers: Iterable[str] | None = N
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the entries of `state_dict`, which an engine refuses to return if parameters are sharded."""
+    """Yield the names and tensors that `module.state_dict()` contains.
+
+    `state_dict` itself cannot be called, because it raises an error if an engine shards the parameters.
+    """
     yield from module.named_parameters(remove_duplicate=False)
     for path, inner in module.named_modules(remove_duplicate=False):
         for name, buffer in inner._buffers.items():
@@ -198,7 +211,10 @@ def _biases(model: nn.Module, lora: LoRA, layers: Iterable[str]) -> dict[str, nn
 
 
 def _check_trained_alone(model: nn.Module, trained: dict[str, nn.Module]) -> None:
-    """Raise ValueError if only some of several tied modules are trained; loading the adapter would untie them."""
+    """Raise ValueError if a trained module is tied to a module that is not trained.
+
+    Loading the adapter would untie these modules.
+    """
     inside = {module for outer in trained.values() for module in outer.modules()}
     for path, outer in trained.items():
         for name, parameter in outer.named_parameters():

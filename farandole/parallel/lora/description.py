@@ -34,12 +34,15 @@ class Adapter:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Return the names of all tensors of the adapter in the model."""
+        """Return the names, in the model, of all tensors of the adapter."""
         return (*(f"{path}.lora_{kind}" for path in self.layers for kind in "AB"), *self.others)
 
 
 def describe_adapter(model: nn.Module) -> Adapter | None:
-    """Return a description of the adapter of a complete model; None if the model has no LoRA."""
+    """Return a description of the adapter of `model`, or None if the model has no LoRA.
+
+    `model` must be complete: it must contain all pipeline stages.
+    """
     layers = lora_layers(model)
     if not layers:
         return None

@@ -1,12 +1,14 @@
-"""Convert adapters of models from Hugging Face folders to and from the layer names in `transformers`.
+"""Convert LoRA adapters between the layer names of a farandole model and the layer names in `transformers`.
+
+This module applies to models that were created from a Hugging Face folder.
 
 One fused layer of a model can correspond to several layers in `transformers`, such as queries, keys and values.  The
 adapter of a fused layer has one A (rank, in) and one B (out, rank).  For PEFT, this adapter is written as one adapter
 per layer, with the same A and the layer's rows of B.
 
 The experts of a model are stacked, here and in `transformers`, where PEFT adapts the parameters `gate_up_proj` and
-`down_proj` of the module `experts` (`target_parameters`).  PEFT wraps this module once for each parameter, so the tensors of
-the first parameter have the path `experts.base_layer`.
+`down_proj` of the module `experts` (`target_parameters`).  PEFT wraps this module once for each parameter, so the
+tensors of the first parameter have the path `experts.base_layer`.
 
 In the other direction, layers may have different matrices A.  The fused adapter's A is then the concatenation of the
 layers' matrices A, and B is zero in the blocks that combine the rows of one layer with the A of another layer.
@@ -34,18 +36,24 @@ _TASKS = {
 
 
 _EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""The projections of experts.  In models with experts, PEFT treats all target modules with these names as experts, and
-finds other layers, such as shared experts, only by the names of their parameters."""
+"""The names of the projections in experts.
+
+In models with experts, PEFT treats all target modules with these names as experts.  It finds other layers with these
+names, such as shared experts, only by the names of their parameters.
+"""
 
 
 def origin_of(model: nn.Module) -> Pretrained | None:
-    """Return the Hugging Face folder of a model, or None."""
+    """Return the Hugging Face description of a model, or None if the model has none."""
     origin = getattr(model, "pretrained", None)
     return origin if isinstance(origin, Pretrained) else None
 
 
 def for_peft(origin: Pretrained, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert an adapter's tensors, which have names as in `peft_adapter`, to the names in `transformers`."""
+    """Convert the names of an adapter's tensors to the names in `transformers`, and split fused layers.
+
+    The names in `tensors` are those in `peft_adapter`.
+    """
     table, found = origin.table, {}
     stacks = {ours: path for path, ours in _wrapped(table, [_split(name)[0] for name in tensors]).items()}
     for name, tensor in tensors.items():
@@ -166,7 +174,7 @@ def from_peft(
 
 
 def _fused(parts: tuple[Part, ...], adapters: list[tuple[Part, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the A and B of a fused layer, given the adapters of its parts."""
+    """Return the matrices A and B of a fused layer, given the adapters of its parts."""
     first = adapters[0][1]
     if len(parts) == 1:
         return first, adapters[0][2]
@@ -208,7 +216,7 @@ def _rows(part: Part) -> tuple[int, int] | None:
 
 
 def peft_stacks(origin: Pretrained, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the paths of the model's stacked layers, by their paths in a PEFT adapter."""
+    """Return the paths of the stacked layers that a PEFT adapter adapts, by their paths in this adapter."""
     targets = [f".{target}" for target in config.get("target_parameters") or ()]
     ours = [
         path
@@ -219,7 +227,11 @@ def peft_stacks(origin: Pretrained, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def _wrapped(table: Table, adapted: Iterable[str]) -> dict[str, str]:
-    """Return the adapted stacks by their paths in an adapter; PEFT wraps a module once per adapted parameter."""
+    """Return the paths of the adapted stacks, by their paths in a PEFT adapter.
+
+    PEFT wraps a module once for each adapted parameter, and each wrapper adds `.base_layer` to the path of the inner
+    one.
+    """
     modules: dict[str, list[str]] = {}
     for path in (path for path in _stacks(table) if path in set(adapted)):
         modules.setdefault(_parameter(table, path).rpartition(".")[0], []).append(path)
@@ -240,7 +252,7 @@ def _is_stacked(part: Part) -> bool:
 
 
 def _parameter(table: Table, stack: str) -> str:
-    """Return the name of a stack in `transformers`, such as `model.layers.0.mlp.experts.down_proj`."""
+    """Return the name of a stack's parameter in `transformers`, such as `model.layers.0.mlp.experts.down_proj`."""
     expert = table.parts[f"{stack}.weight"][0].name.rsplit(".", 3)[
         0
     ]  # without the number, the layer and "weight"

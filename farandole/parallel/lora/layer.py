@@ -19,9 +19,9 @@ from farandole.plan import LoRA
 class AdaptedLayer(nn.Module):
     """A linear layer with a LoRA adapter; base class of the variants for `nn.Linear` and for stacked expert layers.
 
-    Its parameters are the frozen `weight` (..., out, in), and the trained `lora_A` (..., rank, in) and `lora_B`
-    (..., out, rank).  `adapt` and `restore` change the class of a layer in place, so references to the layer, its hooks,
-    and the names and objects of its parameters remain valid.
+    Its parameters are the frozen `weight` (..., out, in), the trained `lora_A` (..., rank, in), and the trained
+    `lora_B` (..., out, rank).  `adapt` and `restore` change the class of a layer in place, so references to the layer,
+    its hooks, and the names and objects of its parameters remain valid.
     """
 
     weight: Any
@@ -31,7 +31,7 @@ class AdaptedLayer(nn.Module):
     lora_A: nn.Parameter  # noqa: N815 - the name in the paper and in files
     lora_B: nn.Parameter  # noqa: N815
     merged: bool
-    """Whether `weight` contains the update, W + s B A."""
+    """Whether the update s B A has been added to `weight`."""
 
     def update(self) -> Tensor:
         """Return s B A (..., out, in), in fp32 or in the weight's dtype if it is wider."""
@@ -62,7 +62,10 @@ class AdaptedLayer(nn.Module):
         return not self.merged
 
     def _updated(self, result: Tensor, rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Add the scaled adapter output, `scaling * rows @ a.T @ b.T`, to `result`."""
+        """Return `result` plus the scaled adapter output, `scaling * rows @ a.T @ b.T`.
+
+        `result` may be changed in place.
+        """
         if not torch.is_autocast_enabled(rows.device.type):  # autocast chooses the type of the products
             rows = rows.to(a.dtype)
         low = F.linear(rows, a)
@@ -77,7 +80,8 @@ class LoRALinear(AdaptedLayer, nn.Linear):
     It maps (..., in) to (..., out).
 
     Raises:
-        RuntimeError: in a training step while the update is merged, because `lora_A` and `lora_B` would get no gradient.
+        RuntimeError: in a training step while the update is merged, because `lora_A` and `lora_B` would get no
+            gradient.
     """
 
     sharded_dropout: Callable[[Tensor, float, bool], Tensor] | None = None
@@ -100,7 +104,10 @@ class LoRALinear(AdaptedLayer, nn.Linear):
 
 
 class LoRAStackedLinear(AdaptedLayer, StackedLinear):
-    """A stack of experts' linear layers, each with its own adapter; A and B are stacked like the layers' weights."""
+    """A stack of experts' linear layers, each with its own adapter.
+
+    A and B are stacked in the same way as the weights.
+    """
 
     grouped = False
 

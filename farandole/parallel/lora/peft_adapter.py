@@ -11,8 +11,8 @@ An adapter is a folder with two files:
 
 The matrices of experts, which are stacked, have the shapes of PEFT's `target_parameters` (`stacked`).
 
-PATH is the layer's path in the model or, if the model was loaded from a Hugging Face folder, its path in the corresponding
-`transformers` model.  Each file is written under a temporary name, flushed and then renamed.
+PATH is the layer's path in the model or, if the model was loaded from a Hugging Face folder, its path in the
+corresponding `transformers` model.  Each file is written under a temporary name, flushed and then renamed.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ PREFIX = "base_model.model."
 def save_adapter(model: nn.Module, folder: str | Path, base_model: str | None = None) -> None:
     """Write the adapters of `model` and other trained tensors to `folder`, which is created if it is missing.
 
-    Call this on one rank only.  For a sharded model, call `Engine.save_adapter` on all ranks.  Adapters may be merged or
-    not.  PEFT compares the paths in `modules_to_save` with the ends of module paths, so "2" also matches "12".
+    Call this on one rank only.  For a sharded model, call `Engine.save_adapter` on all ranks.  Adapters may be merged
+    or not.  PEFT compares the paths in `modules_to_save` with the ends of module paths, so "2" also matches "12".
 
     Args:
         base_model: the name of the base model to write into the configuration.
@@ -114,12 +114,12 @@ def write_adapter(
 def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
     """Load the adapter in `folder` into `model`.
 
-    A plain model gets adapters; the values of existing adapters are replaced.  For a quantized base, call `add_lora`
-    first.
+    If the model has no adapters, they are added.  The values of existing adapters are replaced.  For a quantized base,
+    call `add_lora` first.
 
     Raises:
-        AdapterError: if files are missing or damaged, require an unsupported feature, or do not match the model's names,
-            shapes, rank or scaling.  The model is then unchanged.
+        AdapterError: if files are missing or damaged, require an unsupported feature, or do not match the model's
+            names, shapes, rank or scaling.  The model is then unchanged.
         ValueError: as in `add_lora`.
     """
     model = _unwrapped(model)
@@ -157,7 +157,7 @@ def read_adapter(model: nn.Module, folder: str | Path) -> Saved:
 
 
 def _stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an adapter's tensors with the matrices of stacked layers in the shape of the model."""
+    """Reshape the matrices of stacked layers to three dimensions, as in the model; return all tensors."""
     counts = {path: each.count for path, each in model.named_modules() if isinstance(each, StackedLinear)}
     found = {}
     for name, tensor in tensors.items():
@@ -175,7 +175,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU; a parameter may be a view of a tensor with other parameters."""
+    """Return a copy on the CPU that shares no memory with other tensors.
+
+    A parameter may be a view of a tensor that also contains other parameters.
+    """
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -210,7 +213,11 @@ def _config(adapter: Adapter, stacks: Sequence[str], base_model: str | None) -> 
 
 
 def _exactly(paths: Sequence[str], modules: Sequence[str]) -> list[str] | str:
-    """Return `paths` as a list, or as a regular expression if PEFT would also match the end of another path."""
+    """Return `paths` as a list or, if necessary, as a regular expression.
+
+    PEFT compares the paths in a list with the ends of module paths.  The expression is necessary if a path is also the
+    end of another module's path.
+    """
     wanted = set(paths)
     endings = tuple(f".{path}" for path in paths)
     if any(module.endswith(endings) for module in modules if module not in wanted):
@@ -333,9 +340,15 @@ class AdapterError(RuntimeError):
 
 @dataclass
 class Saved:
-    """A saved adapter: its configuration, and its tensors by name without the prefix.
+    """A saved adapter.
 
-    `a` and `b` are the matrices by path, `others` the other trained tensors by their names in the model.
+    Its `tensors` are also divided into `a` and `b`, the matrices A and B by the path of their layer, and `others`, the
+    other trained tensors by their names in the model.
+
+    Args:
+        folder: the folder of the adapter.
+        config: the PEFT configuration.
+        tensors: all tensors, by their names without the prefix.
     """
 
     folder: Path
@@ -440,7 +453,7 @@ def check_fits(model: nn.Module, lora: LoRA, saved: Saved, has_lora: bool) -> No
 
 
 def put_into(model: nn.Module, lora: LoRA, saved: Saved) -> Summary:
-    """Copy the values of an adapter into the model."""
+    """Copy the values of an adapter into the model, and return a summary of the model."""
     others = other_trained(model, lora)
     with torch.no_grad():
         for path, matrix in saved.a.items():

@@ -23,7 +23,7 @@ Torchao supports only multiples of this size.
 
 
 def quantized_weights(linears: Mapping[str, nn.Linear], base: str) -> dict[str, Tensor]:
-    """Quantize the weight of each layer to the format `base`.
+    """Quantize the weight of each layer to the format `base`, and return the quantized weights by path.
 
     Raises:
         ImportError: if torchao is missing.
@@ -101,7 +101,7 @@ def _through_config(weight: Tensor, config: Any, torchao: Any) -> Tensor:
 
 
 def dense(weight: Tensor) -> Tensor:
-    """Return the dequantized tensor."""
+    """Return the dequantized values of `weight`."""
     restore = getattr(weight, "get_original_weight", None) or weight.dequantize  # NF4 has the first method
     with torch.no_grad():
         restored: Tensor = restore()
@@ -109,7 +109,7 @@ def dense(weight: Tensor) -> Tensor:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor wraps other tensors, like quantized tensors."""
+    """Return whether a tensor wraps other tensors, as quantized tensors do."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
@@ -122,7 +122,10 @@ def stored_bytes(tensor: Tensor) -> int:
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear` with a quantized weight: (..., in) to (..., out), in the dtype of `x` or of autocast."""
+    """Return the linear layer's output (..., out) for `x` (..., in) and a quantized weight.
+
+    The output has the dtype of `x` or of autocast.
+    """
     result: Tensor = _FrozenLinear.apply(x, weight, bias)
     return result
 

@@ -12,7 +12,10 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def matrix_for_peft(name: str, matrix: Tensor) -> Tensor:
-    """Return the tensor `name` of an adapter; the A or B of a stack is flattened to two dimensions."""
+    """Return `matrix` in the shape that PEFT stores.
+
+    If `name` is the A or B of a stack, the result is flattened to two dimensions.  Other tensors are unchanged.
+    """
     if name.endswith(_A) and matrix.dim() == 3:
         return matrix.flatten(0, 1)
     if name.endswith(_B) and matrix.dim() == 3:
@@ -21,7 +24,7 @@ def matrix_for_peft(name: str, matrix: Tensor) -> Tensor:
 
 
 def matrix_from_peft(name: str, matrix: Tensor, experts: int) -> Tensor:
-    """Return the A or the B of a stack of `experts` layers, reshaped to three dimensions.
+    """Reshape the A or B of a stack of `experts` layers from PEFT's two dimensions to three dimensions.
 
     Raises:
         ValueError: if the matrix does not consist of `experts` equal parts.

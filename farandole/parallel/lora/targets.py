@@ -57,7 +57,11 @@ def find_targets(model: nn.Module, lora: LoRA) -> dict[str, Adaptable]:
 
 
 def find_trained(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
-    """Return the modules in `lora.also_train`, by path.  Raise ValueError if a pattern matches nothing."""
+    """Return the modules in `lora.also_train`, by path.
+
+    Raises:
+        ValueError: if a pattern matches nothing.
+    """
     modules = _modules(model)
     found: dict[str, nn.Module] = {}
     for pattern in as_patterns("also_train", lora.also_train):
@@ -84,7 +88,10 @@ def held_elsewhere(model: nn.Module, tensor: Tensor, owners: Iterable[nn.Module]
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors overlap in memory; parameters of an engine are views of one flat tensor."""
+    """Return whether the address ranges of two tensors overlap.
+
+    Comparing storages would not suffice: an engine stores parameters as views of a common flat tensor.
+    """
     if a.device != b.device:
         return False
     first, second = _extent(a), _extent(b)
@@ -100,7 +107,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all submodules of `model` by path; a shared module has several paths."""
+    """Return all submodules of `model` by path.  A shared module has several paths."""
     return {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
 
 
@@ -117,7 +124,7 @@ def _matches(pattern: Pattern, path: str) -> bool:
 
 
 def _why_not(module: nn.Module, lora: LoRA) -> str | None:
-    """Return a description of the module if it cannot be adapted, or else None."""
+    """Return a description of the module if it cannot be adapted, and None if it can."""
     if type(module) is StackedLinear:
         return _why_not_stacked(lora)
     if type(module) is not nn.Linear:
@@ -147,7 +154,10 @@ def _why_not_stacked(lora: LoRA) -> str | None:
 
 
 def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
-    """Raise ValueError for layers that torch's encoder bypasses in inference, so that adapters would have no effect."""
+    """Raise ValueError if `found` contains layers that torch's encoder does not call in inference.
+
+    Adapters of these layers would have no effect.
+    """
     targets = set(found.values())
     for path, module in model.named_modules():
         if (
@@ -164,13 +174,16 @@ def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
 
 
 def _inside(found: Iterable[str], adaptable: Sequence[str]) -> str:
-    """Return the layers inside the modules that a pattern matches, as a suggestion."""
+    """Return a suggestion for an error message: the adaptable layers inside the modules that a pattern matches.
+
+    If there are none, suggest all adaptable layers.
+    """
     within = [path for path in adaptable if any(path.startswith(f"{outer}.") for outer in found)]
     return f"; layers inside: {_listed(within)}" if within else f"; layers: {_listed(adaptable)}"
 
 
 def _near(pattern: Pattern, paths: Iterable[str]) -> str:
-    """Return the suggestion `; nearest: ...`, or an empty string."""
+    """Return a suggestion for an error message, `; nearest: ...`, or an empty string if no path is similar."""
     text = (pattern.pattern if isinstance(pattern, re.Pattern) else pattern).lower()
     names = {path: path.lower() for path in paths}
     names |= {ending: ending.lower() for ending in (path.rpartition(".")[2] for path in names)}

@@ -38,7 +38,8 @@ _AHEAD = 2
 def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
     """Return a function that creates records of given sizes in the storage that `Plan.offload` names.
 
-    Calls to the returned function are collective, and raise `OffloadError` on all ranks if any rank has too little space.
+    Calls to the returned function are collective, and raise `OffloadError` on all ranks if any rank has too little
+    space.
     """
     if place.kind != "disk":
         return partial(host_records, pinned=pinned)
@@ -88,14 +89,22 @@ def stores_at(
 
 
 def _require_space(folder: str, needed: int, comm: Communicator) -> None:
-    """Raise `OffloadError` on all ranks if the records of any rank do not fit on its disk, before files are created."""
+    """Check the free disk space of all hosts before any rank creates files.
+
+    Raises:
+        OffloadError: on all ranks, if the records of all ranks on a host do not fit on its disk.
+    """
     here = host_identity()
     wanted = comm.all_gather_object((here, needed))
     _together(comm, lambda: require_space(folder, sum(size for host, size in wanted if host == here)))
 
 
 def _together(comm: Communicator, make: Callable[[], T]) -> T:
-    """Return the result of `make`; raise `OffloadError` on all ranks if `make` fails on any rank."""
+    """Return the result of `make()`.  This is a collective call.
+
+    Raises:
+        OffloadError: on all ranks, if `make` raises this error on any rank.
+    """
     made: list[T] = []
     refusal = None
     try:
@@ -112,7 +121,7 @@ def _together(comm: Communicator, make: Callable[[], T]) -> T:
 
 
 class OffloadedUpdate:
-    """Stores the master weights and states of `optimizer`, which updates this rank's shards, in offloaded records.
+    """Updates this rank's shards with `optimizer`, whose master weights and states are stored in offloaded records.
 
     `optimizer.step` becomes a step of the engine: `before` completes the averaged gradients, `after` distributes the
     updated weights, and `mean` averages the loss of a closure over all ranks.
@@ -169,19 +178,20 @@ class OffloadedUpdate:
         self.state.check(unit, states)
 
     def invalidate(self) -> None:
-        """Refuse further steps until every unit is loaded, because only some units were loaded."""
+        """Refuse further steps until every unit is loaded, because a failed load has changed only some of the units."""
         self.state.invalidate()
 
     def load(self, unit: int, states: Sequence[ShardState]) -> None:
-        """Set a unit to the states that `saved` yielded for its shards.
+        """Set the weights and states of the shards in a unit; `states` have the same form as those from `saved`.
 
-        Raises ValueError if the states do not match the shards.
+        Raises:
+            ValueError: if the states do not match the shards.
         """
         with self._shards[unit].values_in_place(write=True):
             self.state.load(unit, states)
 
     def saved(self) -> Iterator[tuple[nn.Parameter, ShardState]]:
-        """Yield each shard with its weights and states, which are valid until the next iteration."""
+        """Yield (shard, weights and states) for each shard.  The values are valid until the next iteration."""
         for unit, states in self.state.saved():
             with self._shards[unit].values_in_place(write=False):
                 for shard, kept in zip(self.state.units[unit], states, strict=True):
@@ -206,7 +216,7 @@ class OffloadedUpdate:
 
 def _step_of(update: OffloadedUpdate, mean: Callable[[Any], Any]) -> Callable[..., Any]:
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shards, whose states are offloaded."""
+        """Update this rank's shards, whose states are offloaded; return the mean loss of `closure` over all ranks."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         update.step()

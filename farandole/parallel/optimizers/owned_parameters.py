@@ -1,7 +1,7 @@
 """Unsharded parameters for optimizers that compute with matrices, such as Muon, Adafactor and LAMB.
 
-With `zero` >= 1, each rank stores a shard of each bucket, and a shard may end within a matrix.  Each matrix has an owner
-among the ranks that store its parts.  The owner updates the complete matrix and stores its optimizer states:
+With `zero` >= 1, each rank stores a shard of each bucket, and a shard may end within a matrix.  Each matrix has an
+owner among the ranks that store its parts.  The owner updates the complete matrix and stores its optimizer states:
 
     owned.receive()     # owners receive the gradients and master weights of their matrices
     optimizer.step()    # updates complete matrices
@@ -30,7 +30,10 @@ _COPIES = 2
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a parameter; rank `holder` stores the part in its shard, and rank `owner` updates the parameter."""
+    """A part of a parameter.
+
+    Rank `holder` stores this part in its shard, and rank `owner` updates the complete parameter.
+    """
 
     holder: int
     owner: int
@@ -42,7 +45,7 @@ class OwnedParameters:
 
     Args:
         shards: this rank's shards of each bucket.
-        members: the `id` of each of the optimizer's parameters; the same parameters on all ranks.
+        members: the `id` of each parameter that the optimizer updates.  All ranks must name the same parameters.
     """
 
     def __init__(self, shards: Sequence[OptimizerShards], members: set[int]) -> None:
@@ -86,7 +89,7 @@ class OwnedParameters:
 
 
 class _Exchange:
-    """The parameters of a bucket that span several shards, and the exchange of parts between holders and owners."""
+    """Exchanges parts between holders and owners, for those parameters of a bucket that span several shards."""
 
     def __init__(self, shards: OptimizerShards, comm: Communicator, parts: Sequence[_Part]) -> None:
         self._shards, self._comm = shards, comm
@@ -177,7 +180,11 @@ class _Exchange:
 
 
 def _owned_parts(shards: OptimizerShards, members: set[int], load: list[int]) -> list[_Part]:
-    """Return the parts of parameters that span several shards, with their owners; add all element counts to `load`."""
+    """Return the parts of the parameters that span several shards, and choose an owner for each parameter.
+
+    `load[rank]` is the number of elements that `rank` updates.  This function adds the elements of all parameters in
+    `members`, and chooses the owner with the lowest load.
+    """
     layout = shards.bucket.plan.layout
     holders: dict[int, list[tuple[int, FlatRange]]] = {}
     for rank in range(layout.shards):
