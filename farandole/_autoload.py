@@ -1,4 +1,6 @@
-"""The entry points of torch: `autoload` in the group `torch.backends`, `register` in `torch.distributed.backends`.
+"""The entry points through which torch loads this package.
+
+torch calls `autoload` (entry-point group `torch.backends`) and `register` (group `torch.distributed.backends`).
 
 With these entry points, `torch.distributed.init_process_group` accepts "farandole" and "farandole-mpi" in a program
 that does not import this package.  torch calls `autoload` at `import torch`, so this module only registers names; other
@@ -24,13 +26,17 @@ REPLACE_GLOO = "FARANDOLE_REPLACE_GLOO"
 _log = logging.getLogger("farandole")
 _registered = False
 _devices = ["cpu", "cuda"]
-"""The devices that the backends support; torch prefers an accelerator in this list to the CPU."""
+"""The devices that the backends support.
+
+torch prefers an accelerator in this list to the CPU, so `init_process_group` removes "cuda" if there is no CUDA device.
+"""
 
 
 def autoload() -> None:
     """Register the backends at `import torch`, without raising an exception.
 
-    A failure is logged as one line, and is raised when `init_process_group` is called with one of these backends.
+    If the registration fails, the error is logged as one line.  A later call of `init_process_group` with one of these
+    backends raises the error.
     """
     try:
         register()
@@ -89,7 +95,7 @@ def _failure(error: Exception) -> str:
 
 
 def _raise_when_used(failure: Exception) -> None:
-    """Make `init_process_group` raise `failure` for the backends of this package only."""
+    """Make `init_process_group` raise `failure` if it is called with a backend of this package."""
     import torch.distributed as dist
 
     init = dist.init_process_group
@@ -123,7 +129,10 @@ def _rendezvous_over_mpi(url: str, **options: Any) -> Iterator[Any]:
 
 
 def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
-    """Return a `monitored_barrier` that also accepts the backends of this package; torch's accepts only Gloo."""
+    """Return a replacement for `original`, torch's `monitored_barrier`, which accepts only Gloo.
+
+    The replacement also accepts the backends of this package.
+    """
 
     @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -139,9 +148,9 @@ def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `batch_isend_irecv` that posts CUDA messages as one batch.
+    """Return a replacement for `original`, torch's `batch_isend_irecv`, that posts CUDA messages as one batch.
 
-    For process groups implemented in Python, torch posts messages one by one.
+    torch's function posts the messages one by one if the process group is implemented in Python.
     """
 
     @functools.wraps(original)
@@ -161,9 +170,10 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
-    """Return an `init_process_group` whose default init_method for the backend over MPI is "mpi://".
+    """Return a replacement for `init`, torch's `init_process_group`.
 
-    For all backends except "mpi", torch reads the rank from torchrun's variables before it calls the backend.
+    For the backend "farandole-mpi", the replacement uses "mpi://" as the default `init_method` if RANK is not set.
+    With its own default, torch would read the rank from RANK, which torchrun sets but mpirun and srun do not.
     """
     signature = inspect.signature(init)
 
@@ -193,13 +203,19 @@ def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _replace_gloo(backend: str | None) -> str:
-    """Return `backend` with Gloo, torch's default on CPUs, replaced by farandole."""
+    """Return the backend string `backend` with "gloo" replaced by "farandole".
+
+    If `backend` is empty, torch's default is used; it includes Gloo for CPU tensors.
+    """
     backend = backend or ("cpu:gloo,cuda:nccl" if "cuda" in _devices else "gloo")
     return re.sub(r"\bgloo\b", "farandole", backend, flags=re.IGNORECASE)
 
 
 def _advice(backend: str, placed: bool) -> str | None:
-    """Return advice on two common mistakes with MPI, for which torch's error message is too general."""
+    """Return advice if the user made one of two common mistakes with MPI, otherwise None.
+
+    torch's own messages for these mistakes are too general.
+    """
     import torch.distributed as dist
 
     if backend == "mpi" and not dist.is_mpi_available():

@@ -1,4 +1,4 @@
-"""The job key, with which ranks authenticate each other on the network.  This module does not import torch.
+"""The job key, a secret with which ranks authenticate each other on the network.  This module does not import torch.
 
 `farandole launch` creates a key for each job and passes it to the ranks in the variable FARANDOLE_JOB_KEY, which only
 processes of the same user can read.  With other launchers the user can set the variable.
@@ -16,7 +16,7 @@ SHORTEST = 32
 
 
 def job_key() -> str | None:
-    """Return the key in the environment, or None.
+    """Return the job key in the environment variable FARANDOLE_JOB_KEY, or None if the variable is unset or empty.
 
     Raises:
         ValueError: if the key is too short to be secret.
@@ -30,5 +30,8 @@ def job_key() -> str | None:
 
 
 def derive(key: str, label: str) -> bytes:
-    """Derive 32 bytes from a key; they reveal neither the key nor the bytes derived for other labels."""
+    """Derive 32 bytes from `key` for the purpose named by `label`.
+
+    The bytes reveal neither the key nor the bytes that are derived for other labels.
+    """
     return hmac.digest(key.encode(), label.encode(), hashlib.sha256)

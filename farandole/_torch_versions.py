@@ -12,12 +12,15 @@ _reported = False
 
 
 def tested() -> str:
-    """Return a phrase with the tested versions, for messages."""
+    """Return the phrase "tested with torch ... to ..." with the oldest and the newest tested version."""
     return f"tested with torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
 def report_untested(global_rank: int) -> None:
-    """Log a warning, once and on rank 0, if this version of torch is untested; called when a group is created."""
+    """Log a warning if this version of torch is untested.
+
+    This function is called whenever a group is created, but only its first call on rank 0 checks the version.
+    """
     global _reported
     if global_rank != 0 or _reported:
         return

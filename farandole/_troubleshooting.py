@@ -10,15 +10,15 @@ _LINK = re.compile(rf"(?:;? |\n)[sS]ee {re.escape(PAGE)}#([\w-]+)")
 
 
 def see(section: str) -> str:
-    """Return the end of a message that refers to a section of the troubleshooting page."""
+    """Return a link to `section` of the troubleshooting page, in the form "; see ...", to append to a message."""
     return f"; see {PAGE}#{section}"
 
 
 class Documented:
     """A base class for exceptions whose messages end with a link to the troubleshooting page.
 
-    If the message already contains a link, for example in the quoted message of another error, that link is kept;
-    otherwise, the link refers to `_section`.
+    The link refers to the section `_section`.  If the message already contains links, for example in the quoted message
+    of another error, the first of them is moved to the end of the message instead, and the others are removed.
     """
 
     _section = ""

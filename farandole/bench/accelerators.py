@@ -15,16 +15,16 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """An accelerator, and the host in which the vendor sells it.
+    """The published speeds of an accelerator, and of the host in which the vendor sells the accelerator.
 
     Args:
         memory: the memory that the driver reports, in bytes.
         flops: floating-point operations per second in matrix products, by precision.
         stream: the bandwidth of the accelerator's memory, in bytes per second.
-        bandwidth: bytes per second to the other accelerators of a host.
-        host_bandwidth: bytes per second to other hosts, per accelerator.
+        bandwidth: the bandwidth to the other accelerators in the host, in bytes per second.
+        host_bandwidth: the network bandwidth to other hosts, per accelerator, in bytes per second.
         per_host: the number of accelerators in a host.
-        source: the data sheets.
+        source: the data sheets with these figures.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Accelerator:
     source: str
 
     def hosts(self, ranks: int) -> int:
-        """Return the smallest number of hosts for `ranks` accelerators, with equal numbers on each host."""
+        """Return the number of hosts that `ranks` accelerators need if each host uses the same number of them."""
         least = -(-ranks // self.per_host)
         return next(count for count in range(least, ranks + 1) if ranks % count == 0)
 
@@ -88,7 +88,7 @@ ACCELERATORS = {one.name: one for one in (_A100, _H100, _H200, _MI300X)}
 """The known accelerators, keyed by name."""
 
 DEFAULT = "h100"
-"""The accelerator whose figures are used if none is named."""
+"""The name of the accelerator whose figures are used if the user does not name an accelerator."""
 
 
 def described(
@@ -100,7 +100,10 @@ def described(
     bandwidth: bool,
     host_bandwidth: bool,
 ) -> str:
-    """Return the chosen values of an accelerator as text, with their source; "" if no value is chosen."""
+    """Describe in one line the published values whose arguments are True, with their source.
+
+    If all arguments are False, return "".
+    """
     values = {
         f"{size(accelerator.memory)} of memory": memory,
         f"{short(accelerator.flops['bf16'])}FLOP/s in bf16": flops,

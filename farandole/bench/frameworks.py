@@ -18,24 +18,26 @@ class Training(Protocol):
         """Synchronize the device."""
 
     def close(self) -> None:
-        """Release the resources of the implementation before the job ends."""
+        """Release the resources of this training run; called before the job ends."""
 
 
 class Framework(Protocol):
-    """Creates training runs for a setup."""
+    """A deep-learning framework, such as PyTorch, whose training speed the benchmark measures."""
 
     def check(self, setup: TrainingSetup) -> None:
         """Raise BenchError for options that this framework does not support; called before any rank starts."""
 
     def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> Training:
-        """Return this rank's training run with one of the framework's implementations.  This is a collective call.
+        """Return this rank's training run.  This is a collective call.
 
-        The implementation "alone" trains without communication, as the reference for the efficiency.
+        `implementation` is the name of one of the framework's implementations of data parallelism, or "alone".  With
+        "alone", each rank trains without communication; the efficiency of the other implementations is relative to
+        this speed.
         """
 
 
 def find_framework(name: str) -> Framework:
-    """Return the framework for a setup; raise BenchError if it is unavailable."""
+    """Return the framework for the option `--framework`; raise BenchError if `name` is not supported."""
     if name == "pytorch":
         from farandole.bench.torch_training import PyTorch
 

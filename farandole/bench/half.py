@@ -14,9 +14,9 @@ from farandole.comm.compression import Compression, Compressor
 
 
 class HalfCommunicator(Communicator):
-    """A `Communicator` that all-reduces fp32 tensors in fp16; all other calls are forwarded to the group.
+    """A `Communicator` that all-reduces fp32 tensors in fp16; its other methods are unchanged.
 
-    Values keep 11 of 24 significand bits, and values above 65504 become infinite.
+    The conversion to fp16 keeps 11 of the 24 significand bits, and makes values above 65504 infinite.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -33,8 +33,10 @@ class HalfCommunicator(Communicator):
         compression: Compressor | Compression | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """All-reduce `tensor`.  An fp32 tensor is reduced in place in fp16, unless `output` or `compression` is
-        given."""
+        """All-reduce `tensor` as `Communicator.all_reduce` does, but communicate an fp32 tensor in fp16.
+
+        If `output` or `compression` is given, an fp32 tensor is not converted.
+        """
         if (
             not isinstance(tensor, Tensor)
             or tensor.dtype != torch.float32
@@ -58,14 +60,14 @@ class HalfCommunicator(Communicator):
 
 
 class _Widened(dist.Work):
-    """Work whose `wait` copies the result into the fp32 tensor."""
+    """A `Work` handle whose `wait` copies the fp16 result into the fp32 tensor."""
 
     def __init__(self, work: dist.Work, half: Tensor, tensor: Tensor) -> None:
         super().__init__()
         self._work, self._half, self._tensor = work, half, tensor
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is in the tensor."""
+        """Block until the all-reduce is complete, and copy its result into the fp32 tensor."""
         arguments: list[Any] = [] if timeout is None else [timeout]
         self._work.wait(*arguments)
         self._tensor.copy_(self._half)

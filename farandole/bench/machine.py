@@ -1,8 +1,8 @@
-"""Measure and cache the speeds of this machine's ranks while all ranks work at the same time.
+"""Measure how fast each rank of this machine is while all ranks work at the same time, and cache the results.
 
     python -m farandole.bench.machine FILE      # one rank of the measurement; rank 0 writes FILE
 
-The measurement takes seconds.  Each result is the worst value over all ranks.
+The measurement takes a few seconds.  Each result is the worst value over all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds and memory of one rank while all ranks work, in the units of `Machine`."""
+    """The speeds and the memory of one rank, measured while all ranks work; the units are those of `Machine`."""
 
     flops: dict[str, float]
     stream: float
@@ -51,23 +51,29 @@ class Speeds:
 
 
 def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
-    """Return the speeds of `ranks` ranks on this machine (at most one per core), cached unless `remeasure`.
+    """Return the speeds of a rank while `ranks` ranks work on this machine.
+
+    If there are fewer cores than ranks, the speeds are measured with one rank per core.  The result comes from the
+    cache if it contains one, unless `remeasure` is True.
 
     Raises:
-        BenchError: if ranks cannot be started.
+        BenchError: if the ranks cannot be started or fail.
     """
     return Speeds(**measured("farandole.bench.machine", ranks, _FORMAT, remeasure=remeasure))
 
 
 def measured(module: str, ranks: int, kind: str | int, *, remeasure: bool = False) -> Any:
-    """Run a module on `ranks` ranks (at most one per core), and return its JSON, from the cache unless `remeasure`.
+    """Run `module` on `ranks` ranks, and return the JSON value that it writes.
+
+    If there are fewer cores than ranks, the module runs on one rank per core.  If the cache contains a result, it is
+    returned instead, unless `remeasure` is True.
 
     Args:
-        module: the module to run; its argument is the file for the JSON.
-        kind: the name under which the measurement is cached.
+        module: the module to run; its command-line argument is the file to which it must write JSON.
+        kind: the name under which the result is cached.
 
     Raises:
-        BenchError: if ranks cannot be started.
+        BenchError: if the ranks cannot be started or fail.
     """
     together = min(ranks, usable_cores())
     kept = _cache_file(together, kind)
@@ -93,7 +99,7 @@ def _cache_file(ranks: int, kind: str | int) -> Path:
 
 
 def measure(runtime: Runtime) -> Speeds:
-    """Return the speeds and the memory of this rank."""
+    """Measure the speeds and the memory of this rank.  This is a collective call."""
     keep_freed_memory()
     use_fast_products()
     warm_up("fp32", runtime)
@@ -104,7 +110,7 @@ def measure(runtime: Runtime) -> Speeds:
 
 
 def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
-    """Return the FLOP/s of a feed-forward layer, forward and backward."""
+    """Return the FLOP/s that this rank reaches in the matrix products of a linear layer, forward and backward."""
     x = torch.randn(_ROWS, _WIDTH, device=runtime.device).to(dtype)
     weight = torch.randn(4 * _WIDTH, _WIDTH, device=runtime.device).to(dtype)
 
@@ -117,7 +123,10 @@ def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
 
 
 def _stream(runtime: Runtime) -> float:
-    """Return the number of bytes per second that activation functions and normalizations read and write."""
+    """Return the number of bytes per second that this rank reads and writes in memory-bound operations.
+
+    These operations are a layer normalization, a GELU and an addition.
+    """
     x = torch.randn(_ELEMENTS // _WIDTH, _WIDTH, device=runtime.device)
 
     def others() -> None:
@@ -129,7 +138,10 @@ def _stream(runtime: Runtime) -> float:
 
 
 def _bandwidth(runtime: Runtime) -> float:
-    """Return the bus bandwidth of all-reduces at least as large as a gradient bucket."""
+    """Return the bus bandwidth of an all-reduce of gradients, in bytes per second.
+
+    The tensor is at least as large as a gradient bucket.
+    """
     ranks = runtime.size
     if ranks == 1:
         return 1e12  # nothing is sent
@@ -139,7 +151,7 @@ def _bandwidth(runtime: Runtime) -> float:
 
 
 def _seconds(call: Callable[[], object], runtime: Runtime) -> float:
-    """Return the median time of several calls that all ranks run at the same time."""
+    """Return the median time of `_TURNS` calls of `call`, each of which starts on all ranks at the same time."""
     found = []
     for _ in range(_TURNS + 1):
         runtime.comm.barrier()
@@ -152,7 +164,7 @@ def _seconds(call: Callable[[], object], runtime: Runtime) -> float:
 
 
 def main(answer: str) -> None:
-    """Measure as one of the launched ranks."""
+    """Measure as one of the launched ranks; rank 0 writes the worst values as JSON to the file `answer`."""
     with farandole.init() as runtime:
         own = measure(runtime)
         slow = torch.tensor([*own.flops.values(), own.stream, own.bandwidth], dtype=torch.float64)

@@ -2,8 +2,8 @@
 
     python -m farandole.bench.plan_check JOB_SPEC
 
-JOB_SPEC is JSON (`PlanCheckJobSpec`).  Rank 0 writes the measurements of all ranks, a list of `Seen`, to the file
-`answer`.
+JOB_SPEC is a `PlanCheckJobSpec` in JSON.  Rank 0 writes the measurements of all ranks, a list of `Seen`, as JSON to the
+file `answer` in the job specification.
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ from farandole.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Seen:
-    """The measured memory of a rank, in bytes, and the seconds per step.  Only `libraries` includes library pages.
+    """The measured memory of a rank in bytes, and its time per step.
 
-    `process` is measured before the model exists.  `parts` contains the tensors that exist between steps, and `tensors`
-    is the peak of the other tensors in a step.  `start` is the peak before the first step, and `peak` is the peak
-    during steps.
+    Args:
+        process: the memory of the process before the model exists.
+        libraries: the memory of the pages of libraries; the other fields do not include these pages.
+        parts: the sizes of the weights, the gradients and the optimizer states, which exist between steps.
+        tensors: the peak size of the other tensors during a step.
+        start: the peak memory of the process before the first step.
+        peak: the peak memory of the process until the last step.
+        seconds: the mean time of a step in seconds.
     """
 
     process: int
@@ -57,7 +62,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class PlanCheckJobSpec:
-    """A training configuration, the number of steps to measure, and the file for the measurements."""
+    """The job of the ranks: train with `config` for `steps` steps, and write the measurements to the file `answer`."""
 
     config: TrainConfig
     precision: Precision
@@ -78,7 +83,7 @@ class PlanCheckJobSpec:
 
 
 def random_text(vocabulary: int, context: int, samples: int) -> Text:
-    """Return random tokens as training text."""
+    """Return `samples` samples of random tokens, with `context` tokens each, as both training and validation text."""
     tokens = np.random.default_rng(0).integers(vocabulary, size=samples * context + 1, dtype=np.uint32)
     windows = Windows(tokens, context)
     return Text(Path(), Tokenizer(BPE()), windows, windows)
@@ -87,7 +92,7 @@ def random_text(vocabulary: int, context: int, samples: int) -> Text:
 def make_trainer(
     config: TrainConfig, precision: Precision, comm: Communicator, device: torch.device
 ) -> Trainer:
-    """Return a trainer on random text."""
+    """Return a trainer for `config` that trains on random text instead of the configured data."""
     folder, vocabulary = config.model.folder, config.model.vocabulary
     if folder:
         vocabulary = read_config(folder, with_weights=False).config.vocabulary
@@ -96,26 +101,26 @@ def make_trainer(
 
 
 def warm_up(precision: Precision, runtime: Runtime) -> None:
-    """Run a step of a small model, so that torch loads the libraries that every model needs."""
+    """Train a small model for one step, so that torch loads the libraries that every model needs."""
     config = load_config("tiny", [f"batch={runtime.size}"])
     make_trainer(config, precision, runtime.comm, runtime.device).step()
     gc.collect()
 
 
 class HostMemory:
-    """Host memory of this process."""
+    """Measures the host memory of this process, and its peak since this object was created."""
 
     def __init__(self) -> None:
         self.process, self.libraries = data_bytes(), library_bytes
         start_peak()
 
     def peak(self) -> int:
-        """Return the peak memory since the start, in bytes."""
+        """Return the peak memory since this object was created, in bytes, without library pages."""
         return peak_bytes()
 
 
 class CudaMemory:
-    """CUDA memory of this process."""
+    """Measures the CUDA memory of this process, and its peak since this object was created."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.process = context_bytes(runtime)
@@ -123,18 +128,19 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def libraries(self) -> int:
-        """Return 0, because the CUDA context is part of `process`."""
+        """Return 0, because `process` includes the CUDA libraries as part of the CUDA context."""
         return 0
 
     def peak(self) -> int:
-        """Return the peak memory since the start, in bytes, including the context."""
+        """Return the peak memory since this object was created, in bytes, including the CUDA context."""
         return self.process + torch.cuda.max_memory_allocated(self._device)
 
 
 def context_bytes(runtime: Runtime) -> int:
-    """Return the CUDA memory in bytes that this process uses without tensors.  This is a collective call.
+    """Return the CUDA memory in bytes that this process uses for everything except tensors.  This is a collective call.
 
-    The device reports only the total of all processes, which is divided equally among the ranks that share the device.
+    The device reports only the total memory that all processes use.  This total is divided equally among the ranks that
+    share the device.
     """
     torch.cuda.synchronize(runtime.device)
     torch.cuda.empty_cache()
@@ -146,7 +152,7 @@ def context_bytes(runtime: Runtime) -> int:
 
 
 def measure(job_spec: PlanCheckJobSpec, runtime: Runtime) -> Seen:
-    """Train, and return the measurements of this rank."""
+    """Train as specified by `job_spec`, and return the measurements of this rank.  This is a collective call."""
     keep_freed_memory()
     warm_up(job_spec.precision, runtime)
     memory = HostMemory() if runtime.device.type == "cpu" else CudaMemory(runtime)
@@ -166,9 +172,9 @@ def measure(job_spec: PlanCheckJobSpec, runtime: Runtime) -> Seen:
 
 
 def _parts(trainer: Trainer) -> dict[str, int]:
-    """Return the number of bytes of weights, gradients and optimizer states that this rank holds between steps.
+    """Return the sizes in bytes of the weights, gradients and optimizer states that this rank holds between steps.
 
-    Shared weights count in part.
+    The size of weights in shared memory is divided equally among the ranks that share them.
     """
     shards = trainer.engine.shards_of_buckets
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
@@ -186,7 +192,7 @@ def _parts(trainer: Trainer) -> dict[str, int]:
 def _weights(trainer: Trainer) -> int:
     """Return the size in bytes of this rank's weights.
 
-    The size of shared weights is divided among the ranks that share them.
+    The size of weights in shared memory is divided equally among the ranks that share them.
     """
     sharing = {
         id(p): each.comm.size
@@ -199,13 +205,13 @@ def _weights(trainer: Trainer) -> int:
 
 
 def _storages(tensors: Any) -> int:
-    """Return the total size in bytes of the distinct storages of `tensors`."""
+    """Return the total size in bytes of the storages of `tensors`, each counted once."""
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(found.values())
 
 
 def _peak_of_step(trainer: Trainer) -> int:
-    """Return the peak size in bytes of the tensors that exist only within a step."""
+    """Train for one step, and return the peak size in bytes of the tensors that exist only within the step."""
     gc.collect()
     longer = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     with MemoryTracker([*longer, *trainer.model.parameters()]) as alive:
@@ -214,7 +220,7 @@ def _peak_of_step(trainer: Trainer) -> int:
 
 
 def main(text: str) -> None:
-    """Run a job specification as one of the launched ranks."""
+    """Run the job specification in the JSON `text` as one of the launched ranks."""
     job_spec = PlanCheckJobSpec.load(text)
     with farandole.init() as runtime:
         found: list[Any] = [None] * runtime.size

@@ -27,7 +27,7 @@ _GIB = 1 << 30
 
 
 def draw(planned: Planned, path: str) -> None:
-    """Draw the plans, with the best on top; the file suffix selects the format."""
+    """Draw the plans, with the best plan on top, to the file `path`; its suffix selects the format."""
     estimates, memory = planned.estimates, planned.machine.memory
     figure, axis = plt.subplots(figsize=(9.5, 1.6 + 0.32 * len(estimates)), layout="constrained")
     places = range(len(estimates))

@@ -24,30 +24,38 @@ COLUMNS = {
     "checkpoint": ("checkpoint",),
     "process": ("process", "allocator"),
 }
-"""The columns of the table, each with the parts of an estimate whose sum it shows."""
+"""The memory columns of the table; each column shows the sum of the listed parts of an estimate."""
 
 _OF_PASSES = ("activations", "backward")
-"""The columns that are not estimated if the other parts do not fit."""
+"""The columns that the planner does not estimate if the other parts alone exceed the memory."""
 
 _MOST_LINES, _FEW = 40, 12
-"""The maximum number of lines in a table, and of lines for plans that do not fit if other plans fit."""
+"""The table shows at most `_MOST_LINES` plans that fit, and at most `_FEW` plans that do not fit.
+
+If no plan fits, it shows at most `_MOST_LINES` plans.  If it shows the best plan of each mesh, the first `_FEW` plans
+are shown too.
+"""
 
 TOLERANCE = 0.1
 """The largest accepted error of a predicted peak, as a fraction of the measured peak."""
 
 
 def column(estimate: Estimate, name: str) -> int:
-    """Return the number of bytes in column `name` of the table."""
+    """Return the size in bytes that the table shows for `estimate` in column `name`."""
     return sum(estimate.parts[part] for part in COLUMNS[name])
 
 
 def seconds(number: float) -> str:
-    """Format seconds with two significant digits, or as an integer if there are at least 10."""
+    """Format a number of seconds: numbers of at least 10 as integers, other numbers with two significant digits."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def choices(estimates: Sequence[Estimate]) -> list[str]:
-    """Return the plan fields to show: the ZeRO stage, recomputation, and fields with values other than the default."""
+    """Return the names of the plan fields for which the table needs a column.
+
+    These are the ZeRO stage, recomputation, and the fields for which a plan has a value other than the default.  A
+    precision that all plans share is omitted.
+    """
     plans, default = [one.plan for one in estimates], Plan()
     axes = ("tensor", "sequence", "context", "expert", "pipeline", "schedule")
     seldom = (*axes, "data_shard", "precision", "rounding", "offload", "offloaded", "swap")
@@ -58,7 +66,7 @@ def choices(estimates: Sequence[Estimate]) -> list[str]:
 
 
 def word(plan: Plan, name: str) -> str:
-    """Return the value of a field as text; a plan without a pipeline has no schedule."""
+    """Return the value of the field `name` as text; the schedule of a plan without a pipeline is "-"."""
     if name == "schedule" and plan.pipeline == 1:
         return "-"
     value = getattr(plan, name)
@@ -66,7 +74,11 @@ def word(plan: Plan, name: str) -> str:
 
 
 def plans(planned: Planned) -> Group:
-    """Return the table, with lines for all plans that fit and a few plans that do not fit."""
+    """Return the table of plans, with a title and notes.
+
+    The table shows the plans that fit and a few plans that do not fit.  If there are many plans with several meshes, it
+    shows the first plans and the best plan of each mesh instead.
+    """
     memory = planned.machine.memory
     fitting = [one for one in planned.estimates if one.fits(memory)]
     others = planned.estimates[len(fitting) :]
@@ -114,7 +126,7 @@ def plans(planned: Planned) -> Group:
 
 
 def _idle(one: Estimate) -> str:
-    """Return the idle time of a pipeline in percent."""
+    """Return the idle time of the pipeline in percent, "-" without a pipeline, or "?" if it was not estimated."""
     if one.plan.pipeline == 1:
         return "-"
     return "?" if one.pipeline is None else f"{100 * one.pipeline.idle:.0f} %"
@@ -125,7 +137,10 @@ def _mesh(plan: Plan) -> tuple[int, ...]:
 
 
 def _by_mesh(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Return the first `_FEW` estimates and the first estimate of each mesh, in order, and at most `_MOST_LINES`."""
+    """Return the first `_FEW` estimates, and the first estimate of each mesh.
+
+    The estimates keep the order that they have in `estimates`.  At most the first `_MOST_LINES` of them are returned.
+    """
     first: dict[tuple[int, ...], int] = {}
     for number, one in enumerate(estimates):
         first.setdefault(_mesh(one.plan), number)
@@ -134,11 +149,14 @@ def _by_mesh(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def checked(predicted: Mapping[int, Estimate], seen: Sequence[Mapping[str, Any]]) -> tuple[Group, bool]:
-    """Return the table of each rank's predicted and measured memory, and whether all peaks are within the tolerance.
+    """Compare the predicted memory of each rank with the measured memory.
 
     Args:
         predicted: the estimate of each rank.  Ranks with the same estimate are next to each other in the table.
-        seen: the measurements of the ranks (`plan_check.Seen`).
+        seen: the measurements of each rank; the keys are the fields of `plan_check.Seen`.
+
+    Returns:
+        The table, and whether the predicted peaks of all ranks are within `TOLERANCE` of the measured peaks.
     """
     columns: dict[str, dict[str, float]] = {}
     errors: dict[str, float] = {}
@@ -165,7 +183,7 @@ def checked(predicted: Mapping[int, Estimate], seen: Sequence[Mapping[str, Any]]
 
 
 def _predicted(estimate: Estimate) -> dict[str, float]:
-    """Return the predicted size of each part in bytes, and the predicted seconds per step."""
+    """Return the predicted column of the comparison: the size of each part in bytes, and the seconds per step."""
     parts = estimate.parts
     return {
         **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
@@ -179,7 +197,10 @@ def _predicted(estimate: Estimate) -> dict[str, float]:
 
 
 def _measured(one: Mapping[str, Any], estimate: Estimate, ranks: int) -> dict[str, float]:
-    """Return the measured size of each part in bytes, and the seconds per step.  `ranks` processes share libraries."""
+    """Return the measured column of the comparison: the size of each part in bytes, and the seconds per step.
+
+    The size of the library pages is divided by `ranks`, because all ranks share these pages.
+    """
     parts, libraries = one["parts"], one["libraries"] / ranks
     found: dict[str, float] = {
         **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
@@ -205,7 +226,10 @@ def _unit(most: float) -> tuple[int, str]:
 
 
 def _number(count: float, divisor: int, least: float = 10) -> str:
-    """Format a number of bytes in GiB or MiB; numbers of MiB below `least` have decimals."""
+    """Format `count` bytes in GiB or MiB, depending on `divisor`; 0 is "-".
+
+    The result has two decimals, except for numbers of at least `least` MiB, which are rounded to integers.
+    """
     if count == 0:
         return "-"
     number = count / divisor

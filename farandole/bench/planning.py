@@ -56,7 +56,7 @@ _FIELDS = (
     ),
     *_AXES,
 )
-"""The fields of a plan that the command chooses."""
+"""The fields of a plan whose values `farandole plan` chooses."""
 
 _KNOWN: dict[str, Sequence[str]] = {
     "zero": [str(stage) for stage in range(4)],
@@ -75,36 +75,40 @@ _ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
     {"offload": ["none", "host", "disk:."]},
     {"offloaded": get_args(Offloaded), "swap": ["none", "host"], "rounding": get_args(Rounding)},
 )
-"""Additional choices to consider if no plan fits."""
+"""Additional choices for accelerators: if no plan fits, each dictionary in turn is added to the choices."""
 
 _REFINED = 2
-"""The number of meshes for which all choices are considered.
+"""The number of meshes for which all kinds of recomputation and all schedules are considered.
 
-All meshes are compared with recomputed blocks and 1F1B.
+To find the best meshes, all meshes are first compared with block recomputation and the schedule 1F1B.
 """
 
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
-"""The schedules to consider by default; other schedules hold more activations or idle longer."""
+"""The schedules to consider by default; the other schedules need more memory for activations or idle longer."""
 
 _MOST_STAGES = 16
-"""The largest pipeline to consider by default, as in the papers of Llama 3 and DeepSeek-V3."""
+"""The largest number of pipeline stages to consider by default, as in the papers of Llama 3 and DeepSeek-V3."""
 
 _LEAST_POSITIONS = 8192
-"""The fewest positions per rank for which context parallelism is considered by default."""
+"""The smallest number of positions per rank; by default, context parallelism does not divide a context further."""
 
 _CHECKED_PASSES = 2
-"""The number of micro-batches per pipeline stage and step with `--check`.
+"""The maximum number of micro-batches per pipeline stage in a step of `--check`.
 
-More micro-batches would take longer, and with most schedules need no more memory.
+More micro-batches would take longer.  With most schedules, they would not need more memory.
 """
 
 _FLOPS_PER_BYTE = 200
-"""The assumed FLOP per byte of memory traffic of an accelerator for which only the FLOP/s are given.
+"""The assumed ratio of FLOP/s to memory bandwidth in bytes per second, if the user specifies only the FLOP/s.
 
-The data sheets give 156 for an A100 (312 TFLOP/s, 2 TB/s) and 295 for an H100."""
+According to the data sheets, the ratio is 156 for an A100 (312 TFLOP/s, 2 TB/s) and 295 for an H100.
+"""
 
 CONTEXT_BYTES = 600 << 20
-"""The approximate accelerator memory of a process before its first tensor; depends on the loaded kernels."""
+"""The approximate accelerator memory that a process uses before its first tensor.
+
+The exact number depends on the loaded kernels.
+"""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECASE)
 
@@ -113,11 +117,22 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECAS
 class PlanSetup:
     """Options of `farandole plan`: the run, the machine, and the plans to consider.
 
-    Without `ranks`, `default_ranks` selects the number of ranks.  `memory` (bytes), `flops`, `bandwidth` and
-    `host_bandwidth` are per rank.  `accelerators` is the name of an accelerator, or None to plan for this machine.  An
-    option that is None has the published value of the accelerator, or else this machine's value.  With an accelerator,
-    `nodes` defaults to the smallest number of hosts with equal numbers of accelerators.  `choices` maps fields of `Plan`
-    to the values to consider; every valid combination is a plan.  Other fields have default choices.
+    If `memory`, `flops` or `bandwidth` is None, the published value of the accelerator is used; without an accelerator,
+    the value is measured on this machine.
+
+    Args:
+        words: the arguments of the training run, as for `farandole train`; hf:FOLDER stands for a Hugging Face model.
+        ranks: the number of ranks; if None, `default_ranks` selects it.
+        nodes: the number of hosts; by default 1, or with an accelerator the number in `Accelerator.hosts`.
+        memory: the memory per rank in bytes.
+        flops: the FLOP/s of a rank.
+        bandwidth: the bandwidth between ranks in bytes per second, per rank.
+        host_bandwidth: the bandwidth between hosts in bytes per second, per rank; by default `bandwidth`, or the
+            published value of the accelerator if `bandwidth` is None too.
+        choices: maps fields of `Plan` to the values to consider; every valid combination is a plan.  Other fields have
+            default choices.
+        accelerators: the name of an accelerator, or None to plan for this machine.
+        remeasure: whether to measure the speeds of this machine even if the cache contains them.
     """
 
     words: tuple[str, ...]
@@ -134,9 +149,9 @@ class PlanSetup:
 
 @dataclass(frozen=True)
 class Planned:
-    """Estimated plans, with the best first, and the machine for which they were estimated.
+    """The estimates of plans, sorted so that the best plan is first, and the machine for which they were estimated.
 
-    `published` names the values of the machine that are published, not given or measured.
+    `published` is a text that lists the values of the machine that come from data sheets, or "".
     """
 
     config: TrainConfig
@@ -148,7 +163,7 @@ class Planned:
 
 
 def plan(setup: PlanSetup) -> Planned:
-    """Estimate every requested plan.
+    """Estimate the memory and the time of the plans to consider.
 
     Raises:
         ConfigError, PlanError, BenchError: if options are invalid.
@@ -207,8 +222,10 @@ def plan(setup: PlanSetup) -> Planned:
 
 
 def run_words(setup: PlanSetup) -> list[str]:
-    """Return the arguments of the training run; hf:FOLDER is expanded to arguments that train the model in this Hugging
-    Face folder."""
+    """Return the arguments of the training run.
+
+    hf:FOLDER in `setup.words` is replaced by arguments that train the Hugging Face model in this folder.
+    """
     words: list[str] = []
     for word in setup.words:
         kind, _, folder = word.partition(":")
@@ -224,7 +241,7 @@ def run_words(setup: PlanSetup) -> list[str]:
 
 
 def _classifies(folder: str) -> bool:
-    """Return whether a folder has a model that `farandole train` fine-tunes as a classifier."""
+    """Return whether `farandole train` would fine-tune the model in `folder` as a classifier (BERT or ViT)."""
     try:
         return read_config(folder, with_weights=False).architecture.name in ("bert", "vit")
     except FolderError as error:
@@ -232,7 +249,11 @@ def _classifies(folder: str) -> bool:
 
 
 def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """Return the `Plan` fields that are fixed by options and overrides."""
+    """Return the `Plan` fields that the user specified by options or by the configuration, with their values.
+
+    Raises:
+        BenchError: if a value is unknown.
+    """
     choices: dict[str, Sequence[Any]] = {name: values for name, values in setup.choices.items() if values}
     section = config.plan
     for word in overrides:
@@ -251,7 +272,10 @@ def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> d
 
 
 def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[str, Any]]]:
-    """Train `steps` steps with the first plan; return each rank's estimate and measurements.
+    """Train for `steps` steps with the first plan, and measure each rank's memory and time.
+
+    Returns:
+        The estimates by rank, and a list with the measurements of each rank (`plan_check.Seen` as a dictionary).
 
     Raises:
         BenchError: if a rank fails, or this machine cannot run the plan.
@@ -291,18 +315,20 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
 
 
 def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return a configuration with the chosen fields of `plan`.
+    """Return a copy of `config` with the fields of `plan` in `_FIELDS`.
 
-    Raises `ConfigError` if they conflict with other fields.
+    Raises:
+        ConfigError: if these fields conflict with other fields of the configuration.
     """
     chosen = {name: value for name in _FIELDS if (value := getattr(plan, name)) is not None}
     return parse_config({**config.model_dump(), "plan": {**config.plan.model_dump(), **chosen}})
 
 
 def _meshes(config: TrainConfig, model: nn.Module, ranks: int, nodes: int) -> dict[str, Sequence[Any]]:
-    """Return the sizes of axes to consider on accelerators; tensor-parallel ranks share a host.
+    """Return the sizes to consider for each axis of the mesh on accelerators.
 
-    Pipelines are considered if the configuration divides a rank's samples into micro-batches.
+    All ranks of a tensor-parallel group are on the same host.  Pipelines are considered only if the configuration
+    divides a rank's samples into micro-batches.
     """
     experts = max((module.count for module in model.modules() if isinstance(module, Experts)), default=1)
     pieces = max(1, config.model.context // _LEAST_POSITIONS)
@@ -323,7 +349,7 @@ def _sizes(most: int) -> list[int]:
 
 
 def dump(planned: Planned) -> str:
-    """Return the machine, and the memory parts and seconds of each plan, as JSON."""
+    """Return JSON with the number of ranks, the machine, and each plan with its memory parts, seconds and outcome."""
     plans = [
         {
             **asdict(one),
@@ -337,10 +363,12 @@ def dump(planned: Planned) -> str:
 
 
 def parse_number(option: str, text: str, base: int) -> float:
-    """Parse a number such as 16GiB, 1.5G or 50 G, where K, M, G, T and P are powers of `base`.
+    """Parse a number such as 16GiB, 1.5G or 50 G.
+
+    The suffixes K, M, G, T and P are powers of `base`; suffixes such as GiB are powers of 1024.
 
     Raises:
-        BenchError: if `text` has another format.
+        BenchError: if `text` has another format or is not above 0; the message names `option`.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
@@ -357,11 +385,21 @@ def _estimates(
     axes: Mapping[str, Sequence[Any]],
     meshes: Sequence[tuple[Any, ...]] = (),
 ) -> tuple[Machine, list[Estimate]]:
-    """Return the estimates of the plans, by default for all meshes, and the machine with the bandwidth of their disk.
+    """Estimate the plans for all combinations of the values in `axes`.
 
-    If there are many meshes, they are compared with recomputed blocks and 1F1B.  Other kinds of recomputation and other
-    schedules are estimated only for the best meshes, beginning with the fastest kind of recomputation, until a plan
-    fits.
+    If there are more than `_REFINED` meshes, all meshes are first compared with block recomputation and the schedule
+    1F1B.  The other kinds of recomputation and the other schedules are estimated only for the best meshes, beginning
+    with the fastest kind of recomputation, until a plan fits.
+
+    Args:
+        axes: maps fields of `Plan` to the values to consider.
+        meshes: the meshes to consider, as values of the fields `_AXES`; by default all meshes.
+
+    Returns:
+        `machine`, with the measured disk bandwidth if a plan uses a disk, and the estimates with the best first.
+
+    Raises:
+        PlanError, ConfigError: if no plan is valid.
     """
     plans: list[Plan] = []
     refusal: Exception | None = None
@@ -399,7 +437,11 @@ def _estimates(
 
 
 def _simplest(plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """Return the plans for comparing meshes (if possible with recomputed blocks and 1F1B), and the other plans."""
+    """Divide `plans` into the plans with which meshes are compared, and the other plans.
+
+    For each mesh, the first list contains its plans with block recomputation and the schedule 1F1B.  If there are none,
+    it contains all plans of the mesh.
+    """
     first: list[Plan] = []
     for _, members in itertools.groupby(sorted(plans, key=_axes_of), _axes_of):
         of_mesh = list(members)
@@ -416,7 +458,11 @@ def _estimated(
     tracer: StageTracer,
     plans: Sequence[Plan],
 ) -> tuple[list[Estimate], Exception | None]:
-    """Return the estimates of all plans valid for the model and the batch, and the error of an invalid plan or None."""
+    """Estimate those of `plans` that are valid for the model and the batch.
+
+    Returns:
+        The estimates, and the error of one of the invalid plans, or None if all plans are valid.
+    """
     found: list[Estimate] = []
     refusal: Exception | None = None
     shared: set[tuple[Any, ...]] = set()  # the meshes for which sequence parallelism is possible
@@ -438,7 +484,7 @@ def _estimated(
 
 
 def _best_meshes(estimates: Sequence[Estimate]) -> list[tuple[Any, ...]]:
-    """Return the axes of the first `_REFINED` meshes in a sorted list of estimates."""
+    """Return the first `_REFINED` distinct meshes in `estimates`, which must be sorted with the best first."""
     return list(dict.fromkeys(_axes_of(one.plan) for one in estimates))[:_REFINED]
 
 
@@ -447,10 +493,10 @@ def _axes_of(plan: Plan) -> tuple[Any, ...]:
 
 
 def accelerator_named(name: str) -> Accelerator:
-    """Return a known accelerator.
+    """Return the accelerator that is called `name` in `ACCELERATORS`.
 
     Raises:
-        BenchError: if the name is unknown.
+        BenchError: if the name is unknown; the message suggests a similar name.
     """
     if name not in ACCELERATORS:
         near = difflib.get_close_matches(name, ACCELERATORS, 1)
@@ -463,7 +509,7 @@ def accelerator_named(name: str) -> Accelerator:
 
 
 def _measured(setup: PlanSetup, ranks: int, nodes: int) -> Machine:
-    """Return a description of this machine, with the values given as options instead of measured values."""
+    """Describe this machine by measured values; values that are given in `setup` replace the measured values."""
     found = speeds(ranks, remeasure=setup.remeasure)
     accelerated = torch.cuda.is_available()
     if setup.memory is not None:
@@ -489,7 +535,7 @@ def _measured(setup: PlanSetup, ranks: int, nodes: int) -> Machine:
 
 
 def _published(setup: PlanSetup, accelerator: Accelerator, nodes: int) -> Machine:
-    """Return a machine with accelerators, with published values for the options that are not given."""
+    """Describe a machine with `accelerator` by published values; values that are given in `setup` replace these."""
     flops: Mapping[str, float] = accelerator.flops
     stream, host_bandwidth = accelerator.stream, setup.host_bandwidth
     if setup.flops is not None:
@@ -512,7 +558,7 @@ def _published(setup: PlanSetup, accelerator: Accelerator, nodes: int) -> Machin
 
 
 def _precision(config: TrainConfig, machine: Machine) -> str:
-    """Return the requested precision; for "auto", the precision that `farandole train` would choose."""
+    """Return the precision in `config`, or the precision that `farandole train` would choose for "auto"."""
     if config.plan.precision != "auto":
         return config.plan.precision
     if not machine.host:

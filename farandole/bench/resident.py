@@ -13,29 +13,36 @@ _SELF = Path("/proc/self")
 
 
 def start_peak() -> None:
-    """Reset the peak that `peak_bytes` returns."""
+    """Begin a new measurement: `peak_bytes` returns the peak since this call."""
     (_SELF / "clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
-    """Return this process's peak memory since `start_peak` in bytes, without file pages."""
+    """Return this process's peak memory since the call of `start_peak` in bytes, without pages of mapped files."""
     status = fields(_SELF / "status")
     own = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
     return own + fields(_SELF / "smaps_rollup")["Pss_Shmem"]
 
 
 def data_bytes(process: Path = _SELF) -> int:
-    """Return the memory of a process in bytes, without file pages; `process` is the process's folder in /proc."""
+    """Return the current memory of a process in bytes, without pages of mapped files such as libraries.
+
+    Args:
+        process: the folder of the process in /proc.
+    """
     rollup = fields(process / "smaps_rollup")
     return rollup["Pss_Anon"] + rollup["Pss_Shmem"]
 
 
 def library_bytes() -> int:
-    """Return the size in bytes of this process's file pages, which other processes may also map."""
+    """Return the size in bytes of this process's pages of mapped files, mostly libraries.
+
+    Other processes may map the same pages.
+    """
     return fields(_SELF / "status")["RssFile"]
 
 
 def fields(path: Path) -> dict[str, int]:
-    """Return the values of lines such as `Name:  123 kB` in a /proc file, in bytes."""
+    """Parse the lines such as `Name:  123 kB` of a file in /proc; return the values in bytes, keyed by name."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}

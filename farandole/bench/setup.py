@@ -11,20 +11,23 @@ from pathlib import Path
 from farandole.models.resnet import STRIDE, resnet_config
 
 PICTURES = (".png", ".pdf", ".svg")
-"""The endings of picture files."""
+"""The supported suffixes of picture files."""
 
 
 class BenchError(ValueError):
-    """Raised if benchmark options are invalid; the message names the option and suggests a valid value."""
+    """Raised if benchmark options are invalid, or a benchmark cannot be run.
+
+    For an invalid option, the message names the option and suggests a valid value.
+    """
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
     """Options of the training benchmark: the model, the work per rank, and the gradient reduction.
 
-    Each rank trains on `micro_batch` images with `image_size` x `image_size` pixels per step.  `autocast` enables
-    bf16 autocast.  After `num_warmup_batches` steps, each of `num_iters` measurements takes `num_batches_per_iter`
-    steps.  Rank 0 writes the result to `json`.
+    In each step, each rank trains on `micro_batch` images of `image_size` x `image_size` pixels.  `autocast` enables
+    bf16 autocast.  The benchmark runs `num_warmup_batches` steps that are not measured.  Then it makes `num_iters`
+    measurements, each of which runs `num_batches_per_iter` steps.  Rank 0 writes the result to the file `json`.
     """
 
     framework: str = "pytorch"
@@ -82,7 +85,7 @@ class TrainingSetup:
 
 
 def check_choice(option: str, asked: str, known: Iterable[str]) -> None:
-    """Raise BenchError with the nearest name if `asked` is not in `known`."""
+    """Raise BenchError if `asked`, the value of `option`, is not in `known`; the message suggests a similar value."""
     names = list(known)
     if asked not in names:
         nearest = difflib.get_close_matches(asked, names, 1)
@@ -91,7 +94,10 @@ def check_choice(option: str, asked: str, known: Iterable[str]) -> None:
 
 
 def check_output(option: str, name: str | None, endings: tuple[str, ...] = ()) -> None:
-    """Raise BenchError if the file cannot be written: its folder does not exist, or its ending is not in `endings`."""
+    """Raise BenchError if the folder of the file `name` does not exist, or the suffix of `name` is not in `endings`.
+
+    If `endings` is empty, every suffix is allowed.  If `name` is None, nothing is checked.
+    """
     if name is None:
         return
     if not (folder := Path(name).absolute().parent).is_dir():

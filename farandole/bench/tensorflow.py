@@ -2,8 +2,8 @@
 
 The networks are the same as in `farandole.models.resnet`, built from Keras layers.
 
-In every implementation, including "alone", a step is a `tf.function` without XLA, because XLA cannot compile the
-reduction, and the implementations must differ only in communication.
+In every implementation, including "alone", a step is a `tf.function` without XLA.  XLA cannot compile the reduction,
+and the implementations must differ only in their communication.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ IMPLEMENTATIONS = {
 
 
 def build_resnet(config: ResNetConfig, image_size: int) -> keras.Model:
-    """Return the network for a config.
+    """Return a ResNet with the architecture in `config`.
 
-    It maps images (batch, image_size, image_size, 3) to logits (batch, classes).
+    The network maps images (batch, image_size, image_size, 3) to logits (batch, classes).
     """
     import keras
 
@@ -61,7 +61,10 @@ def build_resnet(config: ResNetConfig, image_size: int) -> keras.Model:
 
 
 class TensorFlowTraining:
-    """A training run on one rank with one implementation; ranks have different batches and the same initial weights."""
+    """A training run on one rank with one implementation.
+
+    Each rank has its own synthetic batch, and all ranks have the same initial weights.
+    """
 
     def __init__(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> None:
         import keras
@@ -102,7 +105,7 @@ class TensorFlowTraining:
         self._loss: Any = None
 
     def step(self) -> None:
-        """Train on the batch."""
+        """Run one training step on the batch."""
         self._loss = self._step()
 
     def finish(self) -> None:

@@ -2,14 +2,16 @@
 
 `farandole launch` starts `python -m farandole.bench.training SETUP`; under another launcher every rank calls `run`.
 
-A barrier precedes each measurement.  The result of a measurement is the time of the slowest rank or, in the variant
-*apart*, the mean speed of the ranks.  The efficiency is relative to the same training without communication, in two
-variants.  All variants alternate, because times measured minutes apart on a shared machine are not comparable:
+A barrier precedes each measurement.  The throughput of the parallel run, *together*, is divided by the throughput of
+the same training without communication.  There are two such efficiencies, one for each of these runs:
 
 - *apart*: all ranks train at the same time, without communication.  They share caches, memory bandwidth and clock
   frequency as in the parallel run, so this ratio shows the cost of communication alone.
 - *alone*: only rank 0 trains, on its share of the cores, while the other ranks sleep.  This ratio also includes the
   slowdown of a fully loaded machine.
+
+The throughput of *apart* is the mean over the ranks.  The throughput of the other runs follows from the time of the
+slowest rank.  All runs alternate, because times that are measured minutes apart on a shared machine are not comparable.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ from farandole.launch.cores import processor_name
 from farandole.launch.runtime import Runtime
 
 TIMEOUT_S = 3600.0
-"""How long, in seconds, a rank waits for a computing rank."""
+"""The timeout of the job's process group in seconds; a rank may wait this long for a rank that still computes."""
 
 CONFIDENCE = 1.96
-"""The number of standard deviations on each side of the mean that contain 95 % of a normal distribution."""
+"""95 % of a normal distribution are within this number of standard deviations of the mean."""
 
 
 @dataclass
 class Figures:
-    """One rank's throughput in images per second, with one value per iteration."""
+    """The throughput per rank in images per second, with one value per iteration."""
 
     values: list[float] = field(default_factory=list)
 
@@ -57,7 +59,7 @@ class Figures:
 
 
 def run(setup: TrainingSetup) -> None:
-    """Measure as one rank of this job; rank 0 prints the report."""
+    """Run the benchmark as one rank of this job; rank 0 prints the report."""
     with farandole.init(timeout_s=TIMEOUT_S) as runtime:
         _Benchmark(setup, runtime).run()
 
@@ -91,7 +93,7 @@ class _Benchmark:
         self.report()
 
     def trainings(self) -> dict[str, Training]:
-        """Return this rank's training runs by mode: together and, to compute the efficiency, apart."""
+        """Build this rank's training runs, keyed by name: "together" and, if `setup.efficiency` is True, "apart"."""
         build = self.framework.build
         trainings = {"together": build(self.setup, self.runtime, self.setup.implementation)}
         if self.setup.efficiency:
@@ -99,7 +101,10 @@ class _Benchmark:
         return trainings
 
     def implementations(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
-        """Return the runs that alternate on this rank, as functions of a number of steps."""
+        """Return the runs to measure alternately, keyed by name.
+
+        The argument of each function is the number of steps to train.
+        """
 
         def steps(training: Training) -> Callable[[int], None]:
             def many(count: int) -> None:
@@ -115,7 +120,10 @@ class _Benchmark:
         return implementations
 
     def measure(self, name: str, implementation: Callable[[int], None]) -> float:
-        """Return the images per second of a rank in one iteration; the result is the same on all ranks."""
+        """Measure one iteration of a run, and return the throughput per rank in images per second.
+
+        This is a collective call, and its result is the same on all ranks.
+        """
         comm = self.runtime.comm
         comm.barrier()
         started = time.perf_counter()
@@ -146,7 +154,7 @@ class _Benchmark:
             Path(self.setup.json).write_text(json.dumps(self.result(), indent=1) + "\n")
 
     def result(self) -> dict[str, Any]:
-        """Return the measurements and a description of the machine."""
+        """Return the content of the JSON file: the measurements, the options, and descriptions of job and machine."""
         ranks, means = self.runtime.size, {name: figures.mean for name, figures in self.figures.items()}
         result: dict[str, Any] = {
             "machine": machine(),
@@ -170,7 +178,7 @@ class _Benchmark:
 
 
 def machine() -> dict[str, Any]:
-    """Return the processor, the number of cores, the versions and the date."""
+    """Describe this machine: the processor, the number of cores, the versions of torch and farandole, and the date."""
     return {
         "processor": processor_name(),
         "cores": os.cpu_count(),

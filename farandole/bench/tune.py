@@ -2,9 +2,10 @@
 
 `farandole launch` starts `python -m farandole.bench.tune SETUP`; under another launcher every rank calls `run`.
 
-One rank per host participates, on the first 2, 3, ... hosts.  The algorithms alternate.  Each value is the minimum
-over turns of the mean time of consecutive calls on the slowest rank.  Consecutive calls need no barrier between them,
-because an all-reduce cannot end before all ranks have started it.
+The algorithms are measured between the first 2, 3, ... hosts, with one rank per host.  They take turns.  In each turn,
+each rank computes the mean time of several consecutive calls.  The result is the mean time of the slowest rank, in the
+turn in which this time is smallest.  No barrier is needed between the calls, because an all-reduce cannot end before
+all ranks have started it.
 
 If all ranks share one host, each rank simulates a host, and messages are passed through memory.
 """
@@ -43,20 +44,24 @@ from farandole.launch.runtime import Runtime
 TIMEOUT_S = 600.0
 TURNS = 9
 CHANNEL = 16
-"""The channel of these messages, which separates them from other collectives."""
+"""The channel of the messages that are measured; it separates them from the messages of other collectives."""
 _BYTES_PER_TURN = 4 << 20  # limits the number of calls for large sizes
 _MOST_CALLS = 30
 
 Runs = dict[tuple[int, int, str], Callable[[], object]]
-"""The calls to measure, by number of hosts or leaders, size and algorithm."""
+"""The functions to measure, keyed by (number of hosts or number of leaders, size in bytes, algorithm)."""
 
 
 @dataclass(frozen=True)
 class TuneSetup:
     """Options of `farandole tune`.
 
-    Sizes go from `min` to at most `max` bytes, each 4 times the previous size.  `turns` is the number of turns of each
-    algorithm.  `link` is the name of the link, and `output` is the file for the result.
+    Args:
+        min: the smallest size in bytes.  Each further size is 4 times the previous size.
+        max: no size exceeds this number of bytes.
+        turns: the number of turns of each algorithm.
+        link: the name of the link between the hosts; by default, a description of the transport.
+        output: the file for the table, or None.
     """
 
     min: int = 64
@@ -79,7 +84,7 @@ class TuneSetup:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the sizes in bytes, as multiples of the element size."""
+        """Return the sizes to measure in bytes, each rounded down to a multiple of the element size."""
         sizes, size = [], self.min
         while size <= self.max:
             sizes.append(size // 4 * 4)
@@ -97,16 +102,16 @@ class TuneSetup:
 
 
 def check_ranks(ranks: int) -> None:
-    """Raise BenchError unless there are at least two ranks (or simulated hosts)."""
+    """Raise BenchError if `ranks`, the number of hosts or simulated hosts, is less than 2."""
     if ranks < 2:
         raise BenchError("a single rank has no other rank to communicate with; use --ranks 2, or more hosts")
 
 
 def run(setup: TuneSetup) -> None:
-    """Measure as one rank of this job; rank 0 prints the report.
+    """Run the measurements as one rank of this job; rank 0 prints the report and writes the table.
 
     Raises:
-        BenchError: on all ranks, if the job has nothing to measure.
+        BenchError: on all ranks, if the job has only one rank, or the C core is unavailable.
     """
     with farandole.init(timeout_s=TIMEOUT_S) as runtime:
         _Tuning(setup, runtime).run()
@@ -161,7 +166,11 @@ class _Tuning:
                 print(f'# to use the table: farandole.comm.Options(table="{self.setup.output}") on all hosts')
 
     def algorithms(self) -> dict[int, dict[int, dict[str, float]]]:
-        """Return the seconds of each algorithm between the first ranks of the hosts, by number of hosts and size."""
+        """Measure an all-reduce between the first ranks of the hosts.
+
+        Returns:
+            The time in seconds for each number of hosts, size in bytes and algorithm: `times[hosts][size][algorithm]`.
+        """
         runs: Runs = {}
         for hosts in range(2, len(self.members) + 1):
             ranks = [members[0] for members in self.members[:hosts]]
@@ -175,7 +184,10 @@ class _Tuning:
         return found
 
     def reduce(self, transport: WireTransport | None, size: int, name: str) -> None:
-        """Run one all-reduce, if this rank participates."""
+        """All-reduce `size` bytes over `transport` with the algorithm `name`.
+
+        If `transport` is None, this rank does not participate.
+        """
         if transport is None:
             return
         try:
@@ -184,7 +196,12 @@ class _Tuning:
             transport.release()
 
     def leaders(self) -> dict[int, dict[int, float]]:
-        """Return the time in seconds of an all-reduce over all ranks, by size and number of leaders per host."""
+        """Measure an all-reduce among all ranks of all hosts, with different numbers of leaders per host.
+
+        Returns:
+            The time in seconds for each size in bytes and number of leaders: `times[size][leaders]`.  If there is only
+            one host, or a host has only one rank, the dictionary is empty.
+        """
         most = min(len(members) for members in self.members)
         if not self.spans or most < 2:
             return {}
@@ -205,10 +222,11 @@ class _Tuning:
         return found
 
     def take_turns(self, runs: Runs) -> dict[tuple[int, int, str], float]:
-        """Return each run's time in seconds: the minimum over turns of the slowest rank's time.
+        """Measure the functions in `runs` in turn, and return the time of each function in seconds.
 
-        All runs take one turn per round, so a temporary disturbance affects single turns of several runs, not all turns
-        of one run.
+        The time of a turn is the time of the slowest rank, and the result is the minimum over the turns.  In each
+        round, every function has one turn.  A temporary disturbance therefore affects one turn of several functions,
+        not all turns of one function.
         """
         least = dict.fromkeys(runs, math.inf)
         for turn in range(1 + self.setup.turns):
@@ -229,7 +247,7 @@ class _Tuning:
 
 
 def report(link: Link) -> list[str]:
-    """Return the report with measured and predicted times, the fitted parameters, and the fastest algorithm."""
+    """Return the lines of the report: measured and predicted times, fastest algorithms, and fitted parameters."""
     names, table = list(ALL_REDUCE), Table((link,))
     others = len(link.seconds) > 1
     source = "the other numbers of hosts" if others else "all measurements"
@@ -262,7 +280,7 @@ def report(link: Link) -> list[str]:
 
 
 def _typical_error(link: Link, name: str) -> float:
-    """Return the median deviation of the predictions from the measurements, in percent."""
+    """Return the median relative error of the cost model of the algorithm `name`, in percent."""
     errors = [
         abs(link.model(name, hosts, size) / times[name] - 1)
         for hosts, sizes in link.seconds.items()

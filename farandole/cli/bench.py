@@ -310,7 +310,10 @@ def serving(
 
 
 def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:
-    """Run `measure` with this process's placement, and exit with the returned status.  Report errors in one line."""
+    """Call `measure` with the placement of this process, and exit with the status that it returns.
+
+    A `BenchError` or a `LaunchError` is reported as one line that begins with the command `name`.
+    """
     # import here, so that `--help` does not wait for torch
     from farandole.bench.setup import BenchError
     from farandole.launch.environments import find_placement
@@ -329,7 +332,11 @@ def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:
 
 
 def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
-    """Return the number of ranks that another launcher has started, or None if this process must start them."""
+    """Return the number of ranks in the job of this process, or None if no launcher started it.
+
+    Raises:
+        BenchError: if `ranks`, the value of --ranks, differs from the number of ranks in the job.
+    """
     from farandole.bench.setup import BenchError
     from farandole.launch.placement import ALONE
 
@@ -343,14 +350,17 @@ def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
 
 
 def default_ranks() -> int:
-    """Return the default number of ranks on this host, but at least 2, because a single rank cannot communicate."""
+    """Return the default number of ranks on this host; it is at least 2, because one rank has no communication."""
     from farandole.launch.limits import offered_ranks
 
     return max(2, offered_ranks())
 
 
 def _train(setup: TrainingSetup, ranks: int | None, placement: Placement) -> int:
-    """Measure training as a rank in a running job; outside a job, check the setup and launch the ranks."""
+    """Run the training benchmark, and return the exit status.
+
+    If this process is a rank of a job, it measures as this rank.  Otherwise, it launches the ranks.
+    """
     from farandole.bench.frameworks import find_framework
     from farandole.bench.training import run
     from farandole.launch.local import launch
@@ -365,7 +375,10 @@ def _train(setup: TrainingSetup, ranks: int | None, placement: Placement) -> int
 
 
 def _communicate(setup: CollectivesSetup, ranks: int | None, placement: Placement) -> int:
-    """Measure collectives as a rank in a running job; outside a job, launch the ranks."""
+    """Run the collectives benchmark, and return the exit status.
+
+    If this process is a rank of a job, it measures as this rank.  Otherwise, it launches the ranks.
+    """
     from farandole.bench.collectives.backends import choose
     from farandole.bench.collectives.run import run, start
 

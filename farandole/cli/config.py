@@ -18,7 +18,7 @@ app = typer.Typer(
 
 
 def complete_words(incomplete: str) -> list[str]:
-    """Return the presets and keys that begin with `incomplete`, for shell completion."""
+    """Return the presets and the words KEY= that begin with `incomplete`; used for shell completion."""
     from farandole.train.config import known_keys, presets
 
     words = [*presets(), *(f"{key}=" for key in known_keys())]
@@ -26,7 +26,7 @@ def complete_words(incomplete: str) -> list[str]:
 
 
 def complete_keys(incomplete: str) -> list[str]:
-    """Return the keys that begin with `incomplete`, for shell completion."""
+    """Return the keys that begin with `incomplete`; used for shell completion."""
     from farandole.train.config import known_keys
 
     return [key for key in known_keys() if key.startswith(incomplete)]

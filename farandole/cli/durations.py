@@ -1,4 +1,4 @@
-"""Durations on the command line."""
+"""Parse durations on the command line."""
 
 from __future__ import annotations
 

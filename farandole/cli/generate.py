@@ -144,7 +144,7 @@ def _generate_together(
     tensor: int,
     weights: str,
 ) -> None:
-    """Generate with the engine, which batches sequences and can shard the model across ranks."""
+    """Generate with the serving engine, which can process several prompts at once and shard the model across ranks."""
     from farandole.data.errors import DataError
     from farandole.launch.placement import LaunchError
     from farandole.models.hf.fields import FolderError
@@ -178,13 +178,13 @@ def _generate_together(
 
 
 def _refuse(error: Exception) -> NoReturn:
-    """Print the error, and exit."""
+    """Print `error` to stderr, and exit with status 2."""
     typer.echo(f"farandole generate: {error}", err=True)
     raise typer.Exit(2) from None
 
 
 def _print_text(llm: LLM, prompt: str, sampling: Sampling) -> None:
-    """Continue a prompt, and print the text as it is generated."""
+    """Print `prompt` and its continuation; each part of the continuation is printed when it is generated."""
 
     def write(text: str) -> None:
         sys.stdout.write(text)
@@ -198,7 +198,7 @@ def _print_text(llm: LLM, prompt: str, sampling: Sampling) -> None:
 
 
 def _write_file(llm: LLM, input_file: Path, output_file: Path, sampling: Sampling) -> None:
-    """Continue all prompts in a file, and show the progress."""
+    """Continue all prompts in `input_file`, write the results to `output_file`, and show the progress."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TextColumn
 

@@ -83,7 +83,7 @@ def _properties() -> list[tuple[str, str]]:
 
 
 def _details() -> list[tuple[str, str]]:
-    """Return details that can explain failures: system limits, versions, and environment variables."""
+    """Return the additional lines of --report: names and values that can help to explain a failure."""
     from farandole.data.wording import size
     from farandole.launch.control_groups import available_memory
     from farandole.launch.cores import processor_name
@@ -121,7 +121,7 @@ def _versions() -> str:
 
 
 def _shown(name: str) -> str:
-    """Return the value of an environment variable, or a placeholder if the name indicates a secret."""
+    """Return the value of the environment variable `name`, or "(hidden)" if the name indicates a secret."""
     secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
     return "(hidden)" if secret else os.environ[name]
 
@@ -166,7 +166,7 @@ def _placement() -> str:
 
 
 def _launchers() -> str:
-    """Return the launchers on the path, and the launchers next to this interpreter."""
+    """List the available launchers: those on PATH, and those in the folder of this Python interpreter."""
     next_to_python = str(Path(sys.executable).parent)
     on_path, off_path = [], []
     for name in ("farandole", "torchrun", "mpiexec", "mpirun", "srun"):

@@ -1,4 +1,4 @@
-"""Format commands that the user can copy, with the name under which the user runs farandole."""
+"""Format farandole commands that the user can copy to a shell."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 
 def command(*words: str) -> str:
-    """Return `farandole WORDS...` for a shell, starting with the user's name for `farandole`.
+    """Return the shell command that runs `farandole` with the arguments `words`.
 
-    The name may be a path (`.venv/bin/farandole`) or a module (`python -m farandole`).
+    The command starts farandole as the user started this process: by its name, by a path (`.venv/bin/farandole`) or as
+    a module (`python -m farandole`).
     """
     return shlex.join([*_program(), *words])
 

@@ -22,19 +22,23 @@ RANK_OPTIONS = ("--ranks", "-n", "-np", "--num-proc")
 
 
 class LaunchCommand(Command):
-    """Rejects horovodrun and torchrun options without a counterpart, and suggests the alternative."""
+    """`farandole launch`, which rejects unsupported options of horovodrun and torchrun and suggests alternatives."""
 
     elsewhere = ALTERNATIVES
 
 
 def _reject(param: typer.CallbackParam, given: bool) -> None:
-    """Reject an option of horovodrun with one hyphen and several letters, which would be parsed as several options."""
+    """Raise BadParameter if the user gave the horovodrun option `param`, and suggest the alternative.
+
+    The options -cb and -prefix-timestamp are declared only for this purpose.  If they were not declared, they would be
+    parsed as several options with one letter each.
+    """
     if given:
         raise typer.BadParameter(f"not supported: {ALTERNATIVES[param.opts[0]]}")
 
 
 def _nodes(text: str | int) -> int:
-    """Parse the value of --nodes."""
+    """Parse the value of --nodes: a number N, or a range N:N as in torchrun."""
     if isinstance(text, str) and ":" in text:
         low, _, high = text.partition(":")
         if low != high:
@@ -307,7 +311,7 @@ def launch(
 
 
 def _hosts(hosts: str | None, hostfile: Path | None, ranks: int | None) -> list[Host]:
-    """Return the job's hosts and their ranks, from --hosts or --hostfile."""
+    """Assign `ranks` ranks to the hosts in --hosts or --hostfile, and return the hosts."""
     from farandole.launch.hosts import assign_ranks, parse_hosts, read_hostfile
     from farandole.launch.placement import LaunchError
 
@@ -318,7 +322,16 @@ def _hosts(hosts: str | None, hostfile: Path | None, ranks: int | None) -> list[
 
 
 def _rendezvous(address: str | None, host: str | None, port: int | None, nodes: int) -> str | None:
-    """Return the rendezvous address from --rendezvous, or from --master-addr and --master-port."""
+    """Return the rendezvous address HOST:PORT, or None if no option specifies it.
+
+    Args:
+        address: the value of --rendezvous.
+        host: the value of --master-addr.
+        port: the value of --master-port.
+
+    Raises:
+        LaunchError: if the options conflict or are incomplete.
+    """
     from farandole.launch.hosts import LOOPBACK
     from farandole.launch.placement import LaunchError
 
@@ -332,7 +345,7 @@ def _rendezvous(address: str | None, host: str | None, port: int | None, nodes: 
 
 
 def _only_with_hosts(**given: object) -> None:
-    """Reject options that require --hosts or --hostfile."""
+    """Raise LaunchError if an option in `given` has a value; these options require --hosts or --hostfile."""
     from farandole.launch.placement import LaunchError
 
     for name, value in given.items():
@@ -345,7 +358,7 @@ def _only_with_hosts(**given: object) -> None:
 def _check_torchrun(
     backend: str | None, standalone: bool, nodes: int, node_rank: int | None, rendezvous: str | None
 ) -> None:
-    """Reject unsupported combinations of torchrun options."""
+    """Raise LaunchError for unsupported combinations of torchrun options."""
     from farandole.launch.placement import LaunchError
 
     if backend not in (None, "c10d", "static"):
@@ -362,7 +375,11 @@ def _check_torchrun(
 
 
 def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
-    """Return the number of ranks on this host, from --ranks, from --nproc-per-node, or from the hardware."""
+    """Return the number of ranks to start on this host.
+
+    The number follows from --ranks or --nproc-per-node.  If both are None, there is one rank per accelerator, or else
+    one per core.
+    """
     from farandole.launch.limits import offered_accelerators, offered_ranks
     from farandole.launch.placement import LaunchError
 
@@ -391,7 +408,7 @@ def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
 
 
 def _hint(target: str, arguments: list[str], ranks: int | None) -> None:
-    """Print a note if --ranks follows the script and is therefore passed to it."""
+    """Print a note if `arguments`, which are passed to the program `target`, contain --ranks or one of its synonyms."""
     word = next((word for word in arguments if word.split("=")[0] in RANK_OPTIONS), None)
     if ranks is None and word is not None:
         typer.echo(
@@ -401,5 +418,5 @@ def _hint(target: str, arguments: list[str], ranks: int | None) -> None:
 
 
 def _set_variables(**values: object) -> None:
-    """Set the HOROVOD_ environment variables that correspond to horovodrun options."""
+    """Set the environment variable HOROVOD_NAME to the value of each keyword NAME, except if the value is None."""
     os.environ.update({f"HOROVOD_{name}": str(value) for name, value in values.items() if value is not None})

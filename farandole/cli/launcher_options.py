@@ -1,7 +1,7 @@
 """The options of torchrun and horovodrun that `farandole launch` accepts, and alternatives to the other options.
 
-The tables contain all names with hyphens (`farandole launch` also accepts underscores).  The value of an accepted
-option is None, and the value of a rejected option is the alternative.
+The dictionaries map the name of each option to None if `farandole launch` accepts the option, or else to a text that
+suggests an alternative.  Names are written with hyphens; `farandole launch` also accepts them with underscores.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TORCHRUN: Mapping[str, str | None] = {
     "--virtual-local-rank": "omit it, and select the device with LOCAL_RANK or runtime.device",
     "--help": None,
 }
-"""The options of torchrun (torch 2.15)."""
+"""All options of torchrun in torch 2.15; the values are None or an alternative."""
 
 _TUNED = "set --fusion-threshold-mb and --cycle-time-ms manually"
 _NOT_TUNED = "omit it, because the launcher does not tune parameters"
@@ -133,7 +133,7 @@ HOROVODRUN: Mapping[str, str | None] = {
     "--prefix-output-with-timestamp": _LOG,
     "-prefix-timestamp": _LOG,
 }
-"""The options of horovodrun (Horovod 0.28)."""
+"""All options of horovodrun in Horovod 0.28; the values are None or an alternative."""
 
 ALTERNATIVES = {name: text for name, text in {**TORCHRUN, **HOROVODRUN}.items() if text is not None}
-"""The rejected options, and their alternatives."""
+"""The rejected options of torchrun and horovodrun, mapped to the suggested alternatives."""

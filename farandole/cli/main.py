@@ -80,15 +80,18 @@ def _options(
 
 
 def horovodrun() -> None:
-    """Run `farandole launch` with a horovodrun command line, and end the process.
+    """Run `farandole launch` with the arguments of a horovodrun command, and end the process.
 
-    The script is named farandole-horovodrun, because the name horovodrun would conflict with Horovod's own script.
+    This function is the script farandole-horovodrun.  The name horovodrun would conflict with Horovod's own script.
     """
     main(["launch", *sys.argv[1:]])
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the command line, and end the process.  Ctrl-C ends the process without a traceback."""
+    """Run the `farandole` command with the arguments `words`, by default those of this process, and end the process.
+
+    Ctrl-C ends the process without a traceback.
+    """
     try:
         app(words, prog_name="farandole")
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Report unknown commands and options with the nearest name or an alternative."""
+"""Suggest the name that the user may have meant, or an alternative, if a subcommand or an option is unknown."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class CommandGroup(TyperGroup):
-    """A group of subcommands that suggests the nearest subcommand for an unknown one."""
+    """A command with subcommands; for an unknown subcommand, it suggests one with a similar name."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes | {"suggest_commands": False})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the subcommand, and reject unknown subcommands with a suggestion."""
+        """Find the subcommand in `args`; if it is unknown, add a suggestion to the error."""
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:
@@ -27,7 +27,10 @@ class CommandGroup(TyperGroup):
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return the known name nearest to `name`, and the second nearest if it is almost as near."""
+    """Return the name in `known` that is most similar to `name`, and the second if it is almost as similar.
+
+    If no name is similar, return an empty list.
+    """
     found = difflib.get_close_matches(name, known, 2)
     ratios = [difflib.SequenceMatcher(None, each, name).ratio() for each in found]
     return [each for each, ratio in zip(found, ratios, strict=True) if ratio > ratios[0] - 0.1]
@@ -37,10 +40,10 @@ class Command(TyperCommand):
     """A subcommand that suggests alternatives to unknown options."""
 
     elsewhere: Mapping[str, str] = {}
-    """Options of other launchers that have no counterpart, and their alternatives."""
+    """Maps unsupported options of other launchers to the alternatives that the error message suggests."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, and reject unknown options with a suggestion."""
+        """Parse the arguments; if an option is unknown, add a suggestion to the error."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -60,7 +63,10 @@ class Command(TyperCommand):
 
 
 def with_value(args: Sequence[str], option: str, known: Collection[str], default: str) -> list[str]:
-    """Insert `default` after `option`, unless the next argument is a known value or nearly equal to one."""
+    """Return `args` with `default` inserted after `option` if no value follows the option.
+
+    The next argument is considered a value if it is in `known`, or is similar to a name in `known`.
+    """
     found: list[str] = []
     for number, argument in enumerate(args):
         found.append(argument)
@@ -70,7 +76,7 @@ def with_value(args: Sequence[str], option: str, known: Collection[str], default
 
 
 class KeysCommand(Command):
-    """A subcommand with configuration keys as arguments.  For an unknown option, it also suggests a key."""
+    """A subcommand whose arguments include KEY=VALUE; for an unknown option, it may suggest a configuration key."""
 
     def _answer(self, name: str) -> str:
         from farandole.train.config import known_keys, unknown_key

@@ -19,15 +19,15 @@ SERVING = (
     *("words", "serve", "ranks", "memory", "tensor", "precision", "flops", "memory_bandwidth", "bandwidth"),
     *("prompt_tokens", "output_tokens", "max_running", "accelerators", "measure", "check", "json"),
 )
-"""The parameters of `plan` that are allowed with --serve."""
+"""The names of the parameters of the function `plan` that the user may give together with --serve."""
 ONLY_SERVING = ("memory_bandwidth", "prompt_tokens", "output_tokens", "max_running")
 
 
 class PlanCommand(KeysCommand):
-    """`farandole plan`, whose option --accelerators takes an optional value."""
+    """`farandole plan`; the value of its option --accelerators may be omitted."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments."""
+        """Parse the arguments; --accelerators without a known name means the default accelerator."""
         return super().parse_args(ctx, with_value(args, "--accelerators", ACCELERATORS, DEFAULT))
 
 
@@ -334,7 +334,10 @@ def plan(
 
 
 def _check_words(words: list[str]) -> None:
-    """Raise ConfigError if the preset or a key is invalid; this check does not need torch."""
+    """Raise ConfigError if the configuration in `words` is invalid.
+
+    This check does not import torch, so errors are reported quickly.  Hugging Face models are not checked.
+    """
     from farandole.train.config import load_config
     from farandole.train.start import read_request
 
@@ -344,7 +347,7 @@ def _check_words(words: list[str]) -> None:
 
 
 def _check_options(context: typer.Context, *, serve: bool) -> None:
-    """Raise BenchError for options that apply only with, or only without, --serve."""
+    """Raise BenchError if the user gave an option that cannot be combined with --serve, or that requires --serve."""
     from farandole.bench.setup import BenchError
 
     for name in context.params:
@@ -359,13 +362,17 @@ def _check_options(context: typer.Context, *, serve: bool) -> None:
 
 
 def _refuse(error: Exception) -> NoReturn:
-    """Print the error, and exit."""
+    """Print `error` to stderr, and exit with status 2."""
     typer.echo(f"farandole plan: {error}", err=True)
     raise typer.Exit(2) from None
 
 
 def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int | None) -> int:
-    """Print the plans.  With `steps`, also check the first plan.  Return the exit status."""
+    """Print the plans, write the requested files, and return the exit status.
+
+    If `steps` is not None, the first plan is also checked by training it for this number of steps.  The exit status is
+    1 if no plan fits, or if the predicted peak memory of a rank is not within the tolerance.
+    """
     from rich.console import Console
 
     from farandole.bench import plan_table
@@ -387,7 +394,10 @@ def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int 
 
 
 def _answer_serving(setup: ServingPlanSetup, json: str | None, *, is_checked: bool) -> int:
-    """Print the predictions for a server, and return the exit status: 1 if no choice fits."""
+    """Print the predictions for a server, and return the exit status: 0 if at least one of the choices fits, else 1.
+
+    If `is_checked` is True, also serve the model, and print the measurements next to the predictions.
+    """
     from pathlib import Path
 
     from rich.console import Console
@@ -413,7 +423,11 @@ def _answer_serving(setup: ServingPlanSetup, json: str | None, *, is_checked: bo
 
 
 def _write(planned: Planned, json: str | None, picture: str | None) -> None:
-    """Write the requested files.  Raises `BenchError` if a file cannot be written."""
+    """Write the plans to the files `json` and `picture`, unless they are None.
+
+    Raises:
+        BenchError: if a file cannot be written.
+    """
     from pathlib import Path
 
     from farandole.bench.planning import dump

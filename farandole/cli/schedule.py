@@ -20,7 +20,7 @@ _PICTURE = "schedule.png"
 
 
 class ScheduleCommand(Command):
-    """Accepts --draw without a file."""
+    """`farandole schedule`; the value of its option --draw may be omitted."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; --draw without a file uses the default file."""
@@ -165,7 +165,11 @@ def _costs(forward: str, input_: str, weight: str, activation: str, send: float,
 def _simulate(
     names: Sequence[str], ranks: int, micro_batches: int, costs: Costs, options: dict[str, int]
 ) -> list[Timeline]:
-    """Print the timelines of the named schedules, or a table of all schedules."""
+    """Simulate schedules, print the results, and return the timelines.
+
+    If `names` is not empty, the timelines of these schedules are printed; otherwise, a table of all schedules.  Each of
+    `options` is passed to the schedules that support it.
+    """
     from farandole.parallel.pipeline.draw import summary, text
     from farandole.parallel.pipeline.schedule import ScheduleError, build, named, registered
     from farandole.parallel.pipeline.simulate import simulate
@@ -218,7 +222,10 @@ def _table(timelines: Sequence[Timeline], reasons: dict[str, str], ranks: int, m
 
 
 def _search(ranks: int, micro_batches: int, costs: Costs, memory: float) -> list[Timeline]:
-    """Print the best schedule, and how much slower the registered schedules are."""
+    """Search for the fastest schedule, and return its timeline.
+
+    The timeline is printed, followed by a table that compares the schedule with the registered schedules.
+    """
     from farandole.parallel.pipeline.draw import summary, text
     from farandole.parallel.pipeline.search import search
 

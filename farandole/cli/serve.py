@@ -12,16 +12,16 @@ import typer
 from farandole.cli.durations import parse_duration
 
 END_TIMEOUT_S = 30
-"""The time in seconds that the ranks may take to exit after `--drain-timeout`."""
+"""The time in seconds that the ranks have to exit after the time of `--drain-timeout` has passed."""
 
 
 ENCODER_OPTIONS = (
     "folder", "port", "host", "name", "precision", "context", "max_waiting", "token_budget", "api_keys", "max_body",
     "request_timeout", "drain_timeout",
 )  # fmt: skip
-"""The options that apply to an encoder, which computes embeddings."""
+"""The names of the options that are allowed if the model is an encoder, which computes embeddings."""
 ENCODER_DEFAULTS = {"max_waiting": 2048, "token_budget": 4096}
-"""The defaults of options that differ for an encoder."""
+"""The default values of the options whose defaults for an encoder differ from those for a language model."""
 
 
 def serve(

@@ -27,10 +27,13 @@ any number of KEY=VALUE arguments with full key names: steps=1000 model.width=38
 
 
 class TrainCommand(KeysCommand):
-    """Accepts `--resume=RUN` as `--resume RUN`, where --resume is a flag and RUN is an argument."""
+    """`farandole train`, where --resume is a flag and the run to resume is an argument.
+
+    For convenience, `--resume=RUN` is accepted instead of `--resume RUN`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line."""
+        """Parse the arguments after `--resume=RUN` has been split into two arguments."""
         words: list[str] = []
         for word in args:
             flag, equals, value = word.partition("=")
@@ -126,7 +129,11 @@ def train(
 
 
 def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> int:
-    """Train as a rank in a running job; outside a job, check everything and launch the ranks."""
+    """Train a model, and return the exit status.
+
+    If this process is a rank of a job, it trains as this rank.  Otherwise, it checks the configuration, the data and
+    the memory, and then launches the ranks unless `dry_run` is True.
+    """
     from farandole.launch.environments import find_placement
     from farandole.launch.limits import offered_ranks
     from farandole.launch.placement import ALONE
@@ -172,7 +179,10 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
 
 
 def _check_task(config: TrainConfig) -> None:
-    """Create the task before the ranks start, to find errors early and to cache the tokens."""
+    """Create the task and discard it.
+
+    This shows errors before the ranks start, and stores the tokens in a cache that the ranks use.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -191,7 +201,7 @@ def _check_task(config: TrainConfig) -> None:
 
 
 def _launch(job_spec: TrainingJobSpec, ranks: int) -> int:
-    """Run the ranks, and then print the next command."""
+    """Run the ranks, print a command that the user may want to run next, and return the exit status of the ranks."""
     from farandole.launch.local import launch
 
     status = launch("farandole.train.run", [job_spec.dump()], ranks=ranks, module=True)

@@ -1,4 +1,7 @@
-"""Detection of ranks that share a CUDA device; NCCL rejects such ranks, so their tensors are copied to the host."""
+"""Detect ranks that share a CUDA device, and prepare CUDA tensors for communication through the host.
+
+NCCL does not support several ranks on one device.  The tensors of such ranks are therefore copied to the host.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from farandole.comm import dense
 def visible_devices() -> list[str]:
     """Return the names of the CUDA devices that are visible to this process, without initializing CUDA.
 
-    All processes on a host use the same name for a device if they use the same notation in CUDA_VISIBLE_DEVICES.
+    The names come from CUDA_VISIBLE_DEVICES.  Two processes on a host therefore get the same name for a device only if
+    both use the same notation in this variable, such as indices or UUIDs.
     """
     count = torch.cuda.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if count else []
@@ -23,7 +27,7 @@ def visible_devices() -> list[str]:
 
 
 def must_share(hosts: Iterable[Sequence[Sequence[str]]]) -> bool:
-    """Return whether a host with CUDA devices has fewer devices than ranks.
+    """Return whether any host with CUDA devices has fewer devices than ranks, so that ranks must share a device.
 
     `hosts[h][r]` lists the devices that are visible to rank r of host h.
     """
@@ -40,15 +44,16 @@ def lacks_nccl() -> bool:
 
 
 def wait_for_kernels(tensors: Iterable[Tensor]) -> None:
-    """Synchronize the current streams of the CUDA devices that hold the tensors."""
+    """Wait for the kernels in the current stream of each CUDA device that holds one of `tensors`."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def staged(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the tensors can be communicated through host copies; if so, first wait for pending kernels.
+    """Return whether `tensors` are to be communicated through copies on the host.
 
-    The wait is necessary because another thread, which does not use the caller's stream, may make the copies.
+    If the result is True, this function first waits for the kernels that compute the tensors.  Another thread may make
+    the copies, and this thread does not use the caller's stream.
     """
     if "cuda" in dense.reachable:  # set for a CUDA-aware MPI, which needs no host copies
         return False

@@ -1,4 +1,4 @@
-"""Conversion of NumPy arrays to tensors that share their memory."""
+"""Convert NumPy arrays to tensors that share the memory of the arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Array = Tensor | np.ndarray[Any, Any]
 
 
 def read(value: Array) -> Tensor:
-    """Return a tensor that shares memory with an input array, or with a copy of a read-only array.
+    """Return a tensor with the values of the input `value`.
+
+    The tensor shares the memory of `value`, unless `value` is a read-only array, which is copied.
 
     Raises:
         TypeError: for a tensor without memory, such as a fake tensor, and for objects of other types.
@@ -31,17 +33,22 @@ def read(value: Array) -> Tensor:
 
 
 def written(value: Array) -> Tensor:
-    """Return a tensor that shares memory with an output array; raise ValueError if the array is read-only."""
+    """Return a tensor that shares the memory of the output `value`.
+
+    Raises:
+        ValueError: if `value` is a read-only array.
+        TypeError: as in `read`.
+    """
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         raise ValueError("expected a writable output array, got a read-only array; pass a writable array")
     return read(value)
 
 
 def read_list(values: Array | Sequence[Array]) -> list[Tensor]:
-    """Convert one input array or a list of input arrays to a list of tensors."""
+    """Convert one input or a list of inputs to a list of tensors, as `read` does."""
     return [read(each) for each in values] if isinstance(values, (list, tuple)) else [read(values)]  # type: ignore[arg-type]
 
 
 def written_list(values: Array | Sequence[Array]) -> list[Tensor]:
-    """Convert one output array or a list of output arrays to a list of tensors."""
+    """Convert one output or a list of outputs to a list of tensors, as `written` does."""
     return [written(each) for each in values] if isinstance(values, (list, tuple)) else [written(values)]  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """Messages that are posted together; see `Communicator.batch`."""
+    """Collects sends and receives that are posted together; see `Communicator.batch`."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -27,11 +27,14 @@ class Batch:
         self._messages.append((True, read(tensor), to, tag))
 
     def recv(self, tensor: Array, source: int, tag: int = 0) -> None:
-        """Add a receive into `tensor` from rank `source`."""
+        """Add a receive from rank `source` into `tensor`."""
         self._messages.append((False, written(tensor), source, tag))
 
     def start(self) -> list[dist.Work]:
-        """Post the messages; return one work object per message, or one per device for NCCL."""
+        """Post the messages that have been added, and return their work objects.
+
+        There is one work object per message; for messages that NCCL sends, there is only one per device.
+        """
         messages, self._messages = self._messages, []
         if not any(tensor.is_cuda for _, tensor, _, _ in messages):
             return self._post(messages)
@@ -43,7 +46,7 @@ class Batch:
         ]
 
     def _post(self, messages: list[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
-        """Post the messages for one device."""
+        """Post `messages`, whose tensors are all on the same device or all on the CPU."""
         dispatcher = self._comm.dispatcher
         core = dispatcher.core_for([tensor for _, tensor, _, _ in messages])
         if not isinstance(core, TorchCore) or not messages:

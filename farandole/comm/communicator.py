@@ -33,22 +33,27 @@ class Communicator:
     All ranks must call the group's collectives in the same order.  By default, methods block until the result is
     ready.  With `async_op=True` they return a `torch.distributed.Work` immediately; do not modify the tensors before
     `Work.wait()` has returned.  Every method also accepts NumPy arrays and writes results to them in place.
-    An operation is in place if this rank's parts of the input and the output have the same address.  If the input
-    overlaps the output in any other way, it is copied first.
+
+    The input and the output may be the same memory: an operation works in place if this rank's parts of the input and
+    of the output have the same address.  If the input overlaps the output in any other way, the input is copied first.
 
         comm = farandole.init().comm
         gradients = comm.empty(1_000_000)          # shared memory: reduced in place, no copies
         comm.all_reduce(gradients, "avg")
 
-    Each `*_init` method validates its arguments once and returns a `PersistentOperation`, which runs the operation at
-    each call.
+    Each `*_init` method validates its arguments once and returns a `PersistentOperation`.  Each call of this object
+    runs the operation again with the same tensors.
 
     Args:
-        group: A process group of any backend.  Communicators over the same `farandole` group share one call order.
+        group: A process group of any backend.  If several communicators use the same `farandole` group, the order of
+            calls applies to all of them together.
     """
 
     group: dist.ProcessGroup
-    """The torch process group; communicators without one, such as those from `from_mpi`, lack this attribute."""
+    """The torch process group.
+
+    A communicator without a torch process group, for example one from `from_mpi`, does not have this attribute.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ours: Communicator | None = getattr(group, "communicator", None)
@@ -61,14 +66,16 @@ class Communicator:
 
     @classmethod
     def over(cls, dispatcher: Dispatcher) -> Communicator:
-        """Return a communicator without a torch process group."""
+        """Return a communicator that runs its calls with `dispatcher` and has no torch process group."""
         comm = cls.__new__(cls)
         comm._bind(dispatcher)
         return comm
 
     @classmethod
     def from_mpi(cls, comm: Intracomm, timeout_s: float = 1800.0) -> Communicator:
-        """Return a communicator over a duplicate of an mpi4py communicator.  This is a collective call.
+        """Duplicate the mpi4py communicator `comm`, and return a communicator over the duplicate.
+
+        This is a collective call.
 
         Args:
             comm: The mpi4py communicator.
@@ -86,7 +93,10 @@ class Communicator:
     # ---- groups ----
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Split the ranks into groups of equal `color`, ordered by `key`, then by rank.  This is a collective call.
+        """Split the ranks into new groups.  This is a collective call.
+
+        All ranks that pass the same `color` form a group.  Within a group, ranks are ordered by `key`, and ranks with
+        equal keys by their rank in this communicator.
 
         Returns:
             The communicator of this rank's group, or None if `color` is None.
@@ -101,7 +111,10 @@ class Communicator:
         return self.create_group(members)
 
     def create_group(self, members: Sequence[int]) -> Communicator:
-        """Return a communicator over the ranks `members` of this communicator; only these ranks call the method."""
+        """Create a group of the ranks `members`, and return its communicator.
+
+        `members` are ranks in this communicator.  Exactly these ranks must call this method.
+        """
         group: dist.ProcessGroup | None = getattr(self, "group", None)
         world = [] if group is None else [dist.get_global_rank(group, rank) for rank in members]
         in_order = group is not None and world == sorted(world)
@@ -117,26 +130,31 @@ class Communicator:
         return Communicator(local_group(group, world))
 
     def set_roles(self, roles: Sequence[str]) -> None:
-        """Add the role of each rank to the errors and stall warnings of this process; "" removes a role.
+        """Set the role of each rank, which error messages and stall warnings of this process then show.
 
-        With the role `stage 3`, messages name `rank 3 (process 4711, stage 3)`.  Subgroups share the
-        roles.  Torch's own backends do not name ranks in their messages.
+        For example, if the role of rank 3 is `stage 3`, messages contain `rank 3 (process 4711, stage 3)`.  The roles
+        also apply to subgroups.  If the role of a rank is "", no role is shown.  Roles have no effect with torch's own
+        backends, whose messages do not name ranks.
 
         Raises:
-            ValueError: if the number of roles is not the number of ranks.
+            ValueError: if the number of roles differs from the number of ranks.
         """
         if len(roles) != self.size:
             raise ValueError(f"expected a role for each of the {self.size} ranks, got {len(roles)} roles")
         self.dispatcher.core.set_roles(roles)
 
     def close(self) -> None:
-        """Close a group created by `split`, `create_group` or `from_mpi`; torch itself destroys other groups."""
+        """Close a group that was created by `split`, `create_group` or `from_mpi`.
+
+        Do not call this method for other groups, because torch destroys them.
+        """
         self.dispatcher.close()
 
     def abort(self, note: str = "") -> None:
-        """Leave a group created by `split` or `create_group` immediately, and fail its pending calls on this rank.
+        """Leave a group that was created by `split` or `create_group` immediately; its pending calls on this rank fail.
 
-        Ranks that wait for this rank raise `RankLeft` with `note`.  The groups of torch only close their connections.
+        On other ranks, calls that wait for this rank raise `RankLeft` with the text `note`.  With torch's own backends,
+        this rank only closes its connections.
         """
         self.dispatcher.abort(note)
 
@@ -145,10 +163,11 @@ class Communicator:
     def empty(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor:
-        """Return an uninitialized tensor in memory shared by the ranks of this host.  This is a collective call.
+        """Return an uninitialized tensor in memory that the ranks of this host share.  This is a collective call.
 
-        Every rank passes the same shape and dtype and gets a separate tensor.  If the group uses another backend, or
-        `device` is not the CPU, the tensor is in private memory.
+        Every rank passes the same shape and dtype and gets its own tensor.  The other ranks can access the memory of
+        the tensor, so collectives can avoid copies.  If the group uses another backend than farandole, or `device` is
+        not the CPU, the tensor is in private memory.
         """
         if self.dispatcher.core.returns_work or (device is not None and device.type != "cpu"):
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -157,14 +176,14 @@ class Communicator:
     def shared(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor | None:
-        """Return a tensor of zeros whose memory all ranks share.  This is a collective call.
+        """Return one tensor of zeros that all ranks share.  This is a collective call.
 
         Every rank passes the same shape and dtype.  Every rank sees the other ranks' writes, so synchronize accesses,
         for example with `barrier`.
 
         Returns:
-            The tensor, or None if the ranks do not share memory (because the group uses another backend, spans
-            several hosts, or `device` is not the CPU).
+            The tensor, or None if the ranks cannot share memory.  This is the case if the group uses another backend
+            than farandole or spans several hosts, or if `device` is not the CPU.
         """
         if not self.shares_memory(device):
             return None
@@ -177,11 +196,11 @@ class Communicator:
         return (device is None or device.type == "cpu") and self.dispatcher.core.shares_memory
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the name of the algorithm used for an operation on `nbytes` bytes per rank.
+        """Return the name of the algorithm that a collective would use.
 
         Args:
             operation: The name of a collective method, such as "all_reduce".
-            nbytes: The size of this rank's input.
+            nbytes: The size of this rank's input in bytes.
 
         Returns:
             The inter-node algorithm if the group spans several hosts, "shared memory" if it is on one host, or the
@@ -211,12 +230,13 @@ class Communicator:
             tensor: This rank's values.
             op: The reduction.
             output: A tensor of the same size and dtype for the results; by default `tensor`.
-            compression: The compression between hosts, for a sum or an average of fp32, bf16 or fp16 values: a
-                `Compressor` created for this tensor (`Int8().for_tensor(n)`), or settings without error feedback.
-            async_op: Return a work object immediately.
+            compression: The compression of messages between hosts, which supports sums and averages of fp32, bf16 and
+                fp16 values.  Pass a `Compressor` that was created for this tensor, such as `Int8().for_tensor(n)`, or
+                `Compression` settings without error feedback.
+            async_op: Whether to return a work object immediately.
 
         Returns:
-            The work object if `async_op` is set, else None.
+            The work object if `async_op` is True, else None.
 
         Raises:
             ValueError: if both `output` and `compression` are given, or the compression does not support the group, the
@@ -245,9 +265,10 @@ class Communicator:
     def reduce_scatter(
         self, output: Array, input: Array | Sequence[Array], op: ReduceName = "sum", *, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce `input` over all ranks and store this rank's part in `output`.
+        """Reduce `input` over all ranks, and store this rank's part of the result in `output`.
 
-        `input` has `size` equal parts along dimension 0, or is a list with one tensor of any length per rank.
+        `input` is a tensor with `size` equal parts along dimension 0, or a list with one tensor per rank.  The tensors
+        in the list may have different lengths.
         """
         if work := self._path(async_op).reduce_scatter(output, input, op):
             return work if async_op else None
@@ -264,9 +285,10 @@ class Communicator:
         output: Array | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce the tensors of ranks 0 to `rank`, in place or into `output` (MPI_Scan).
+        """Reduce the tensors of ranks 0 to `rank`, where `rank` is this rank, in place or into `output` (MPI_Scan).
 
-        If `exclusive` is set, the reduction excludes this rank's tensor, and rank 0 keeps its values (MPI_Exscan).
+        If `exclusive` is True, the tensor of this rank is excluded (MPI_Exscan).  On rank 0, there is then nothing to
+        reduce, and the tensor for the result keeps its values.
         """
         _no_average(op)
         return self._reducing(table.SCAN, *_in_place(tensor, output), op, exclusive, async_op=async_op)
@@ -276,9 +298,10 @@ class Communicator:
     def all_gather(
         self, output: Array | Sequence[Array], input: Array, *, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather every rank's `input` into `output`, in rank order.
+        """Gather the `input` of every rank into `output`, in rank order.
 
-        `output` is `size` times as large as `input`, or is a list with one tensor of any length per rank.
+        `output` is a tensor that is `size` times as large as `input`, or a list with one tensor per rank.  The tensors
+        in the list may have different lengths.
         """
         if work := self._path(async_op).all_gather(output, input):
             return work if async_op else None
@@ -299,9 +322,9 @@ class Communicator:
         counts: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather every rank's `tensor` into `outputs` on rank `root`; `outputs` is None on other ranks.
+        """Gather the `tensor` of every rank into the list `outputs` on rank `root`; other ranks omit `outputs`.
 
-        If lengths differ, all ranks must pass `counts`, the number of elements per rank.
+        If the tensors have different lengths, all ranks must pass `counts`, the number of elements of each rank.
         """
         return self._run(
             table.GATHER, written_list(outputs or []), [read(tensor)], root, counts, async_op=async_op
@@ -316,9 +339,9 @@ class Communicator:
         counts: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Send `inputs[i]` from rank `root` to `tensor` on rank i; `inputs` is None on other ranks.
+        """Copy `inputs[i]` on rank `root` to `tensor` on rank i, for every i; ranks other than `root` omit `inputs`.
 
-        If lengths differ, all ranks must pass `counts`, the number of elements per rank.
+        If the tensors have different lengths, all ranks must pass `counts`, the number of elements of each rank.
         """
         return self._run(
             table.SCATTER, [written(tensor)], read_list(inputs or []), root, counts, async_op=async_op
@@ -333,9 +356,10 @@ class Communicator:
         *,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Send part j of `input` to rank j and receive part i of `output` from rank i.
+        """Send part j of `input` to rank j, and receive part i of `output` from rank i.
 
-        Tensors are split along dimension 0, evenly or by the given numbers of rows.  Lists contain one tensor per rank.
+        A list contains one tensor, the part, per rank.  A tensor is split along dimension 0: into equal parts, or into
+        parts with the numbers of rows in `input_splits` or `output_splits`.
         """
         even = not (output_splits or input_splits)
         if even and (work := self._path(async_op).all_to_all(output, input)):
@@ -344,7 +368,7 @@ class Communicator:
         return self._run(table.ALL_TO_ALL, *pair, async_op=async_op)
 
     def barrier(self, *, async_op: bool = False) -> dist.Work | None:
-        """Block until every rank of the group has called `barrier`."""
+        """Wait until every rank of the group has called `barrier`."""
         if work := self._path(async_op).barrier():
             return work if async_op else None
         return self._run(table.BARRIER, [], [], async_op=async_op)
@@ -441,13 +465,13 @@ class Communicator:
         return self.post(written(tensor), source or 0, tag, sends=False, any_rank=source is None)
 
     def send(self, tensor: Array, to: int, tag: int = 0) -> None:
-        """Send `tensor` to rank `to`; block until the tensor may be modified."""
+        """Send `tensor` to rank `to`; when this method returns, `tensor` may be modified."""
         if isinstance(tensor, Tensor) and self._direct.send(tensor, to, tag):
             return
         self.isend(tensor, to, tag).wait()
 
     def recv(self, tensor: Array, source: int | None = None, tag: int = 0) -> int:
-        """Receive into `tensor` from rank `source`, or from any rank if `source` is None; return the sender."""
+        """Receive into `tensor` from rank `source`, or from any rank if `source` is None; return the sender's rank."""
         if source is not None and isinstance(tensor, Tensor) and self._direct.recv(tensor, source, tag):
             return source
         work = self.irecv(tensor, source, tag)
@@ -455,18 +479,21 @@ class Communicator:
         return int(work._source_rank()) if source is None else source
 
     def batch(self) -> Batch:
-        """Return a context manager that collects messages, posts them together on exit and waits for them.
+        """Return a context manager that collects messages; on exit, it posts them together and waits for them.
 
             with comm.batch() as batch:
                 batch.send(halo, right)
                 batch.recv(other, left)
 
-        Sends and receives may be added in any order without a deadlock.
+        Sends and receives may be added in any order; the order cannot cause a deadlock.
         """
         return Batch(self)
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool, any_rank: bool = False) -> dist.Work:
-        """Post a send or a receive; if `any_rank` is set, receive from any rank and ignore `peer`."""
+        """Start sending `tensor` to rank `peer`, or receiving into `tensor` from rank `peer` if `sends` is False.
+
+        If `any_rank` is True, the message is received from any rank, and `peer` is ignored.
+        """
         if any_rank:
             peer = -1
         else:
@@ -482,17 +509,17 @@ class Communicator:
     # ---- Python objects ----
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the picklable `value` of every rank, in rank order."""
+        """Return a list with the `value` of every rank, in rank order; the values must be picklable."""
         return objects.all_gather(self, value)
 
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
-        """Return the picklable `value` of rank `root`."""
+        """Return the `value` of rank `root`, which must be picklable; the values of other ranks are ignored."""
         return objects.broadcast(self, value, root)
 
     # ---- calls ----
 
     def _path(self, async_op: bool) -> Any:
-        """Return the fast path for common cases."""
+        """Return the fast path, whose methods handle common cases and return None in all other cases."""
         return self._direct_async if async_op else self._direct
 
     def _run(
@@ -547,7 +574,7 @@ class Communicator:
 
 
 def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs and inputs of an operation that writes to `output`, by default in place."""
+    """Return the outputs and the inputs of an operation that reads `tensor` and writes `output` (default: `tensor`)."""
     if output is not None:
         return [written(output)], [read(tensor)]
     both = written(tensor)

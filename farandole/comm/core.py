@@ -1,4 +1,4 @@
-"""The interface between a communicator and its implementations.
+"""`Core`, the interface between a communicator and the implementations of its operations.
 
 | implementation | group | file |
 | --- | --- | --- |
@@ -28,15 +28,17 @@ from farandole.comm.work import Call
 from farandole.native import Call as CallRecord
 
 Parts = Sequence[Tensor]
-"""One tensor per rank, or a single tensor that holds equal parts for all ranks."""
+"""A sequence with one tensor per rank, or with a single tensor that consists of equal parts for all ranks."""
 
 
 class Core(Protocol):
-    """The interface of implementations: operations on dense tensors within one group of ranks.
+    """The interface of all implementations: operations on dense tensors within one group of ranks.
 
-    Every method blocks until this rank's part is complete, or returns a pending `torch.distributed.Work` if
-    `returns_work` is set.  Reductions are indices into `dtypes.REDUCTION_NAMES`, and reduced tensors are real.  The
-    last argument, `flags`, is a combination of `farandole.native` flags.  The caller runs one collective at a time and
+    If `returns_work` is False, each collective blocks until this rank's part is complete.  If `returns_work` is True,
+    it returns a pending `torch.distributed.Work` instead.
+
+    The argument `reduction` is an index into `dtypes.REDUCTION_NAMES`, and `flags` is a combination of flags of
+    `farandole.native`.  Tensors that are reduced have real dtypes.  The caller runs one collective at a time, and
     validates the arguments (`operations.py`).
     """
 
@@ -47,21 +49,25 @@ class Core(Protocol):
     completes_at_exit: bool  # whether pending calls can complete during program exit
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the implementation supports the tensors' devices and layouts."""
+        """Return whether this implementation supports the devices and the layouts of all `tensors`."""
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a callable that runs the operation again at each call; its argument is `flags`.
+        """Return a function that runs `operation` with `arguments`; it can be called repeatedly.
 
-        The caller passes results other than None and 0 to `check`.
+        Args:
+            operation: The name of a method of this class.
+            arguments: The arguments of the method, except `flags`, which is the argument of the returned function.
+
+        If the function returns a result other than None or 0, the caller must pass the result to `check`.
         """
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the name of the algorithm for an operation on `nbytes` bytes per rank, as shown to users."""
+        """Return the name of the algorithm for `operation` on `nbytes` bytes per rank; see `Communicator.algorithm`."""
 
     def check(self, status: Any) -> None:
-        """Raise the exception for `status`, the result of a callable that `prepare` returned.
+        """Raise an exception if `status`, the result of a function that `prepare` returned, indicates a failure.
 
-        Do nothing if the call succeeded; wait first if the result is pending work.
+        If `status` is pending work, first wait for its completion.
         """
 
     # ---- collectives ----
@@ -76,35 +82,44 @@ class Core(Protocol):
         """
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> Any:
-        """Reduce `inputs` over all ranks and store this rank's part in `output`; part lengths may differ."""
+        """Reduce `inputs` over all ranks, and store this rank's part in `output`.
+
+        The parts may have different lengths.
+        """
 
     def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> Any:
-        """Gather every rank's `input` into `outputs`; lengths may differ between ranks."""
+        """Gather the `input` of every rank into `outputs`; the inputs may have different lengths."""
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> Any:
-        """Copy `input` from rank `root` to `output` on the other ranks; the unused argument is None."""
+        """Copy `input` on rank `root` to `output` on all other ranks.
+
+        `output` is None on rank `root`, and `input` is None on the other ranks.
+        """
 
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
     ) -> Any:
-        """Gather every rank's `input` into `outputs` on rank `root`, with `counts[r]` elements from rank r.
+        """Gather the `input` of every rank into `outputs` on rank `root`.
 
-        If `counts` is None, all lengths are equal.
+        `counts[r]` is the number of elements on rank r.  If `counts` is None, all ranks have the same number.
         """
 
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> Any:
-        """Send `inputs[r]`, with `counts[r]` elements, from rank `root` to rank r.
+        """Copy `inputs[r]` on rank `root` to `output` on rank r, for every rank r.
 
-        If `counts` is None, all lengths are equal.
+        `counts[r]` is the number of elements on rank r.  If `counts` is None, all ranks have the same number.
         """
 
     def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> Any:
-        """Send input j to rank j and receive output i from rank i."""
+        """Send part j of `inputs` to rank j, and receive part i of `outputs` from rank i."""
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> Any:
-        """Reduce the inputs of ranks 0 to `rank`, or to `rank - 1` if `exclusive` (rank 0 keeps its output)."""
+        """Reduce the inputs of ranks 0 to `rank` into `output`, where `rank` is this rank.
+
+        If `exclusive` is True, the input of this rank is excluded; on rank 0, `output` then keeps its values.
+        """
 
     def barrier(self, flags: int) -> Any:
         """Block until every rank has called this method."""
@@ -121,65 +136,78 @@ class Core(Protocol):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether `allocate_shared` is supported."""
+        """Whether all ranks can share memory, so that `allocate_shared` is supported."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return a tensor in the memory in which operations are fastest.  This is a collective call."""
+        """Return an uninitialized tensor in the kind of memory for which operations are fastest, such as shared memory.
+
+        This is a collective call.
+        """
 
     def receive_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor that other ranks write directly, if possible.  This is a local call."""
+        """Return an uninitialized tensor into which, if possible, other ranks can write directly.
+
+        This is not a collective call.
+        """
 
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return a tensor whose memory all ranks share.  This is a collective call."""
+        """Return one tensor that all ranks share.  This is a collective call."""
 
     # ---- state and shutdown ----
 
     def subgroup(self, members: Sequence[int]) -> Core | None:
-        """Return an implementation for `members`, or None if torch must create the group.
+        """Create a group of the ranks `members`, and return its implementation.
 
-        Only these ranks call this method.
+        Exactly these ranks call this method.  The result is None if torch must create the group.
         """
 
     @property
     def closed(self) -> bool:
-        """Whether the group was destroyed."""
+        """Whether the group has been destroyed."""
 
     def whereabouts(self) -> str:
-        """Describe the current call and the ranks that it is waiting for."""
+        """Describe the current call, and the ranks for which it waits, for an error message."""
 
     def set_roles(self, roles: Sequence[str]) -> None:
-        """Set the role of each rank, such as `stage 3`; errors and warnings of this process then show the role, as in `rank 3 (process 4711, stage 3)`."""
+        """Set the role of each rank, which error messages and warnings of this process then show.
+
+        For example, if the role of rank 3 is `stage 3`, messages contain `rank 3 (process 4711, stage 3)`.
+        """
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call may wait for other ranks."""
 
     def within(self, timeout_s: float, call: Call) -> Call:
-        """Return `call` with a separate timeout, in seconds."""
+        """Return a function that runs `call` with a timeout of `timeout_s` seconds instead of the group's timeout."""
 
     def leave(self, note: str) -> None:
-        """Notify the other ranks that this rank will make no further calls."""
+        """Notify the other ranks that this rank will make no further calls; `note` is the reason."""
 
     def give_up(self) -> None:
-        """Fail the pending calls of this process."""
+        """Make the pending calls of this process fail."""
 
     def rest(self, patience_s: float) -> bool:
-        """Complete or cancel pending messages; return whether all are complete within `patience_s` seconds."""
+        """Complete pending sends and cancel pending receives.
+
+        Returns:
+            Whether no message is pending at the end.  This call takes at most `patience_s` seconds.
+        """
 
     def close(self) -> None:
-        """Release all resources; no call may be pending."""
+        """Release all resources of the group.  The caller must ensure that no call is pending."""
 
 
 class GroupCore:
-    """The base class of implementations over a `HostGroup` or an `MpiGroup`."""
+    """The base class of the implementations that are based on a `HostGroup` or an `MpiGroup`."""
 
     name = "farandole"
     returns_work = False
     completes_at_exit = False
     shares_memory = False
     takes_devices = False
-    """Whether CUDA tensors are supported by copying them to the host."""
+    """Whether this group supports CUDA tensors, which it copies to the host."""
     form_subgroup: Callable[[Sequence[int]], Any]
-    """Creates subgroups; set by `backend.form`."""
+    """A function that creates a subgroup of the given ranks; `backend.groups.form` sets it."""
 
     def __init__(self, host: HostGroup) -> None:
         self.host = host
@@ -195,11 +223,14 @@ class GroupCore:
 
     @property
     def closed(self) -> bool:
-        """Whether the group was destroyed."""
+        """Whether the group has been destroyed."""
         return self.host.handle is None
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all tensors are strided and on a supported device."""
+        """Return whether all tensors are strided and on a supported device.
+
+        If they include CUDA tensors, first wait for the kernels that compute them.
+        """
         if all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors):
             return True
         return self.takes_devices and staged(tensors)
@@ -209,7 +240,7 @@ class GroupCore:
         return "shared memory"
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a callable that runs the operation again at each call; its argument is `flags`."""
+        """Return a function that runs the method `operation` with `arguments` and `flags`; see `Core.prepare`."""
         method = partial(getattr(self, operation), *arguments)
 
         def call(flags: int) -> None:
@@ -219,7 +250,7 @@ class GroupCore:
         return call
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
-        """Reduce the inputs of ranks 0 to `rank`, or to `rank - 1` if `exclusive`."""
+        """Gather the inputs of all ranks, and reduce those of the ranks up to this rank; see `Core.scan`."""
         rows = input.new_empty(self.size, input.numel())
         cast(Core, self).all_gather([rows], input, flags)
         last = self.rank - exclusive
@@ -227,9 +258,9 @@ class GroupCore:
             output.copy_(reduce_rows(rows[: last + 1], reduction).view(output.shape))
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Check that all ranks make the same call before a torch process group runs the call.
+        """Check that all ranks make the same call, before an inner torch process group runs the call.
 
-        This default implementation, which MPI groups use, checks nothing.
+        This default implementation checks nothing; MPI groups use it.
         """
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
@@ -241,7 +272,7 @@ class GroupCore:
         return self.messages.post(tensor, peer, tag, sends=False)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return a tensor in memory shared by the ranks of this host."""
+        """Return an uninitialized tensor in memory that the ranks of this host share.  This is a collective call."""
         return self.host.allocate(shape, dtype, flags)
 
     def receive_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -255,15 +286,18 @@ class GroupCore:
         )
 
     def subgroup(self, members: Sequence[int]) -> Core | None:
-        """Return an implementation for `members` over the same endpoint."""
+        """Create a group of the ranks `members` with `form_subgroup`; see `Core.subgroup`."""
         core: Core = self.form_subgroup(members)
         return core
 
     def invalidate(self, reason: str) -> None:
-        """Invalidate the group in a forked child, because its handle belongs to the parent."""
+        """Make later calls in a forked child process fail; the handle of the group belongs to the parent process.
+
+        `reason` is the text of the error.
+        """
         self.host.handle = None
         self.messages.invalidate(reason)
 
     def rest(self, patience_s: float) -> bool:
-        """Complete or cancel pending messages; return whether all are complete within `patience_s` seconds."""
+        """Complete pending sends and cancel pending receives; see `Core.rest`."""
         return self.messages.close(patience_s)

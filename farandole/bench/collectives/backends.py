@@ -34,13 +34,16 @@ OVER_MPI = ("mpi", "farandole-mpi")
 
 
 def choose(setup: CollectivesSetup, ranks: int, launcher: str) -> CollectivesSetup:
-    """Return the setup with the requested backends, or with all backends that support at least one requested operation.
+    """Return a copy of `setup` with the backends to measure.
+
+    If `setup.backends` is not empty, these are the requested backends.  Otherwise, these are all available backends
+    that support at least one requested operation; `left_out` contains the reasons why the other backends are omitted.
 
     Args:
         launcher: the launcher that starts the ranks, as in `Placement.launcher`.
 
     Raises:
-        BenchError: if a requested backend does not support all requested operations.
+        BenchError: if a requested backend is unknown, is unavailable, or does not support all requested operations.
     """
     for name in setup.backends:
         check_choice("--backend", name, BACKENDS)
@@ -66,7 +69,7 @@ def choose(setup: CollectivesSetup, ranks: int, launcher: str) -> CollectivesSet
 
 
 def why_unavailable(name: str, ranks: int, launcher: str) -> str | None:
-    """Return why a backend is unavailable, or None."""
+    """Return the reason why the backend `name` cannot be used in this job, or None if it can."""
     if name == "shared" and not native.available():
         return f"the C core is unavailable: {native.why_unavailable()}"
     if name == "nccl":
@@ -86,7 +89,7 @@ def why_unavailable(name: str, ranks: int, launcher: str) -> str | None:
 
 
 def why_unsupported(name: str, operation: Operation, setup: CollectivesSetup) -> str | None:
-    """Return why an available backend cannot run an operation as requested, or None."""
+    """Return the reason why the backend `name` does not support `operation` with the options in `setup`, or None."""
     if name == "shared" and (operation.messages or not operation.sized):
         return f"shared memory makes no difference for {operation.name}"
     if name in ("gloo", "nccl") and setup.dtype == "int16" and operation.sized:
@@ -104,7 +107,14 @@ def why_unsupported(name: str, operation: Operation, setup: CollectivesSetup) ->
 
 
 def mpiexec_for(setup: CollectivesSetup, ranks: int) -> str | None:
-    """Return the mpiexec that starts the ranks if MPI is measured, or None for `farandole launch`."""
+    """Return the path of the mpiexec that must start the ranks, or None if `farandole launch` starts them.
+
+    mpiexec starts the ranks if `setup.backends` includes an MPI backend.  If `setup.backends` is empty, mpiexec starts
+    the ranks if it and mpi4py are installed and each rank has its own core.
+
+    Raises:
+        BenchError: if an MPI backend is requested but mpiexec is not installed.
+    """
     asked = [name for name in OVER_MPI if name in setup.backends]
     if importlib.util.find_spec("mpi4py") is None or (setup.backends and not asked):
         return None
@@ -117,14 +127,14 @@ def mpiexec_for(setup: CollectivesSetup, ranks: int) -> str | None:
 
 
 def find_mpiexec() -> str | None:
-    """Return the mpiexec next to this Python, or on the path."""
+    """Return the path of mpiexec, or None; the directory of this Python is searched before PATH."""
     return shutil.which(
         "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )
 
 
 def without_mpiexec(setup: CollectivesSetup, ranks: int) -> str:
-    """Return the launcher of a job that mpiexec does not start, with the reason."""
+    """Return "farandole launch, because ...", where the reason says why mpiexec does not start the job."""
     if find_mpiexec() is None:
         return "farandole launch, because there is no mpiexec"
     sharing = f"{counted(ranks, 'rank')} share {counted(usable_cores(), 'core')}"

@@ -16,7 +16,7 @@ from farandole.comm.dtypes import REDUCE_OPS
 from farandole.launch.runtime import Runtime
 
 Wait = Callable[[], Any]
-"""Blocks until an operation is complete."""
+"""A function that blocks until an operation is complete."""
 
 
 class Implementation(Protocol):
@@ -28,7 +28,7 @@ class Implementation(Protocol):
         """Allocate a buffer.  This is a collective call."""
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
-        """Return a function that runs the collective."""
+        """Return a function that runs the collective `operation` with these buffers and blocks until it is complete."""
 
     def begin(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
@@ -36,16 +36,16 @@ class Implementation(Protocol):
         """Return a function that starts the collective and returns a function that waits for its completion."""
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        """Send a message, and return when the tensor may be changed."""
+        """Send `tensor` to `peer`; when this call returns, the caller may change `tensor`."""
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
         """Receive a message."""
 
     def begin_send(self, tensor: Tensor, peer: int) -> Wait:
-        """Start a non-blocking send."""
+        """Start a non-blocking send of `tensor` to `peer`, and return a function that waits for its completion."""
 
     def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
-        """Start a non-blocking receive."""
+        """Start a non-blocking receive into `tensor`, and return a function that waits for its completion."""
 
 
 class Torch:
@@ -71,19 +71,19 @@ class Torch:
         return lambda: call().wait
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        """Run the blocking call."""
+        """Send `tensor` to `peer` with the blocking `torch.distributed.send`."""
         return dist.send(tensor, group=self._group, group_dst=peer)
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
-        """Run the blocking call."""
+        """Receive `tensor` from `peer` with the blocking `torch.distributed.recv`."""
         return dist.recv(tensor, group=self._group, group_src=peer)
 
     def begin_send(self, tensor: Tensor, peer: int) -> Wait:
-        """Start the non-blocking call."""
+        """Start `torch.distributed.isend`, and return a function that waits for its completion."""
         return _waiting(dist.isend(tensor, group=self._group, group_dst=peer))
 
     def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
-        """Start the non-blocking call."""
+        """Start `torch.distributed.irecv`, and return a function that waits for its completion."""
         return _waiting(dist.irecv(tensor, group=self._group, group_src=peer))
 
     def _of_torch(
@@ -125,7 +125,7 @@ class Shared(Torch):
 
 
 class Nccl(Torch):
-    """NCCL with tensors on this rank's accelerator; calls return after the accelerator has finished."""
+    """NCCL with tensors on this rank's accelerator; blocking calls return after the accelerator has finished."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(name, group)
@@ -153,19 +153,19 @@ class Nccl(Torch):
         return begin
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        """Send, and synchronize the accelerator."""
+        """Send `tensor` to `peer`, and wait until the accelerator has finished."""
         self._after(super().send(tensor, peer))
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
-        """Receive, and synchronize the accelerator."""
+        """Receive `tensor` from `peer`, and wait until the accelerator has finished."""
         self._after(super().receive(tensor, peer))
 
     def begin_send(self, tensor: Tensor, peer: int) -> Wait:
-        """Enqueue the operation."""
+        """Enqueue a send of `tensor`, and return a function that waits until the accelerator has finished."""
         return partial(self._after, super().begin_send(tensor, peer))
 
     def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
-        """Enqueue the operation."""
+        """Enqueue a receive into `tensor`, and return a function that waits until the accelerator has finished."""
         return partial(self._after, super().begin_receive(tensor, peer))
 
     def _after(self, _: Any = None) -> None:
@@ -173,7 +173,7 @@ class Nccl(Torch):
 
 
 def make_implementations(names: tuple[str, ...], runtime: Runtime) -> list[Implementation]:
-    """Return an implementation for each name, in order.  This is a collective call."""
+    """Return an implementation for each of `names`, in the same order.  This is a collective call."""
     comm = runtime.comm
 
     def over_mpi() -> Implementation:

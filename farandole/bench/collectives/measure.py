@@ -21,15 +21,18 @@ from farandole.bench.collectives.values import count_errors, expected, values
 from farandole.comm.communicator import Communicator
 
 TURNS = 10
-"""The number of turns into which the iterations of each implementation are divided."""
+"""The implementations run in turn, this many times; each turn runs an equal part of an implementation's iterations."""
 
 Row = dict[str, Any]
-"""A table row: "operation", "backend", "size", and keys of `table.COLUMNS`."""
+"""The measurements of one backend at one size.
+
+The keys are "operation", "backend", "size" and "iterations", and the keys of `table.COLUMNS` that were measured.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operation at one size."""
+    """An operation at one size, with the options for measuring it on the ranks of `comm`."""
 
     operation: Operation
     setup: CollectivesSetup
@@ -42,13 +45,16 @@ class Case:
         return self.setup.counts(self.operation, self.size)
 
     def row(self, implementation: Implementation, **figures: Any) -> Row:
-        """Return a row of the table."""
+        """Return the row for `implementation` with the measurements `figures`."""
         key = {"operation": self.operation.name, "backend": implementation.name, "size": self.size}
         return {**key, **figures, "iterations": self.counts[0]}
 
 
 class Buffers:
-    """The input and output buffers of an implementation at one size; with `validate`, also the expected values."""
+    """The input and output buffers of an implementation for one case.
+
+    If `case.setup.validate` is True, they also include the input values and the expected result.
+    """
 
     def __init__(self, implementation: Implementation, case: Case) -> None:
         operation, setup, size, comm = case.operation, case.setup, case.size, case.comm
@@ -70,14 +76,14 @@ class Buffers:
             self._wanted = None if wanted is None else wanted.to(self.input.device)
 
     def fill(self) -> None:
-        """Fill the input with its values, and the output with wrong values."""
+        """If the result will be checked, write the input values to the input, and wrong values to the output."""
         if self._wanted is not None and self._result is self.output:
             self.output.copy_(self._wanted).add_(1)
         if self._given is not None:
             self.input.copy_(self._given)
 
     def errors(self) -> int:
-        """Return the number of wrong elements in the result."""
+        """Return the number of wrong elements in the result, or 0 if the expected result is unknown."""
         return 0 if self._wanted is None else count_errors(self._result, self._wanted, self._ranks)
 
 
@@ -115,7 +121,11 @@ class Trial:
 
 
 def measure(implementations: list[Implementation], case: Case) -> list[Row]:
-    """Return a row per implementation: the mean, minimum and maximum over ranks of a rank's mean latency."""
+    """Measure `case` with each implementation, and return one row per implementation.
+
+    Each rank computes its mean latency over the iterations.  The row contains the mean, the minimum and the maximum of
+    these latencies over the ranks.
+    """
     iterations, warmup = case.counts
     trials = [Trial(implementation, case) for implementation in implementations]
     for trial in trials:
@@ -139,7 +149,10 @@ def measure(implementations: list[Implementation], case: Case) -> list[Row]:
 
 
 def take_turns(runs: list[Callable[[int], None]], iterations: int, comm: Communicator) -> None:
-    """Run each of `runs` for `iterations` iterations, alternating between them."""
+    """Call the functions in `runs` in turn, each `TURNS` times, until each has run `iterations` iterations.
+
+    The argument of each call is the number of iterations to run.
+    """
     for turn in range(TURNS):
         part = iterations * (turn + 1) // TURNS - iterations * turn // TURNS
         for run in runs if part else ():
@@ -148,7 +161,7 @@ def take_turns(runs: list[Callable[[int], None]], iterations: int, comm: Communi
 
 
 def values_of_all_ranks(number: float, comm: Communicator) -> Tensor:
-    """Gather one number from each rank."""
+    """Return a tensor with the `number` of each rank, indexed by rank.  This is a collective call."""
     numbers = torch.zeros(comm.size, dtype=torch.float64)
     numbers[comm.rank] = number
     comm.all_reduce(numbers)

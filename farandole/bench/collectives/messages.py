@@ -1,4 +1,7 @@
-"""Time messages between ranks 0 and 1: half a ping-pong, and the bandwidth of windows of outstanding messages."""
+"""Time messages between ranks 0 and 1.
+
+The latency is half the time of a ping-pong.  The bandwidth is measured with windows of `WINDOW` outstanding messages.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class Exchange:
             library.send(self._buffers.input, peer)
 
     def _stream(self) -> None:
-        """Send in one direction; the receiver acknowledges the last message."""
+        """Send a window of messages from rank 0 to rank 1, which acknowledges the whole window with one message."""
         library, peer = self.implementation, self._peer
         if self._is_first:
             waits = [library.begin_send(self._buffers.input, peer) for _ in range(WINDOW)]
@@ -68,7 +71,7 @@ class Exchange:
         self._end(waits)
 
     def _streams(self) -> None:
-        """Send in both directions at once."""
+        """Send a window of messages in each direction at the same time."""
         library, peer = self.implementation, self._peer
         waits = [library.begin_receive(self._buffers.output, peer) for _ in range(WINDOW)]
         waits += [library.begin_send(self._buffers.input, peer) for _ in range(WINDOW)]
@@ -84,7 +87,11 @@ class Exchange:
 
 
 def measure_messages(implementations: list[Implementation], case: Case) -> list[Row]:
-    """Return a row for each implementation, with the one-way latency or the bandwidth in MB/s, measured by rank 0."""
+    """Measure `case` with each implementation, and return one row per implementation.
+
+    Depending on the operation, the row contains the one-way latency in microseconds or the bandwidth in MB/s, both
+    measured on rank 0.
+    """
     iterations, warmup = case.counts
     trials = [Exchange(implementation, case) for implementation in implementations]
     for trial in trials:

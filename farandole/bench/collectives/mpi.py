@@ -15,7 +15,10 @@ from farandole.bench.collectives.operations import ROOT, Operation
 from farandole.bench.setup import BenchError
 
 REDUCIBLE = ("float32", "float64", "int8", "uint8", "int16", "int32", "int64")
-"""The types that mpi4py's reductions accept; other operations treat elements as bytes."""
+"""The dtypes that this benchmark can reduce with mpi4py.
+
+Operations without a reduction support all dtypes, because they transfer the elements as bytes.
+"""
 
 _REDUCTIONS = {
     "sum": "SUM",
@@ -29,7 +32,7 @@ _REDUCTIONS = {
 
 
 class Mpi:
-    """MPI's world communicator, which has the same ranks as the job."""
+    """An implementation that calls MPI_COMM_WORLD through mpi4py; the MPI ranks must equal the job's ranks."""
 
     def __init__(self, name: str, rank: int, ranks: int) -> None:
         self.name = name
@@ -59,20 +62,20 @@ class Mpi:
         return lambda: call().Wait
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        """Run the blocking call."""
+        """Send `tensor` to `peer` with the blocking `Send`."""
         self._world.Send(_bytes(tensor), peer)
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
-        """Run the blocking call."""
+        """Receive `tensor` from `peer` with the blocking `Recv`."""
         self._world.Recv(_bytes(tensor), peer)
 
     def begin_send(self, tensor: Tensor, peer: int) -> Wait:
-        """Start the non-blocking call."""
+        """Start the non-blocking `Isend`, and return the `Wait` method of its request."""
         wait: Wait = self._world.Isend(_bytes(tensor), peer).Wait
         return wait
 
     def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
-        """Start the non-blocking call."""
+        """Start the non-blocking `Irecv`, and return the `Wait` method of its request."""
         wait: Wait = self._world.Irecv(_bytes(tensor), peer).Wait
         return wait
 
@@ -105,7 +108,7 @@ class Mpi:
 
 
 def reduces(reduction: str) -> bool:
-    """Return whether MPI has this reduction."""
+    """Return whether MPI supports `reduction`; for example, it has no "avg"."""
     return reduction in _REDUCTIONS
 
 

@@ -1,7 +1,7 @@
 """The operations to measure: the buffers of each rank, and the amount of data that a rank's link must transfer.
 
-S is the size in bytes that a table shows, the larger of a rank's input and output.  `docs/guides/bench.md` derives the
-factors of the bus bandwidth.
+In this module, S is the size in bytes that the tables show: the size of the larger of a rank's two buffers, input and
+output.  `docs/guides/bench.md` derives the ratio of bus bandwidth to algorithm bandwidth for each operation.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 ROOT = 0
-"""The root of rooted collectives; in tests between two ranks, the rank that measures."""
+"""The root of rooted collectives, and the rank that measures the time of point-to-point messages."""
 WINDOW = 64
-"""The number of outstanding messages in bandwidth tests."""
+"""The number of messages that are outstanding at the same time in bandwidth tests."""
 
 Extent = Literal["whole", "part", "none"]
-"""The size of a buffer: S, one rank's part of S, or zero if the operation does not use the buffer."""
+"""The size of a buffer: "whole" is S, "part" is S divided by the number of ranks, and "none" is zero."""
 
 
 @dataclass(frozen=True)
 class Operation:
     """A collective, or a point-to-point test between two ranks.
 
-    `bus(n)` is busbw / algbw among n ranks.  A collective without an output works in place.
+    Args:
+        input: the size of the input buffer.
+        output: the size of the output buffer.  If it is "none", a collective writes its result to the input buffer.
+        reduces: whether the collective applies a reduction.
+        bus: the function that maps the number of ranks to the ratio of bus bandwidth to algorithm bandwidth.
+        messages: whether the operation is a point-to-point test.
     """
 
     name: str
@@ -34,17 +39,17 @@ class Operation:
     messages: bool = False
 
     def unit(self, ranks: int, itemsize: int) -> int:
-        """Return the granularity of sizes in bytes."""
+        """Return the number of bytes of which every message size must be a multiple."""
         return itemsize * (ranks if "part" in (self.input, self.output) or self.name == "all_to_all" else 1)
 
     def elements(self, extent: Extent, size: int, ranks: int, itemsize: int) -> int:
-        """Return the number of elements in a buffer with this extent for S = `size`."""
+        """Return the number of elements in a buffer of size `extent`, where S is `size`."""
         if extent == "none":
             return 0
         return size // itemsize // (ranks if extent == "part" else 1)
 
     def bytes_per_rank(self, size: int, ranks: int) -> int:
-        """Return the total size in bytes of a rank's input and output."""
+        """Return the total size in bytes of a rank's input and output buffers, where S is `size`."""
         each = {"whole": size, "part": -(-size // ranks), "none": 0}
         return each[self.input] + each[self.output]
 

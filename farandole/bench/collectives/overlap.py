@@ -1,8 +1,9 @@
 """Measure how much of a collective overlaps with computation.
 
 First, the collective is timed alone, and an equally long computation is chosen.  Then each iteration starts the
-collective, computes, and waits for the collective.  The amount of computation is fixed, not its duration: a library
-that takes processor time from the computation prolongs it, which reduces the measured overlap.
+collective, computes, and waits for the collective.  Every iteration computes the same number of matrix products.  If
+the library takes processor time from the computation, the computation takes longer, and the measured overlap is
+smaller.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from farandole.bench.collectives.measure import Buffers, Case, Row, take_turns, 
 
 
 class Work:
-    """A computation of small matrix products; `count_for` returns how many an idle core computes in a given time."""
+    """A computation that consists of small matrix products; the constructor measures the time of one product."""
 
     WIDTH = 48  # a product takes microseconds, so the time of short collectives can be matched
     TRIES = 200
@@ -34,7 +35,7 @@ class Work:
         return max(1, round(seconds / self._each_s))
 
     def run(self, count: int) -> None:
-        """Compute the products."""
+        """Compute `count` matrix products."""
         for _ in range(count):
             torch.mm(self._a, self._b, out=self._c)
 
@@ -54,14 +55,14 @@ class Overlap:
         self.pure_s = self.compute_s = self.overall_s = 0.0
 
     def warm_up(self, iterations: int) -> None:
-        """Choose an amount of computation that takes as long as the communication, averaged over the ranks."""
+        """Time the operation alone, and choose a computation that takes the same time, averaged over the ranks."""
         tries = max(1, iterations)
         self._pure(tries)
         self._count = self._work.count_for(float(values_of_all_ranks(self.pure_s / tries, self._comm).mean()))
         self.pure_s = 0.0
 
     def run(self, iterations: int) -> None:
-        """Time communication, computation and both together, `iterations` times each."""
+        """Time the communication alone, the computation alone, and both together, each `iterations` times."""
         self._pure(iterations)
         clock, meet = time.perf_counter, self._comm.barrier
         for _ in range(iterations):
@@ -86,7 +87,10 @@ class Overlap:
 
 
 def measure_overlap(implementations: list[Implementation], case: Case) -> list[Row]:
-    """Return the overlap of each implementation in percent, averaged over the ranks."""
+    """Measure `case` with each implementation, and return one row per implementation.
+
+    The row contains the overlap in percent and the times in microseconds, all averaged over the ranks.
+    """
     iterations, warmup = case.counts
     work = Work()
     trials = [Overlap(implementation, case, work) for implementation in implementations]
@@ -105,5 +109,11 @@ def measure_overlap(implementations: list[Implementation], case: Case) -> list[R
 
 
 def hidden(overall: float, compute: float, pure: float) -> float:
-    """Return the percentage of the pure communication time that the computation hides."""
+    """Return the percentage of `pure`, the time of the communication alone, that the computation hides.
+
+    Args:
+        overall: the time of the communication and the computation together.
+        compute: the time of the computation alone.
+        pure: the time of the communication alone, in the same unit.
+    """
     return max(0.0, 100 - 100 * (overall - compute) / pure)

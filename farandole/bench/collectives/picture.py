@@ -33,11 +33,11 @@ _PANELS = {
     "pure_us": ("pure communication", True),
     "overlap": ("overlap (%)", False),
 }
-"""The plotted columns of a row, with their labels, and whether the axis is logarithmic."""
+"""The row keys to plot; the values are the label of the axis and whether the axis is logarithmic."""
 
 
 def draw(rows: list[Row], ranks: int, path: str) -> None:
-    """Plot all operations that have a size; the file suffix selects the format."""
+    """Plot the rows of all operations except barriers; the suffix of `path` selects the file format."""
     operations = [name for name in dict.fromkeys(row["operation"] for row in rows) if OPERATIONS[name].sized]
     panels = [
         (name, key)

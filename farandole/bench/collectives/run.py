@@ -32,13 +32,13 @@ from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
 
 TIMEOUT_S = 3600.0
-"""How long, in seconds, a rank waits for a busy rank."""
+"""The timeout of the job's process group in seconds; a rank may wait this long for a busy rank."""
 
 
 def start(setup: CollectivesSetup, ranks: int) -> int:
-    """Check the setup, start ranks on this host, and return the exit status.
+    """Check the setup, run the benchmark on `ranks` new ranks of this host, and return the exit status of the job.
 
-    If MPI is measured, mpiexec starts the ranks.
+    If MPI is measured, mpiexec starts the ranks; otherwise, `farandole launch` starts them.
     """
     setup.check(ranks)
     mpiexec = mpiexec_for(setup, ranks)
@@ -52,11 +52,11 @@ def start(setup: CollectivesSetup, ranks: int) -> int:
 
 
 def run(setup: CollectivesSetup) -> None:
-    """Measure as one rank of this job; rank 0 prints the report.
+    """Run the benchmark as one rank of this job; rank 0 prints the report.
 
     Raises:
         BenchError: on all ranks, if the setup cannot be run.
-        SystemExit: if validation finds wrong values.
+        SystemExit: on rank 0, if validation finds wrong values.
     """
     with farandole.init(timeout_s=TIMEOUT_S) as runtime:
         rows = _Benchmark(setup, runtime).run()
@@ -66,7 +66,7 @@ def run(setup: CollectivesSetup) -> None:
 
 
 def _copies(setup: CollectivesSetup) -> int:
-    """Return the number of buffer sets that a rank allocates in host memory, one per implementation."""
+    """Return the number of backends in `setup` whose buffers are in host memory: all except NCCL."""
     return sum(name != "nccl" for name in setup.backends)
 
 
@@ -108,7 +108,7 @@ class _Benchmark:
                 self.say(table.line(row))
 
     def check_memory(self) -> None:
-        """Check the memory on all hosts, with the same result on all ranks."""
+        """Raise BenchError on all ranks if a host has too little memory for the buffers.  This is a collective call."""
         refusal = ""
         try:
             self.setup.check_memory(self.comm.size, self.runtime.local_size, _copies(self.setup))
@@ -120,7 +120,7 @@ class _Benchmark:
             )
 
     def pin(self) -> None:
-        """Pin this rank to its own cores, under any launcher."""
+        """Pin this rank to its own cores, independently of the launcher."""
         division = divide_cores(self.runtime.local_size, physical_cores(affinity()), threads=1)
         processors = division.shares[self.runtime.local_rank].processors
         if processors:
@@ -136,7 +136,7 @@ class _Benchmark:
             draw(self.rows, self.comm.size, self.setup.picture)
 
     def result(self) -> dict[str, Any]:
-        """Return the measurements and a description of the machine."""
+        """Return the content of the JSON file: the measurements, the options, and descriptions of job and machine."""
         setup = asdict(replace(self.setup, json=None, picture=None))
         return {
             "machine": machine(),

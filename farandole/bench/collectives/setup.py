@@ -23,7 +23,7 @@ DTYPES = {
     )
 }
 LARGE = 8 << 10
-"""Above this size in bytes, fewer iterations are measured."""
+"""For sizes above this number of bytes, fewer iterations are run."""
 _BITS = ("and", "or", "xor")
 _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -32,9 +32,9 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 class CollectivesSetup:
     """Options of the collectives benchmark.
 
-    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, the number depends on the size.  If
-    `backends` is empty, all available backends are measured, and `left_out` contains the reasons why other backends
-    are unavailable.
+    Sizes double from `min` to at most `max` bytes.  If `iterations` or `warmup` is None, the number of iterations
+    depends on the size.  If `backends` is empty, all available backends are measured.  `left_out` maps each backend
+    that cannot be measured to the reason.
     """
 
     operations: tuple[str, ...] = ("all_reduce",)
@@ -59,7 +59,11 @@ class CollectivesSetup:
         return DTYPES[self.dtype]
 
     def sizes(self, operation: Operation, ranks: int) -> list[int]:
-        """Return the sizes in bytes, each rounded down to complete elements and equal parts for all ranks."""
+        """Return the message sizes in bytes, or [0] for an operation without a message size.
+
+        Each size is rounded down to a multiple of `operation.unit`, so that the buffers contain complete elements and
+        can be divided into equal parts for all ranks.
+        """
         if not operation.sized:
             return [0]
         unit = operation.unit(ranks, self.kind.itemsize)
@@ -70,7 +74,10 @@ class CollectivesSetup:
         return sizes
 
     def counts(self, operation: Operation, size: int) -> tuple[int, int]:
-        """Return the numbers of iterations and warm-up iterations, by default as in the OSU Micro-Benchmarks."""
+        """Return the numbers of iterations and of warm-up iterations.
+
+        The defaults are those of the OSU Micro-Benchmarks.
+        """
         if operation.is_bandwidth:
             iterations, warmup = (20, 2) if size > LARGE else (100, 10)
         else:
@@ -81,7 +88,7 @@ class CollectivesSetup:
         )
 
     def check(self, ranks: int) -> None:
-        """Raise BenchError for options that no backend supports."""
+        """Raise BenchError for values or combinations of options that no backend supports."""
         for name in self.operations:
             check_choice("--op", name, OPERATIONS)
         check_choice("--dtype", self.dtype, DTYPES)
@@ -129,10 +136,12 @@ class CollectivesSetup:
             )
 
     def check_memory(self, ranks: int, here: int, copies: int) -> None:
-        """Raise BenchError if the `here` ranks of this host cannot allocate buffers of the largest size.
+        """Raise BenchError if this host has too little memory for buffers of the largest size.
 
         Args:
-            copies: sets of buffers per rank, one for each backend; `validate` doubles their number.
+            ranks: the number of ranks in the job.
+            here: the number of ranks on this host.
+            copies: the number of backends for which each rank allocates buffers in host memory.
         """
         have = available_memory()
         for name in self.operations:
@@ -161,7 +170,11 @@ class CollectivesSetup:
 
 
 def parse_size(option: str, text: str) -> int:
-    """Parse a size such as 8, 1K, 4M or 2G, where 1K is 1024; raise BenchError for any other text."""
+    """Parse a size in bytes such as 8, 1K, 4M or 2G, where 1K is 1024.
+
+    Raises:
+        BenchError: if `text` is not a size; the message names `option`.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise BenchError(f"{option}: expected a size in bytes such as 8, 64K, 4M or 1G, got {text!r}")

@@ -38,13 +38,13 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "algbw": ("algbw(GB/s)", _decimals(3)),
     "busbw": ("busbw(GB/s)", _decimals(3)),
 }
-"""The heading and the format of each column, in order."""
+"""The heading and the formatting function of each measured column, keyed by the key of `Row`."""
 
 _SIZE_WIDTH = 12
 
 
 class Table:
-    """The table for one operation, printed line by line."""
+    """The text of the table for one operation, one line at a time; the caller prints the lines."""
 
     def __init__(self, operation: Operation, setup: CollectivesSetup) -> None:
         self._operation = operation
@@ -60,7 +60,7 @@ class Table:
         self._keys = keys
 
     def head(self, setup: CollectivesSetup, ranks: int) -> str:
-        """Return the title and the column names."""
+        """Return two lines: the title of the table and the column names."""
         operation = self._operation
         what = f" of {setup.dtype}" if operation.sized else ""
         what = f" ({setup.reduction}){what}" if operation.reduces else what
@@ -72,7 +72,7 @@ class Table:
         return f"# {operation.name}{what} among {among}{how}\n{first:<{_SIZE_WIDTH}}{''.join(names)}  Backend"
 
     def line(self, row: dict[str, Any]) -> str:
-        """Return a row as text."""
+        """Return the line of the table for `row`."""
         cells = [f"{COLUMNS[key][1](row[key]):>{self._width(key)}}" for key in self._keys]
         size = str(row["size"]) if self._operation.sized else ""
         return f"{size:<{_SIZE_WIDTH}}{''.join(cells)}  {row['backend']}"

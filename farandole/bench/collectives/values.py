@@ -29,14 +29,17 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def values(rank: int, count: int, dtype: torch.dtype, reduction: str | None) -> Tensor:
-    """Return the `count` elements of one rank's input; `reduction` is the name of the reduction, if any."""
+    """Return the input of `rank` as a tensor with `count` elements.
+
+    `reduction` is the name of the reduction, or None if the operation does not reduce.
+    """
     return _repeated(_period(rank, reduction), count, dtype)
 
 
 def expected(
     operation: Operation, reduction: str, rank: int, ranks: int, count: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the expected output of `rank`, or None if the collective defines no output on this rank.
+    """Return the expected result on `rank`, or None if `operation` does not define a result on this rank.
 
     `count` is the number of elements in the larger of the input and the output.
     """
@@ -59,7 +62,10 @@ def expected(
 
 
 def count_errors(found: Tensor, wanted: Tensor, ranks: int) -> int:
-    """Return the number of wrong elements; a rounded sum may differ by one rounding error per rank."""
+    """Return the number of elements of `found` that differ from `wanted`.
+
+    Floating-point elements are wrong only if their relative error exceeds `ranks` times the machine epsilon.
+    """
     errors = 0
     for part, right in zip(found.view(-1).split(_SLICE), wanted.view(-1).split(_SLICE), strict=True):
         if part.dtype.is_floating_point:

@@ -19,7 +19,7 @@ from farandole.bench.serving.load import Request
 from farandole.bench.setup import BenchError
 
 TIMEOUT_S = 600.0
-"""How long, in seconds, a request waits for the next part of its response."""
+"""The time in seconds for which a request waits for the next part of its response."""
 
 WORDS = [
     "the",
@@ -53,17 +53,20 @@ WORDS = [
     "but",
     "not",
 ]
-"""The text of tokens, for servers whose tokenizer is unknown.  Most tokenizers have a token for each word."""
+"""The words of prompts for servers whose tokenizer is unknown; token n of a request is sent as word n - 1.
+
+Most tokenizers encode each of these words as one token.
+"""
 
 
 @dataclass
 class Sample:
-    """One request.  Times are in seconds on the clock `time.perf_counter`.
+    """The measurements of one request.  Times are in seconds on the clock `time.perf_counter`.
 
     Args:
-        arrival: the planned arrival.
-        texts: the times at which text arrived.
-        end: the time of the last part, or of the failure.
+        arrival: the time at which the request was planned to be sent.
+        texts: the times at which parts of the text arrived.
+        end: the time at which the response ended or the request failed.
         prompt_tokens, output_tokens: the numbers of tokens, as counted by the server.
         refused: whether the server answered with status 429.
         error: the reason for any other failure.
@@ -84,7 +87,7 @@ class Sample:
 
     @property
     def ttft(self) -> float:
-        """Return the seconds from the planned arrival to the first text."""
+        """Return the seconds from the planned arrival to the first text, or to the end if there is no text."""
         return (self.texts[0] if self.texts else self.end) - self.arrival
 
     @property
@@ -94,26 +97,27 @@ class Sample:
 
     @property
     def tpot(self) -> float | None:
-        """Return the mean seconds per token after the first token, or None for a response of one token."""
+        """Return the mean seconds per token after the first token, or None for fewer than two tokens."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def gaps(self) -> list[float]:
-        """Return the seconds between consecutive parts of the text."""
+        """Return the time in seconds between each part of the text and the next part."""
         return [after - before for before, after in zip(self.texts, self.texts[1:], strict=False)]
 
 
 class Client:
-    """Sends requests to a server.
+    """Sends requests to a server with an OpenAI-compatible API.
 
     Args:
         url: the server's address, with or without `/v1` at the end.
-        model: the model's name; None for the server's first model.
-        vocabulary: the size of the vocabulary, to send prompts as token ids; None to send text.
+        model: the name of the model, or None for the first model in the server's list.
+        vocabulary: the size of the vocabulary.  If it is given, prompts are sent as token ids; if it is None, they are
+            sent as text that consists of `WORDS`.
         api_key: the API key, or an empty string.
 
     Raises:
-        BenchError: if the server has no models, or no server answers.
+        BenchError: if `model` is None and the server cannot be reached or does not return a list of models.
     """
 
     def __init__(
@@ -155,11 +159,14 @@ class Client:
             connection.close()
 
     def one_after_another(self, requests: Sequence[Request]) -> list[Sample]:
-        """Send each request when the response to the previous request is complete."""
+        """Send the requests one at a time: each request is sent when the response to the previous one is complete."""
         return [self.send(request, time.perf_counter()) for request in requests]
 
     def at_times(self, requests: Sequence[Request], arrivals: Sequence[float]) -> list[Sample]:
-        """Send each request at its arrival time, in seconds from now, without waiting for responses in between."""
+        """Send each request at its time in `arrivals`, without waiting for the responses to earlier requests.
+
+        The times are in seconds from now, in ascending order.  The method returns when all responses are complete.
+        """
         found: list[Sample | None] = [None] * len(requests)
 
         def send(number: int, arrival: float) -> None:
@@ -177,7 +184,13 @@ class Client:
         return [sample for sample in found if sample is not None]
 
     def send(self, request: Request, arrival: float) -> Sample:
-        """Send a request and wait for its response.  The sample contains any failure."""
+        """Send a request, wait for its response, and return the measurements.
+
+        If the request fails, the sample contains the reason, and no exception is raised.
+
+        Args:
+            arrival: the time at which the request was planned to be sent, on the clock `time.perf_counter`.
+        """
         sample = Sample(arrival)
         connection = self._kind(self._host, timeout=TIMEOUT_S)
         try:
@@ -211,7 +224,7 @@ class Client:
 
 
 def _read(response: http.client.HTTPResponse, sample: Sample) -> None:
-    """Record the times of a stream of server-sent events."""
+    """Read the server-sent events of `response`, and record their times, token counts and errors in `sample`."""
     is_done = False
     for line in response:
         if not line.startswith(b"data:"):

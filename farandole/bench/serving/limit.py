@@ -17,21 +17,21 @@ from farandole.models.moe import MixtureOfExperts
 from farandole.models.sequence import Transformer
 
 MEASURED_S = 0.5
-"""The time for measuring each speed, in seconds; the fastest call counts."""
+"""The time in seconds for which calls are repeated to measure a speed; the speed is that of the fastest call."""
 _SIDE = 1024
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Lower bounds on serving times, in seconds.
+    """Computes lower bounds on serving times, in seconds.
 
     Args:
-        body: the number of weights that multiply each token, without the output projection; for experts, only the
-            weights of the experts that process the token.
-        head: the number of weights of the output projection, which multiply only the tokens whose logits are computed.
-        weight_bytes: the size of all these weights in bytes.
-        bandwidth: bytes per second of reads from a buffer of `weight_bytes`.
-        flops: floating-point operations per second of a large matrix product.
+        body: the number of weights with which each token is multiplied, except the output projection.  In a mixture of
+            experts, only the experts that process the token are counted.
+        head: the number of weights of the output projection, with which only tokens that need logits are multiplied.
+        weight_bytes: the size of the weights in `body` and `head` in bytes.
+        bandwidth: the speed of reading a buffer of `weight_bytes` bytes, in bytes per second.
+        flops: the speed of a large matrix product, in floating-point operations per second.
     """
 
     body: int
@@ -42,7 +42,7 @@ class Limit:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds for reading the weights once, a lower bound on the time per output token."""
+        """Return the time for reading all weights once, which is a lower bound on the time per output token."""
         return self.weight_bytes / self.bandwidth
 
     def first_token_s(self, prompt_tokens: int) -> float:
@@ -50,26 +50,35 @@ class Limit:
         return max(self.step_s, self.products_s([(prompt_tokens, 1)]))
 
     def products_s(self, lengths: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of all matrix products for requests of (prompt tokens, output tokens)."""
+        """Return the time of all matrix products for requests with these lengths.
+
+        Args:
+            lengths: the number of prompt tokens and the number of output tokens of each request.
+        """
         tokens = sum(prompt + output - 1 for prompt, output in lengths)
         return 2 * (self.body * tokens + self.head * sum(output for _, output in lengths)) / self.flops
 
     def latency_s(self, prompt_tokens: int, output_tokens: int) -> float:
-        """Return the lower bound on the latency of a single request, in seconds."""
+        """Return the lower bound on the latency of a request that the server processes alone."""
         return self.first_token_s(prompt_tokens) + (output_tokens - 1) * self.step_s
 
     def total_s(self, lengths: Sequence[tuple[int, int]], batch: int) -> float:
-        """Return the lower bound in seconds for all requests together, in batches of at most `batch` sequences."""
+        """Return the lower bound on the time to complete all requests.
+
+        Args:
+            lengths: the number of prompt tokens and the number of output tokens of each request.
+            batch: the maximum number of sequences that the server processes in one step.
+        """
         outputs = [output for _, output in lengths]
         steps = max(*outputs, -(-sum(outputs) // batch))
         return max(steps * self.step_s, self.products_s(lengths))
 
 
 def measure_limit(model: Transformer) -> Limit:
-    """Return the lower bounds for `model`.
+    """Return the lower bounds for serving `model` in this process.
 
-    The function counts the weights, and measures the speed of memory reads and of a matrix product in the model's
-    dtype, with the threads of this process.
+    This call counts the weights of `model`.  It also measures the speed of memory reads and the speed of a matrix
+    product in the dtype of `model`, with the current number of threads.
     """
     kind = next(model.parameters()).dtype
     body, head = _weights(model[1:-1]), _weights(model[-1])  # the embedding is a table

@@ -18,10 +18,10 @@ class Request:
 def ragged_requests(
     count: int, prompt_tokens: tuple[int, int], output_tokens: tuple[int, int], vocabulary: int, seed: int
 ) -> list[Request]:
-    """Return requests with random tokens and uniformly distributed lengths.
+    """Return `count` requests with random tokens and uniformly distributed lengths.
 
     Args:
-        prompt_tokens, output_tokens: the smallest and the largest length.
+        prompt_tokens, output_tokens: the smallest and the largest number of tokens.
         vocabulary: the size of the vocabulary; tokens are drawn from 1 to `vocabulary` - 1.
     """
     choose = random.Random(seed)
@@ -35,8 +35,10 @@ def ragged_requests(
 
 
 def with_fresh_prompts(requests: Sequence[Request], vocabulary: int, seed: int) -> list[Request]:
-    """Return requests with the same lengths and different tokens, so that a server cannot reuse the keys and values of
-    earlier prompts."""
+    """Return requests that have the same lengths as `requests`, but other random tokens.
+
+    The new tokens prevent a server from reusing the keys and values of the original prompts.
+    """
     choose = random.Random(seed)
     return [
         Request([choose.randrange(1, vocabulary) for _ in request.prompt], request.output_tokens)
@@ -45,7 +47,11 @@ def with_fresh_prompts(requests: Sequence[Request], vocabulary: int, seed: int) 
 
 
 def poisson_arrivals(count: int, rate: float, burst: int, seed: int) -> list[float]:
-    """Return arrival times in seconds: bursts at the times of a Poisson process, with `rate` requests per second."""
+    """Return the arrival times of `count` requests, in seconds.
+
+    The requests arrive in bursts of `burst` requests.  The bursts are a Poisson process; its rate is such that `rate`
+    requests arrive per second on average.
+    """
     choose, now = random.Random(seed), 0.0
     found: list[float] = []
     while len(found) < count:

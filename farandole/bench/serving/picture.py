@@ -1,4 +1,4 @@
-"""Plot the distribution of each time for every scenario, and the speed-up of concurrent requests."""
+"""Plot the distributions of TTFT, TPOT and inter-token latency for each scenario, and the speed-up of concurrency."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TITLES = {"ttft_s": "time to first token", "tpot_s": "time per output token", "
 
 
 def draw(summaries: Sequence[Summary], speed_up: Sequence[Summary], title: str, path: str) -> None:
-    """Plot all measurements; the file suffix selects the format."""
+    """Plot all measurements to the file `path`; its suffix selects the format."""
     columns = len(_TITLES) + bool(speed_up)
     figure, axes = plt.subplots(1, columns, figsize=(4.1 * columns, 3.9), layout="constrained")
     for axis, name in zip(axes, _TITLES, strict=False):

@@ -1,6 +1,6 @@
-"""Predict the speed of serving a model for each precision and number of ranks (`farandole plan --serve`).
+"""Predict the speed of serving a model (`farandole plan --serve`), and compare the predictions with measurements.
 
-The predictions can be compared with a measurement.
+The speed is predicted for each precision, number of tensor-parallel ranks and number of running sequences.
 """
 
 from __future__ import annotations
@@ -45,10 +45,22 @@ MOST_RUNNING = 256
 class ServingPlanSetup:
     """Options of `farandole plan --serve`.
 
-    `words` describe the model, as for a training run.  `memory` (bytes), `flops`, `memory_bandwidth` and `bandwidth`
-    (bytes per second) are per rank.  `accelerators` is the name of an accelerator, or None to predict for this machine.
-    An option that is None has the published value of the accelerator, or else this machine's value.  `tensor`,
-    `precision` and `running` are the choices to consider.
+    If `memory`, `flops`, `memory_bandwidth` or `bandwidth` is None, the published value of the accelerator is used;
+    without an accelerator, the value is measured on this machine.
+
+    Args:
+        words: the arguments that describe the model, as for a training run.
+        mix: the lengths of the prompts and outputs.
+        ranks: the number of ranks.
+        memory: the memory per rank in bytes.
+        flops: the FLOP/s of a rank.
+        memory_bandwidth: the bandwidth of a rank's memory in bytes per second.
+        bandwidth: the bandwidth between ranks in bytes per second, per rank.
+        tensor: the numbers of tensor-parallel ranks to consider; if empty, they are chosen by default.
+        precision: the precisions to consider; if empty, one is chosen by default.
+        running: the numbers of running sequences to consider; if empty, they are chosen by default.
+        accelerators: the name of an accelerator, or None to predict for this machine.
+        remeasure: whether to measure the speeds of this machine even if the cache contains them.
     """
 
     words: tuple[str, ...]
@@ -67,20 +79,21 @@ class ServingPlanSetup:
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """The predictions for all choices."""
+    """The predictions for all combinations of the choices in `setup`, and the machine for which they were made."""
 
     setup: ServingPlanSetup
     machine: ServingMachine
     estimates: list[ServingEstimate]
 
     def replicas(self, estimate: ServingEstimate) -> int:
-        """Return the number of replicas on all ranks."""
+        """Return the total number of replicas of the model on all ranks, for the mesh of `estimate`."""
         return self.setup.ranks // estimate.part.tensor
 
 
 def plan_serving(setup: ServingPlanSetup) -> ServingPlan:
-    """Predict the speed for every combination of precision, number of tensor-parallel ranks and number of running
-    sequences.
+    """Predict the speed for every combination of the choices in `setup`.
+
+    The choices are the precision, the number of tensor-parallel ranks and the number of running sequences.
 
     Raises:
         ConfigError, PlanError, BenchError: if options are invalid.
@@ -148,7 +161,7 @@ def _machine(setup: ServingPlanSetup) -> ServingMachine:
 
 
 def _described(setup: ServingPlanSetup) -> str:
-    """Return the published values of the machine as text, with their source; "" if all values are given."""
+    """Describe in one line which values come from a data sheet, or return "" if no values do."""
     if setup.accelerators is None:
         return ""
     return described(
@@ -162,7 +175,7 @@ def _described(setup: ServingPlanSetup) -> str:
 
 
 def table(plan: ServingPlan) -> Table:
-    """Return the table of all predictions."""
+    """Return a table with one row for each prediction."""
     setup = plan.setup
     title = (
         f"{counted(setup.ranks, 'rank')}, prompts of {setup.mix.prompt} tokens, outputs of {setup.mix.output} tokens; "
@@ -213,17 +226,23 @@ def table(plan: ServingPlan) -> Table:
 
 
 def dump(plan: ServingPlan) -> str:
-    """Return the machine and all predictions as JSON."""
+    """Return JSON with the setup, the machine and all predictions."""
     plans = [{**asdict(one), "replicas": plan.replicas(one)} for one in plan.estimates]
     content = {"setup": asdict(plan.setup), "machine": asdict(plan.machine), "plans": plans}
     return json.dumps(content, indent=1, default=str)
 
 
 def check(plan: ServingPlan) -> list[tuple[ServingEstimate, Measured]]:
-    """Serve with the first precision and mesh of the plan on this machine; return predictions and measurements.
+    """Serve the model on this machine, and compare the predictions with measurements.
+
+    The model is served with the precision and the number of tensor-parallel ranks of the first prediction.  The speed
+    is measured for each of the plan's numbers of running sequences that fits in memory.
+
+    Returns:
+        Pairs of a prediction and the corresponding measurement.
 
     Raises:
-        BenchError: if a rank fails, or the plan is for another machine.
+        BenchError: if a rank fails, nothing fits in memory, or the plan is for another machine.
     """
     first = plan.estimates[0].part
     alike = [one for one in plan.estimates if one.part == first and one.running <= one.fits]
@@ -253,7 +272,10 @@ def check(plan: ServingPlan) -> list[tuple[ServingEstimate, Measured]]:
 
 
 def checked_table(found: Sequence[tuple[ServingEstimate, Measured]], replicas: int) -> Table:
-    """Return the table of predicted and measured speeds, with the errors of the prediction."""
+    """Return a table that compares predicted and measured speeds, and shows the relative errors.
+
+    The predicted tokens per second are multiplied by `replicas`, because the measurement includes all replicas.
+    """
     result = Table(
         title="predicted / measured (error)", title_justify="left", title_style="", box=None, pad_edge=False
     )

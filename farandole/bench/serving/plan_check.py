@@ -2,8 +2,8 @@
 
     python -m farandole.bench.serving.plan_check JOB_SPEC
 
-JOB_SPEC is JSON (`ServingCheckJobSpec`).  Rank 0 writes a list of `Measured`, one for each number of running sequences.
-The first rank of each replica drives its own engine.
+JOB_SPEC is a `ServingCheckJobSpec` in JSON.  Rank 0 writes a list of `Measured` as JSON, with one item for each number
+of running sequences.  The first rank of each replica drives the engine of that replica.
 """
 
 from __future__ import annotations
@@ -34,12 +34,21 @@ from farandole.train.folders import build_language_model
 from farandole.train.start import read_request
 
 ROUNDS = 2
-"""The number of measured requests per running sequence."""
+"""The number of requests to measure, divided by the number of running sequences."""
 
 
 @dataclass(frozen=True)
 class ServingCheckJobSpec:
-    """The model, the mesh, the requests, and the file for the measurements."""
+    """The job of the ranks: which model to serve, how to serve it, and where to write the measurements.
+
+    Args:
+        words: the arguments that describe the model, as for a training run.
+        tensor: the number of tensor-parallel ranks per replica.
+        precision: the dtype of the weights.
+        mix: the fields of `planner.serving.Mix`, the lengths of the prompts and outputs.
+        running: the numbers of running sequences to measure.
+        answer: the file for the measurements.
+    """
 
     words: Sequence[str]
     tensor: int
@@ -55,7 +64,13 @@ class ServingCheckJobSpec:
 
 @dataclass(frozen=True)
 class Measured:
-    """The mean seconds to the first token and per output token, and the tokens per second of all replicas together."""
+    """The measurements for one number of running sequences.
+
+    Args:
+        ttft: the mean time to the first token, in seconds.
+        tpot: the mean time per output token, in seconds.
+        tokens_per_s: the number of output tokens per second.
+    """
 
     ttft: float
     tpot: float
@@ -63,7 +78,11 @@ class Measured:
 
 
 def measure(job_spec: ServingCheckJobSpec, runtime: Runtime) -> list[Measured]:
-    """Serve with each number of sequences in `job_spec.running`; return a measurement per number, for all replicas together."""
+    """Serve with each number of running sequences in `job_spec.running`, one after another.  This is a collective call.
+
+    Returns:
+        One measurement for each number.  It combines all replicas: the times are means, and the rate is the sum.
+    """
     keep_freed_memory()
     request = read_request(list(job_spec.words), resume=False)
     model = build_language_model(load_config(request.source, request.overrides))
@@ -98,7 +117,10 @@ def measure(job_spec: ServingCheckJobSpec, runtime: Runtime) -> list[Measured]:
 
 
 def _serve(engine: GenerationEngine, mix: Mix, running: int) -> Measured:
-    """Keep `running` sequences in the batch, and measure the requests after the first ones."""
+    """Serve requests, with `running` sequences in the batch at all times.
+
+    The measurement begins when `running` requests have ended.
+    """
     choose = random.Random(running)
     started: dict[int, float] = {}
     first: dict[int, float] = {}
@@ -151,7 +173,7 @@ def _together(comm: Communicator, own: Sequence[Measured], width: int) -> list[M
 
 
 def main(text: str) -> None:
-    """Run a job specification as one of the launched ranks."""
+    """Run the job specification in the JSON `text` as one of the launched ranks."""
     job_spec = ServingCheckJobSpec(**json.loads(text))
     with farandole.init() as runtime:
         found = measure(job_spec, runtime)

@@ -26,12 +26,15 @@ Summary = dict[str, Any]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile of the values (nearest-rank method); `percent` is from 0 to 100."""
+    """Return the percentile `percent` (from 0 to 100) of `values`, computed by the nearest-rank method."""
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
 def summarize(scenario: str, samples: Sequence[Sample], setup: ServingSetup, limit: Limit | None) -> Summary:
-    """Return the counts, times and rates of a scenario as a JSON object, with the limits if there is a `limit`."""
+    """Return the counts, percentiles of the times, and rates of a scenario as a dictionary that can be written as JSON.
+
+    If `limit` is not None, the dictionary also contains the bounds on the times and the rates.
+    """
     complete = [sample for sample in samples if sample.is_complete]
     seconds = max(sample.end for sample in samples) - min(sample.arrival for sample in samples)
     summary: Summary = {
@@ -75,7 +78,7 @@ def _values(sample: Sample) -> dict[str, Any]:
 
 
 def _limits(scenario: str, complete: Sequence[Sample], setup: ServingSetup, limit: Limit) -> dict[str, float]:
-    """Return the bounds on the times of the median request, and on the rates of all requests together."""
+    """Return the lower bound on each time of a median request, and the upper bound on each rate of the scenario."""
     lengths = [(sample.prompt_tokens, sample.output_tokens) for sample in complete]
     seconds = limit.total_s(lengths, 1 if scenario == "singlestream" else setup.max_running)
     return {
@@ -89,7 +92,7 @@ def _limits(scenario: str, complete: Sequence[Sample], setup: ServingSetup, limi
 
 
 def _mlperf(summary: Summary, setup: ServingSetup) -> str:
-    """Return the scenario's figure as MLPerf Inference defines it."""
+    """Return a line with the result of the scenario in the metric that MLPerf Inference defines for it."""
     name = SCENARIOS[summary["scenario"]]
     if summary["complete"] < summary["requests"]:
         return f"{name}: invalid, because not all requests are complete"
@@ -109,7 +112,7 @@ def _mlperf(summary: Summary, setup: ServingSetup) -> str:
 
 
 def report(summary: Summary) -> str:
-    """Return a summary as text."""
+    """Format the summary of a scenario as the text of the report."""
     limits = summary.get("limit", {})
     errors = sum(summary["errors"].values())
     lines = [
@@ -142,7 +145,7 @@ def report(summary: Summary) -> str:
 
 
 def report_speed_up(rows: Sequence[Summary]) -> str:
-    """Return the speed-up of concurrent requests as text."""
+    """Format a table that compares sequential and concurrent requests, with one line per number of requests."""
     lines = ["# total time of sequential and of concurrent requests"]
     has_limit = "limit_s" in rows[0]
     heads = ["sequential", "concurrent", *(["limit"] if has_limit else []), "speed-up"]

@@ -1,4 +1,4 @@
-"""Benchmark a server with an OpenAI-compatible API: one that the benchmark starts, or any running server."""
+"""Benchmark a server with an OpenAI-compatible API: a server that the benchmark starts, or a running server."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from farandole.train.config import ConfigError
 from farandole.train.run_folder import CheckpointError
 
 WARMUP = 2
-"""The number of requests before the first measurement."""
+"""The number of unmeasured requests that are sent before the first scenario."""
 
 
 def run(setup: ServingSetup) -> int:
-    """Measure all scenarios and print a report.  Return 1 if a request failed, else 0.
+    """Measure all scenarios, print a report, and return the exit status: 1 if a request failed, otherwise 0.
 
     Raises:
         BenchError: if an option is invalid, the model cannot be read or the server does not answer.
@@ -56,7 +56,14 @@ def _read_key(path: Path) -> str:
 
 
 def _inspect(setup: ServingSetup, folder: Path) -> tuple[Limit, int]:
-    """Return lower bounds on the serving times of the model in `folder`, and the size of the model's vocabulary."""
+    """Read the model in `folder`.
+
+    Returns:
+        The lower bounds on its serving times, and the size of its vocabulary.
+
+    Raises:
+        BenchError: if the model cannot be read, or its context is too short for the requests.
+    """
     try:
         found = read_model(folder, precision=setup.precision)
     except (CheckpointError, ConfigError, DataError, FolderError) as error:
@@ -72,7 +79,11 @@ def _inspect(setup: ServingSetup, folder: Path) -> tuple[Limit, int]:
 
 @contextmanager
 def _serving(setup: ServingSetup, folder: Path) -> Iterator[str]:
-    """Run `farandole serve`, and yield its address."""
+    """Return a context in which `farandole serve` serves the model in `folder`; its value is the server's address.
+
+    Raises:
+        BenchError: if the server does not start.
+    """
     options = ["--port", "0", "--precision", setup.precision, "--max-running", str(setup.max_running)]
     command = [sys.executable, "-m", "farandole", "serve", str(folder), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -93,7 +104,10 @@ def _serving(setup: ServingSetup, folder: Path) -> Iterator[str]:
 
 
 def _find_address(output: IO[str]) -> str | None:
-    """Return the address that the server prints, or None if the output ends.  Forward other lines."""
+    """Read the server's output until it contains an address, and return the address.
+
+    Earlier lines are copied to stderr.  If the output ends without an address, return None.
+    """
     for line in output:
         if match := re.search(r" on (http://\S+)", line):
             return match[1]
@@ -160,7 +174,7 @@ def _all_complete(samples: list[Sample]) -> list[Sample]:
 
 
 def _powers_up_to(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and `most`."""
+    """Return the powers of two below `most`, followed by `most`."""
     return [1 << power for power in range((most - 1).bit_length())] + [most]
 
 

@@ -9,7 +9,7 @@ from farandole.bench.setup import PICTURES, BenchError, check_choice, check_outp
 from farandole.serve.folder import PRECISIONS
 
 SCENARIOS = {"singlestream": "SingleStream", "offline": "Offline", "server": "Server"}
-"""The scenarios, with their names in MLPerf."""
+"""The names of the scenarios in this benchmark, mapped to their names in MLPerf."""
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,19 @@ class ServingSetup:
     """Options of the serving benchmark.
 
     Args:
-        folder: the model of a server that the benchmark starts, with `precision` and `max_running`; None with `url`.
-        url: the address of a running server.
-        model: the model's name on the server at `url`; None for the server's first model.
+        folder: the folder of the model that the benchmark serves, or None if `url` is given.
+        url: the address of a running server, or None if `folder` is given.
+        model: the name of the model on the server at `url`; None for the server's first model.
         api_key_file: a file with the API key for `url`.
-        scenarios: keys of `SCENARIOS`.
+        precision, max_running: the options of `farandole serve` with which the model in `folder` is served.
+        scenarios: the scenarios to measure, keys of `SCENARIOS`.
         requests: the number of requests per scenario.
-        rate: the mean number of arrivals per second in the scenario `server`.
+        rate: the mean number of requests per second that arrive in the scenario `server`.
         burst: the number of requests that arrive together in the scenario `server`.
         prompt_tokens, output_tokens: the smallest and the largest number of tokens of a request.
-        ttft, tpot: limits of the scenario `server`, in seconds.
-        sequential: whether to measure the speed-up of concurrent requests over sequential requests.
+        ttft, tpot: the largest times to first token and per output token, in seconds, with which the result of the
+            scenario `server` is valid.
+        sequential: whether to measure how much faster concurrent requests are than sequential requests.
     """
 
     folder: Path | None = None
@@ -80,7 +82,14 @@ class ServingSetup:
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
-    """Parse a range of token counts such as 8:128, or one number; raise BenchError for any other text."""
+    """Parse a range of token counts such as 8:128, or one number such as 64.
+
+    Returns:
+        The smallest and the largest number of tokens.
+
+    Raises:
+        BenchError: if `text` has another format; the message names `option`.
+    """
     low, _, high = text.partition(":")
     try:
         found = int(low), int(high or low)

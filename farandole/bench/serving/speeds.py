@@ -1,4 +1,4 @@
-"""Measure and cache the speeds of this machine's ranks for `planner.serving`, while all ranks work at the same time.
+"""Measure the speeds that `planner.serving` needs while all ranks of this machine work, and cache the results.
 
     python -m farandole.bench.serving.speeds FILE      # one rank of the measurement; rank 0 writes FILE
 
@@ -54,7 +54,7 @@ _LARGE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Speeds:
-    """The measured fields of `ServingMachine`."""
+    """The fields of `ServingMachine` that are measured; see there for their units."""
 
     products: dict[str, list[tuple[int, float]]]
     read: float
@@ -67,28 +67,31 @@ class Speeds:
     process: int
 
     def machine(self, memory: int) -> ServingMachine:
-        """Return this machine, with `memory` bytes per rank.
+        """Return a `ServingMachine` with these speeds and `memory` bytes per rank.
 
-        In fp32, the engine keeps a packed copy of the weights.
+        In fp32, the weights need twice their size, because the engine keeps a packed copy.
         """
         return ServingMachine(memory=memory, copies={"fp32": 2}, **vars(self))
 
 
 def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
-    """Return the speeds of `ranks` ranks on this machine (at most one per core), cached unless `remeasure`.
+    """Return the mean speeds of a rank while `ranks` ranks work on this machine.
+
+    If there are fewer cores than ranks, the speeds are measured with one rank per core.  The result comes from the
+    cache if it contains one, unless `remeasure` is True.
 
     Raises:
-        BenchError: if ranks cannot be started.
+        BenchError: if the ranks cannot be started or fail.
     """
     return Speeds(**measured("farandole.bench.serving.speeds", ranks, _FORMAT, remeasure=remeasure))
 
 
 def measure(runtime: Runtime, fields: Mapping[str, Any] = _LARGE, turns: int = _TURNS) -> Speeds:
-    """Return the speeds of this rank.
+    """Measure the speeds of this rank.  This is a collective call.
 
     Args:
-        fields: the configuration of the model for products and attention.
-        turns: the number of timed calls, of which the median is used.
+        fields: the fields of `LlamaConfig` for the model with which products and attention are timed.
+        turns: each time is the median of this number of calls.
     """
     keep_freed_memory()
     process = data_bytes()
@@ -126,7 +129,7 @@ def _model(**fields: Any) -> Transformer:
 
 
 class _Decode:
-    """Runs steps of a model whose cached keys and values are zero."""
+    """Times steps of a model; all keys and values of earlier positions in the cache are zero."""
 
     def __init__(self, model: Transformer, runtime: Runtime, turns: int) -> None:
         self._runner, self._runtime, self._turns = Runner(model), runtime, turns
@@ -135,7 +138,10 @@ class _Decode:
         self._memory.resize(_SEQUENCES * self._pages, TILE, 0, 0)
 
     def seconds(self, sequences: int, tokens: int, start: int) -> float:
-        """Return the time of a step with `tokens` tokens of each sequence, from the position `start`."""
+        """Return the time of a step that processes `sequences` sequences with `tokens` new tokens each.
+
+        The position of the first new token of each sequence is `start`.
+        """
         spans = [
             Span([1] * tokens, start, range(number * self._pages, (number + 1) * self._pages), 1)
             for number in range(sequences)
@@ -145,7 +151,10 @@ class _Decode:
 
 
 def _overheads(runtime: Runtime, turns: int) -> tuple[float, float, float]:
-    """Return the seconds per step, per layer of a step, and per sequence of a step, from steps of tiny models."""
+    """Measure the overheads in the time of a step: seconds per step, per layer and per sequence.
+
+    The overheads are fitted to the times of steps of tiny models, whose computation takes almost no time.
+    """
     rows, times = [], []
     for layers in (2, 10):
         model = _model(layers=layers, **_SMALL)
@@ -161,7 +170,11 @@ def _overheads(runtime: Runtime, turns: int) -> tuple[float, float, float]:
 
 
 def _all_reduce(runtime: Runtime, turns: int) -> tuple[float, float]:
-    """Return the seconds of a small all-reduce, and the bus bandwidth of a large one."""
+    """Time a small and a large all-reduce.
+
+    Returns:
+        The time of the small all-reduce in seconds, and the bus bandwidth of the large one in bytes per second.
+    """
     if runtime.size == 1:
         return 0.0, 1e12  # nothing is sent
     small, large = runtime.comm.empty(256), runtime.comm.empty(1 << 18)
@@ -172,7 +185,7 @@ def _all_reduce(runtime: Runtime, turns: int) -> tuple[float, float]:
 
 
 def _seconds(call: Callable[[], object], runtime: Runtime, turns: int) -> float:
-    """Return the median time of several calls that all ranks run at the same time."""
+    """Return the median time of `turns` calls of `call`, each of which starts on all ranks at the same time."""
     found = []
     call()
     for _ in range(turns):
@@ -184,7 +197,7 @@ def _seconds(call: Callable[[], object], runtime: Runtime, turns: int) -> float:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the element-wise mean of nested dictionaries and lists of numbers with the same structure."""
+    """Return the element-wise mean of `values`: nested dictionaries and lists of numbers with equal structure."""
     first = values[0]
     if isinstance(first, dict):
         return {name: _mean([each[name] for each in values]) for name in first}
@@ -194,7 +207,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def main(answer: str) -> None:
-    """Measure as one of the launched ranks."""
+    """Measure as one of the launched ranks; rank 0 writes the mean of each speed as JSON to the file `answer`."""
     with farandole.init() as runtime:
         every = runtime.comm.all_gather_object(asdict(measure(runtime)))
         if runtime.rank == 0:

@@ -1,10 +1,12 @@
 """Collective algorithms over point-to-point messages, for any `Transport`.
 
-An algorithm is a generator that posts messages and yields each message that it must wait for.  Several algorithms can
-therefore make progress at the same time:
+An algorithm is a generator that posts messages and yields each message for which it must wait.  The caller waits for
+the message and then resumes the generator, so several algorithms can make progress at the same time.  The function
+`finish` runs one algorithm to its end:
 
     steps = ring.all_reduce(transport, tensor, combine)
     finish(steps, timeout_s)
 
-The functions `*_cost` use the usual model: each message takes `latency_s`, plus `seconds_per_byte` for each byte.
+The functions `*_cost` predict times with the usual model: each message takes `latency_s` seconds, plus
+`seconds_per_byte` seconds for each byte.
 """

@@ -1,4 +1,4 @@
-"""Selection of algorithms: either named by the user, or the fastest according to measurements."""
+"""Choose the algorithms of collectives: those that the user names, or else the fastest according to measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farandole.comm.algorithms.steps import Steps
 from farandole.comm.algorithms.table import Table
 
 AllReduce = Callable[..., Steps]
-"""An all-reduce with the same arguments as `ring.all_reduce`."""
+"""An all-reduce algorithm; its arguments are those of `ring.all_reduce`."""
 
 ALL_REDUCE: dict[str, AllReduce] = {
     "ring": ring.all_reduce,
@@ -20,11 +20,13 @@ ALL_REDUCE: dict[str, AllReduce] = {
 
 AGGREGATED_BYTES = 1 << 13
 AGGREGATED_RANKS = 8
-"""Messages up to AGGREGATED_BYTES are aggregated per pair of hosts if a host has at least AGGREGATED_RANKS ranks.
+"""Small messages are aggregated if a host has at least this number of ranks.
 
-Measured for an all-to-all between two hosts on one machine: with 1 KiB messages, direct messages take 1.1 times as long
-as aggregated messages for 8 ranks per host, and 1.5 times as long for 16 ranks.  With 16 KiB messages both take equally
-long.  With fewer ranks, direct messages are faster.
+Small messages have at most AGGREGATED_BYTES bytes.  Aggregation combines all messages between a pair of hosts into one.
+
+These measurements are for an all-to-all between two simulated hosts on one machine.  With messages of 1 KiB, direct
+messages take 1.1 times as long as aggregated messages for 8 ranks per host, and 1.5 times as long for 16 ranks.  With
+messages of 16 KiB, both take equally long.  With fewer ranks, direct messages are faster.
 """
 
 log = logging.getLogger(__name__)
@@ -36,9 +38,11 @@ class Choice:
     The logger `farandole.comm.algorithms.choice` reports each choice once at level DEBUG.
 
     Args:
-        algorithm: The name of an all-reduce algorithm, or "auto" for the fastest at each size according to `table`.
-        table: The measurements; by default the package's table.
-        exchange: "aggregated" or "direct" messages for all-to-all, gather and scatter; "auto" decides by size.
+        algorithm: The name of an all-reduce algorithm, or "auto" to choose the fastest algorithm in `table` for each
+            size.
+        table: The measurements of the algorithms; by default, the table that is part of this package.
+        exchange: How all-to-all, gather and scatter send messages between hosts: "aggregated", "direct", or "auto" to
+            choose by the size of the messages and the number of ranks.
     """
 
     def __init__(self, algorithm: str = "auto", table: Table | None = None, exchange: str = "auto") -> None:
@@ -48,9 +52,9 @@ class Choice:
         self._reported: set[tuple[str, str, int]] = set()
 
     def all_reduce(self, hosts: int, size: int) -> str:
-        """Return the key in `ALL_REDUCE` for the all-reduce of `size` bytes among `hosts` hosts.
+        """Return the algorithm for an all-reduce of `size` bytes among `hosts` hosts, as a key of `ALL_REDUCE`.
 
-        All sizes between two adjacent powers of two use the same algorithm.
+        The algorithm is chosen for `size` rounded down to a power of two.
         """
         if self._algorithm != "auto":
             return self._report("all_reduce", self._algorithm, size)
@@ -62,7 +66,13 @@ class Choice:
         return self._report("all_reduce", name, size)
 
     def exchange(self, operation: str, size: int, ranks: int) -> str:
-        """Return "aggregated" or "direct" for `size`-byte messages between hosts with up to `ranks` ranks."""
+        """Return how to send the messages of `operation` between hosts: "aggregated" or "direct".
+
+        Args:
+            operation: The name of the collective, for the log.
+            size: The size of a message in bytes.
+            ranks: The largest number of ranks on a host.
+        """
         name = self._exchange
         if name == "auto":
             aggregates = size <= AGGREGATED_BYTES and ranks >= AGGREGATED_RANKS

@@ -1,6 +1,6 @@
-"""Recursive doubling, which needs few messages but many bytes.
+"""Recursive doubling, which sends few messages but many bytes.
 
-In step k, ranks at distance 2^k exchange all their values.
+In step k (from 0 on), each rank exchanges values with the rank whose number differs by 2^k.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """
@@ -25,9 +25,10 @@ def all_reduce(
 ) -> Steps:
     """All-reduce a one-dimensional tensor, with the same arguments as `ring.all_reduce`.
 
-    With 2^k ranks, there are k steps, and each rank sends the whole tensor in every step.  For other numbers of ranks,
-    k is rounded down, and the whole tensor is sent in two more steps.  Partners combine values in rank order, so all
-    ranks get bitwise equal results.
+    With 2^k ranks, there are k steps, and each rank sends the whole tensor in every step.  If the number of ranks is
+    not a power of two, 2^k is the largest smaller power of two, and there are two additional steps, in which the
+    remaining ranks send the whole tensor and receive the whole result.  In each step, both partners combine their
+    values in rank order, so all ranks get bitwise equal results.
     """
     result = tensor if result is None else result
     inner = PowerOfTwo(transport)
@@ -49,7 +50,9 @@ def all_reduce(
 
 
 def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
-    """Copy part i from rank i to all other ranks; each of p ranks sends p - 1 parts in log2(p) messages.
+    """Copy part i from rank i to all other ranks.
+
+    If there are p ranks, each rank sends p - 1 parts in log2(p) messages.
 
     Args:
         transport: The transport among the ranks.
@@ -70,6 +73,6 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the predicted time in seconds of an all-reduce of `size` bytes."""
+    """Return the predicted time in seconds of an all-reduce of `size` bytes among `ranks` ranks."""
     steps = ranks.bit_length() - 1 + (0 if ranks & (ranks - 1) == 0 else 2)
     return steps * (latency_s + size * seconds_per_byte)

@@ -1,6 +1,6 @@
-"""Recursive halving, which needs few messages and few bytes.
+"""Recursive halving, which sends few messages and few bytes.
 
-In each step, a rank sends half of its unreduced values.
+In each step, a rank sends half of the values that it still reduces to a partner, and receives the other half from it.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """
@@ -17,7 +17,9 @@ from farandole.comm.transport import Transport
 
 
 def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
-    """Reduce part i over all ranks into part i on rank i; each of p ranks sends p - 1 parts in log2(p) messages.
+    """Reduce part i over all ranks, and store the result in part i on rank i.
+
+    If there are p ranks, each rank sends p - 1 parts in log2(p) messages.
 
     Args:
         transport: The transport among the ranks.

@@ -1,4 +1,4 @@
-"""Rabenseifner's all-reduce, which needs few messages and few bytes.
+"""Rabenseifner's all-reduce, which sends few messages and few bytes.
 
 A reduce-scatter by recursive halving is followed by an all-gather by recursive doubling.
 
@@ -23,8 +23,9 @@ def all_reduce(
 ) -> Steps:
     """All-reduce a one-dimensional tensor, with the same arguments as `ring.all_reduce`.
 
-    With p = 2^k ranks, each rank sends 2 (p - 1)/p times the tensor's size in 2 k messages.  For other numbers of
-    ranks, k is rounded down, and the whole tensor is sent in two more steps.
+    With p = 2^k ranks, each rank sends 2 (p - 1)/p times the size of the tensor, in 2 k messages.  If the number of
+    ranks is not a power of two, p is the largest smaller power of two, and there are two additional steps, in which
+    the remaining ranks send the whole tensor and receive the whole result.
     """
     result = tensor if result is None else result
     inner = PowerOfTwo(transport)
@@ -41,7 +42,7 @@ def all_reduce(
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the predicted time in seconds of an all-reduce of `size` bytes."""
+    """Return the predicted time in seconds of an all-reduce of `size` bytes among `ranks` ranks."""
     steps = ranks.bit_length() - 1
     inner = 1 << steps
     seconds = 2 * steps * latency_s + 2 * (inner - 1) / inner * size * seconds_per_byte

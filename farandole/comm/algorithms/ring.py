@@ -1,4 +1,4 @@
-"""Ring algorithms, which send the minimum number of bytes.
+"""Ring algorithms, which send the smallest possible number of bytes, but many messages.
 
 Every rank sends to its right neighbor and receives from its left neighbor.
 
@@ -23,17 +23,19 @@ def all_reduce(
     result: Tensor | None = None,
     store: Store | None = None,
 ) -> Steps:
-    """All-reduce a one-dimensional tensor: each of p ranks sends 2 (p - 1) messages, each with 1/p of the tensor.
+    """All-reduce a one-dimensional tensor.
 
-    Each part of the tensor is reduced once, along the ring, and then copied to all ranks, so all ranks get bitwise
-    equal results.
+    If there are p ranks, each rank sends 2 (p - 1) messages, each with 1/p of the tensor.  Each part of the tensor is
+    reduced once, along the ring, and the total is then copied to all ranks.  All ranks therefore get bitwise equal
+    results.
 
     Args:
         transport: The transport among the ranks.
-        tensor: The values.  They are overwritten with the totals, or with partial sums if `result` is given.
+        tensor: The values.  They are overwritten: with the results, or with partial totals if `result` is given.
         combine: The reduction.
         result: The output tensor, by default `tensor`.  If its dtype is narrower, results are sent in that dtype.
-        store: A function that converts totals to results; not needed if totals and results have the same dtype.
+        store: A function that converts a total to a result.  It is required if `result` has other memory than
+            `tensor`.  Without it, the totals are the results.
     """
     parts = split(tensor, transport.size)
     results = parts if result is None else split(result, transport.size)
@@ -44,9 +46,9 @@ def all_reduce(
 
 
 def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
-    """Reduce part i over all ranks into part i on rank i, and overwrite the other parts.
+    """Reduce part i over all ranks, store the result in part i on rank i, and overwrite the other parts.
 
-    Each of p ranks sends p - 1 messages, each with one part.
+    If there are p ranks, each rank sends p - 1 messages, each with one part.
     """
     n, me = transport.size, transport.rank
     spare = torch.empty(max(part.numel() for part in parts), dtype=parts[0].dtype, device="cpu")
@@ -61,7 +63,10 @@ def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combi
 
 
 def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
-    """Copy part i from rank i to all other ranks; each of p ranks sends p - 1 messages, each with one part."""
+    """Copy part i from rank i to all other ranks.
+
+    If there are p ranks, each rank sends p - 1 messages, each with one part.
+    """
     n, me = transport.size, transport.rank
     sends: list[Pending] = []
     for step in range(n - 1):
@@ -71,5 +76,5 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the predicted time in seconds of an all-reduce of `size` bytes."""
+    """Return the predicted time in seconds of an all-reduce of `size` bytes among `ranks` ranks."""
     return 2 * (ranks - 1) * latency_s + 2 * (ranks - 1) / ranks * size * seconds_per_byte

@@ -1,4 +1,4 @@
-"""Building blocks for all algorithms: steps, tensor parts and element-wise reductions."""
+"""Building blocks for all algorithms: running an algorithm, splitting tensors, and element-wise reductions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from torch import Tensor
 from farandole.comm.transport import Pending, Transport
 
 Steps = Iterator[Pending]
-"""A running algorithm; yields each message that it waits for."""
+"""A generator that runs an algorithm; it yields each message for which the caller must wait."""
 
 Combine = Callable[[Tensor, Tensor, Tensor], object]
-"""`combine(result, a, b)`: result = a op b, element by element; result may be a or b."""
+"""An element-wise reduction: `combine(result, a, b)` stores `a op b` in `result`, which may be `a` or `b`."""
 
 Store = Callable[[Tensor, Tensor], object]
-"""`store(result, total)`: convert a total to the type of `result`; may overwrite the total."""
+"""A conversion of totals to results: `store(result, total)` writes `result`, and may overwrite `total`.
+
+For example, it divides by the number of ranks, or converts to another dtype.
+"""
 
 COMBINE: dict[str, Combine] = {
     "sum": lambda result, a, b: torch.add(a, b, out=result),
@@ -31,11 +34,11 @@ COMBINE: dict[str, Combine] = {
 
 
 Reduce = Callable[[Tensor, Transport], Steps]
-"""An algorithm that sums a one-dimensional tensor over all ranks of a transport in place."""
+"""An all-reduce: `reduce(tensor, transport)` sums a one-dimensional tensor over all ranks in place."""
 
 
 class Running:
-    """An algorithm that has been started and has posted its first messages."""
+    """A running algorithm.  The constructor runs it until it must wait for a message for the first time."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -47,33 +50,33 @@ class Running:
         return self._next is None
 
     def advance(self, deadline: float) -> None:
-        """Wait for the current message, and run until the algorithm must wait again.
+        """Wait for the current message, and then run the algorithm until it must wait again or has finished.
 
-        `deadline` is a `time.monotonic` time.
+        `deadline` is the latest time for the message, on the clock `time.monotonic`.
         """
         if self._next is not None:
             self._next.wait(max(0.0, deadline - time.monotonic()))
             self._next = next(self._steps, None)
 
     def finish(self, deadline: float) -> None:
-        """Run all remaining steps."""
+        """Run the algorithm to its end; all messages must arrive before `deadline`, a time of `time.monotonic`."""
         while not self.done:
             self.advance(deadline)
 
 
 def finish(steps: Steps, timeout_s: float) -> None:
-    """Run all steps of an algorithm."""
+    """Run an algorithm from its beginning to its end; all its messages must arrive within `timeout_s` seconds."""
     Running(steps).finish(time.monotonic() + timeout_s)
 
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
-    """Split a one-dimensional tensor into parts whose lengths differ by at most one."""
+    """Split a one-dimensional tensor into `parts` views whose lengths differ by at most one."""
     bounds = [tensor.numel() * part // parts for part in range(parts + 1)]
     return [tensor[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return one view over adjacent parts of a tensor."""
+    """Return one view that covers all of `parts`, which must be adjacent parts of a tensor."""
     count = sum(part.numel() for part in parts)
     # the view cannot start at an empty part, which may have any address
     start = next((part for part in parts if part.numel()), parts[0])
@@ -88,9 +91,10 @@ def power_of_two(ranks: int) -> int:
 
 
 class PowerOfTwo:
-    """A transport among the first 2^k ranks of another transport, for the largest possible k.
+    """A transport among the first 2^k ranks of `transport`, where k is as large as possible.
 
-    Each remaining rank sends its values to a partner among the first 2^k ranks and receives the results from it.
+    Each remaining rank has a partner among the first 2^k ranks.  It sends its values to the partner and receives the
+    results from the partner.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -102,25 +106,38 @@ class PowerOfTwo:
         self._has_partner = self._partner < transport.size
 
     def delegate(self, tensor: Tensor, result: Tensor) -> Steps:
-        """Send the values to the partner and receive the result; called by the remaining ranks."""
+        """Send `tensor` to the partner, and receive `result` from the partner.
+
+        Only the remaining ranks call this method.
+        """
         yield self.send(tensor, self._partner)
         yield self.recv(result, self._partner)
 
     def combine_outside(self, tensor: Tensor, combine: Combine) -> Steps:
-        """Receive the partner's values and combine them with `tensor`; called before the exchange."""
+        """Combine the values of a remaining rank into `tensor`, if this rank has such a partner.
+
+        The first 2^k ranks call this method before they exchange values.
+        """
         if self._has_partner:
             spare = torch.empty_like(tensor)
             yield self.recv(spare, self._partner)
             combine(tensor, tensor, spare)
 
     def send_outside(self, result: Tensor) -> Steps:
-        """Send the result to the partner; called after the exchange."""
+        """Send `result` to a remaining rank, if this rank has such a partner.
+
+        The first 2^k ranks call this method after they have exchanged values.
+        """
         if self._has_partner:
             yield self.send(result, self._partner)
 
 
 def in_order(combine: Combine, own: Tensor, other: Tensor, own_first: bool) -> None:
-    """Combine `other` into `own`, with the same operand order on both ranks, so that results are bitwise equal."""
+    """Combine `other`, the values of a partner, into `own`, the values of this rank.
+
+    The partner makes the same call with the roles of `own` and `other` exchanged.  If exactly one of the two ranks
+    passes `own_first=True`, both ranks use the same order of operands and get bitwise equal results.
+    """
     if own_first:
         combine(own, own, other)
     else:

@@ -1,11 +1,11 @@
-"""Measured times for the algorithms, and predictions for other sizes and numbers of hosts.
+"""Measured times of the algorithms, and predictions for other sizes and numbers of hosts.
 
 For a measured number of hosts, times between two measured sizes are interpolated linearly.  For other numbers of hosts,
 the cost model of each algorithm predicts the time.  The latency and the seconds per byte are fitted to all measurements
 of the link.
 
-All hosts in a group must make the same decision.  This module therefore uses only + - * / and sums that are rounded
-once, whose results are bitwise equal on all machines.
+All hosts in a group must choose the same algorithm.  This module therefore uses only operations whose results are
+bitwise equal on all machines: + - * / and sums that are rounded only once (`math.fsum`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farandole.comm.algorithms import doubling, rabenseifner, ring
 VERSION = 1
 
 Cost = Callable[[int, int, float, float], float]
-"""`cost(ranks, size, latency_s, seconds_per_byte)` returns the predicted time in seconds."""
+"""A cost model of an algorithm: `cost(ranks, size, latency_s, seconds_per_byte)` returns the time in seconds."""
 
 COSTS: dict[str, Cost] = {
     "ring": ring.all_reduce_cost,
@@ -33,12 +33,12 @@ COSTS: dict[str, Cost] = {
 
 
 class TableError(ValueError):
-    """Raised for an invalid table of measurements; the message names the file and the problem."""
+    """Raised if a table of measurements is invalid or cannot be read; the message names the file and the problem."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The cost parameters of a message: its latency, and the time per byte."""
+    """The parameters of the cost models: the latency of a message, and the time per byte."""
 
     latency_s: float
     seconds_per_byte: float
@@ -48,9 +48,13 @@ class Fit:
 class Link:
     """Measurements for one type of link.
 
-    `seconds[hosts][size][algorithm]` is the time in seconds for an all-reduce of `size` bytes.  `measured` describes
-    the measurement.  `leaders[size][leaders]` is the time in seconds for an all-reduce among all ranks on all hosts; it
-    is informational only.
+    Args:
+        name: the name of the link.
+        seconds: `seconds[hosts][size][algorithm]` is the time in seconds of an all-reduce of `size` bytes between
+            `hosts` hosts, with one rank per host.
+        measured: a description of the measurement.
+        leaders: `leaders[size][count]` is the time in seconds of an all-reduce of `size` bytes among all ranks of all
+            hosts, with `count` leaders per host.  These times are only for information.
     """
 
     name: str
@@ -60,7 +64,7 @@ class Link:
 
     @cached_property
     def fit(self) -> Fit:
-        """The latency and seconds per byte for which the cost models best fit all measurements."""
+        """The latency and the time per byte with which the cost models fit the measurements of this link best."""
         return fit(
             [
                 (COSTS[name], hosts, size, seconds)
@@ -76,7 +80,11 @@ class Link:
         return {name for sizes in self.seconds.values() for times in sizes.values() for name in times}
 
     def predict(self, algorithm: str, hosts: int, size: int) -> float:
-        """Return the time in seconds of an all-reduce, from measurements if available, else from the cost model."""
+        """Return the time in seconds of an all-reduce of `size` bytes among `hosts` hosts.
+
+        If this number of hosts has been measured, the time follows from the measurements: it is interpolated between
+        sizes, and extrapolated by the cost model above the largest size.  Otherwise, the cost model predicts the time.
+        """
         points = sorted(
             (at, times[algorithm]) for at, times in self.seconds.get(hosts, {}).items() if algorithm in times
         )
@@ -99,7 +107,7 @@ class Link:
         return COSTS[algorithm](hosts, size, self.fit.latency_s, self.fit.seconds_per_byte)
 
     def without(self, hosts: int) -> Link | None:
-        """Return the link without the measurements for this number of hosts, or None if none remain."""
+        """Return a copy without the measurements between `hosts` hosts, or None if no measurements remain."""
         rest = {count: sizes for count, sizes in self.seconds.items() if count != hosts}
         return Link(self.name, rest) if rest else None
 
@@ -111,9 +119,10 @@ class Table:
     links: tuple[Link, ...]
 
     def best(self, hosts: int, size: int) -> str:
-        """Return the best algorithm for `size` bytes among `hosts` hosts.
+        """Return the algorithm to use for an all-reduce of `size` bytes among `hosts` hosts.
 
-        The link type is unknown, so this is the algorithm with the smallest worst-case slowdown over all link types.
+        It is not known which of the links connects the hosts.  On each link, an algorithm has a slowdown: its time
+        divided by the time of the fastest algorithm.  The result is the algorithm whose largest slowdown is smallest.
         """
         worst = dict.fromkeys(COSTS, 0.0)
         for link in self.links:
@@ -138,7 +147,11 @@ class Table:
 
     @staticmethod
     def parse(text: str, name: str) -> Table:
-        """Parse a table from JSON; `name` identifies the table in a `TableError`."""
+        """Parse a table from JSON.
+
+        Raises:
+            TableError: if the table is invalid; the message begins with `name`.
+        """
         try:
             content = json.loads(text)
             if content["version"] != VERSION:
@@ -168,7 +181,7 @@ class Table:
 
     @staticmethod
     def read(path: str) -> Table:
-        """Read a table from a file; raise `TableError` if the file is unreadable or invalid."""
+        """Read a table from a file; raise `TableError` if the file cannot be read or is invalid."""
         try:
             with open(path) as file:
                 return Table.parse(file.read(), path)
@@ -179,16 +192,19 @@ class Table:
 
     @staticmethod
     def default() -> Table:
-        """Return the package's table."""
+        """Return the table that is part of this package."""
         name = "table.json"
         return Table.parse((resources.files("farandole.comm.algorithms") / name).read_text(), name)
 
 
 def fit(points: list[tuple[Cost, int, int, float]]) -> Fit:
-    """Return the least-squares latency and seconds per byte for points (cost, ranks, size, seconds).
+    """Fit the latency and the time per byte to measurements by least squares.
 
-    The fit minimizes relative errors, because large sizes would dominate absolute errors.  Both results are
-    non-negative.
+    The fit minimizes the sum of squared relative errors; absolute errors would give most weight to large sizes.  Both
+    results are non-negative.
+
+    Args:
+        points: the cost model, the number of ranks, the size in bytes and the measured seconds of each measurement.
     """
     # each point gives a linear equation a * latency + b * seconds_per_byte = seconds, here divided by seconds
     rows = [(cost(n, size, 1.0, 0.0) / t, cost(n, size, 0.0, 1.0) / t) for cost, n, size, t in points]

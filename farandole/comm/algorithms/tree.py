@@ -11,17 +11,26 @@ from farandole.comm.algorithms.steps import Combine, Steps
 from farandole.comm.transport import Transport
 
 CHAIN_BYTES = 1 << 16
-"""The message size in bytes above which the transmission time exceeds the latency, so that a chain is faster."""
+"""Tensors of at least this number of bytes use a chain.
+
+Above about this size, the transmission of a message takes longer than its latency, so a chain is faster than a tree.
+"""
 
 
 def broadcast(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """Copy the root's tensor to all other ranks, along a tree or a chain depending on its size."""
+    """Copy `tensor` from rank `root` to all other ranks.
+
+    Small tensors are sent over a binomial tree, and other tensors along a chain.
+    """
     small = tensor.numel() * tensor.element_size() < CHAIN_BYTES
     return binomial(transport, tensor, root) if small else chain(transport, tensor, root)
 
 
 def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """Broadcast over a binomial tree; in step k (from 0 on), up to 2^k ranks send the tensor to one more rank each."""
+    """Broadcast `tensor` over a binomial tree.
+
+    In step k (from 0 on), each of the up to 2^k ranks that have the tensor sends it to one more rank.
+    """
     n = transport.size
     place = (transport.rank - root) % n
     low = place & -place if place else 1 << math.ceil(math.log2(n)) if n > 1 else 1
@@ -37,9 +46,10 @@ def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
 
 
 def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """Broadcast along a chain of p ranks, in p - 1 steps.
+    """Broadcast `tensor` along a chain: each rank receives it from its left neighbor and sends it to the right.
 
-    Each link carries the values once, so windows of a large tensor can be pipelined.
+    With p ranks, there are p - 1 steps.  Each rank sends the tensor at most once, so the windows of a large tensor can
+    be pipelined.
     """
     n = transport.size
     place = (transport.rank - root) % n
@@ -50,15 +60,20 @@ def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
 
 
 def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce the tensors of all ranks into the root's tensor; tensors on other ranks may be overwritten."""
+    """Reduce `tensor` over all ranks into the tensor on rank `root`: over a binomial tree if it is small, else a chain.
+
+    The tensors on the other ranks may be overwritten with partial results.
+    """
     small = tensor.numel() * tensor.element_size() < CHAIN_BYTES
     return (reduce_binomial if small else reduce_chain)(transport, tensor, root, combine)
 
 
 def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce over a binomial tree; in step k (from 0 on), ranks send partial results to the rank 2^k places lower.
+    """Reduce `tensor` over a binomial tree into the tensor on rank `root`.
 
-    With p ranks, there are ceil(log2(p)) steps.
+    The place of a rank is its distance from the root.  In step k (from 0 on), each rank whose place is an odd multiple
+    of 2^k sends its partial result to the rank whose place is lower by 2^k, and is then finished.  With p ranks, there
+    are ceil(log2(p)) steps.
     """
     n = transport.size
     place = (transport.rank - root) % n
@@ -73,9 +88,10 @@ def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Co
 
 
 def reduce_chain(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce along a chain of p ranks, in p - 1 steps.
+    """Reduce `tensor` along a chain: each rank combines its values with the partial result of its right neighbor.
 
-    Each link carries the values once, so windows of a large tensor can be pipelined.
+    With p ranks, there are p - 1 steps.  Each rank sends its partial result at most once, so the windows of a large
+    tensor can be pipelined.
     """
     n = transport.size
     place = (transport.rank - root) % n

@@ -1,1 +1,1 @@
-"""The `torch.distributed` backends: process groups over a `Communicator`, and their creation."""
+"""The backends of this package for `torch.distributed`: the process group class, and the creation of groups."""

@@ -1,4 +1,4 @@
-"""Normalization of arguments to torch's methods: tensor lists, option objects and keywords."""
+"""Normalize the arguments with which torch calls methods of a process group: tensor lists, options and keywords."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from farandole.comm.dense import plain
 
 
 def tensor_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Convert one tensor or a list of tensors to a list."""
+    """Convert one tensor or a sequence of tensors to a list of tensors."""
     return [plain(tensors)] if isinstance(tensors, Tensor) else [plain(tensor) for tensor in tensors]
 
 
 def tensors_of(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors for a call; raise ValueError if there are none."""
+    """Return the tensors as a list; raise ValueError if there are none.  `call` names the method in the message."""
     found = tensor_list(tensors)
     if not found:
         raise ValueError(f"{call}: expected tensors, got an empty list")
@@ -27,7 +27,10 @@ def tensors_of(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return the only tensor for a call as a list; raise ValueError unless there is exactly one."""
+    """Return a list with the only tensor; raise ValueError unless there is exactly one.
+
+    `call` names the method in the message.
+    """
     found = tensor_list(tensors)
     if len(found) != 1:
         hint = "; use all_reduce_coalesced" if call == "all_reduce" and found else ""
@@ -38,7 +41,12 @@ def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def one_list(call: str, tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Return a list with the only tensor list for a call; raise ValueError unless there is exactly one."""
+    """Return a list that contains the only list of tensors; raise ValueError unless there is exactly one.
+
+    Args:
+        call: The name of the method in the message.
+        tensors: One list of tensors, or a sequence that contains one such list.
+    """
     lists = [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors
     if len(lists) != 1:
         raise ValueError(
@@ -66,11 +74,11 @@ _KEYWORDS = {
     "dstRank": "peer",
     "srcRank": "peer",
 }
-"""Argument names of torch's methods, and the corresponding names in `FarandoleProcessGroup`."""
+"""Maps names of arguments of torch's methods to the names that `FarandoleProcessGroup` uses for these arguments."""
 
 
 def torch_keywords(method: Method) -> Method:
-    """Let a method accept the keyword arguments of the torch method with the same name; a decorator."""
+    """Decorate a method so that it accepts the keyword arguments of the torch method with the same name."""
     names = list(inspect.signature(method).parameters)
 
     @functools.wraps(method)
@@ -87,7 +95,13 @@ def torch_keywords(method: Method) -> Method:
 
 
 def options_of(given: Any, kind: type, **fields: Any) -> Any:
-    """Return the given options object, or default options if the argument is not an options object."""
+    """Return `given` if it is an options object of torch, or else a new options object.
+
+    Args:
+        given: An options object, or another argument that torch allows in its place, such as a timeout.
+        kind: The class of the new options object.
+        fields: Values for the fields of the new object; None and timeouts are ignored.
+    """
     if hasattr(given, "asyncOp"):
         return given
     made = kind()

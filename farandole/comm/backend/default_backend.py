@@ -1,8 +1,8 @@
 """The default backend that this package's process groups register in torch's C++ code.
 
-A torch process group has one backend per device, which `ProcessGroup::getDefaultBackend` and `ProcessGroup::getBackend`
-return.  This package's groups run their collectives in Python and need no such backend.  However, torch 2.15 attaches
-its flight recorder to every new group and queries the capabilities of the default backend.
+A torch process group usually has one backend per device, which `ProcessGroup::getBackend` returns.  The process groups
+of this package run their collectives in Python and use no such backend.  However, torch 2.15 attaches its flight
+recorder to every new group and queries the capabilities of its default backend, so there must be one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 
 class NoCapabilities:
-    """A backend's optional features, none of which is supported."""
+    """A base class for backends that support none of the optional features that torch queries."""
 
     supports_abort_hooks = False
     supports_coalescing = False
@@ -32,7 +32,8 @@ def register_default_backend(group: dist.ProcessGroup, rank: int, size: int, nam
     """Register a backend without collectives as the default backend of `group`.
 
     Returns:
-        The backend, which the group must keep alive, or None before torch 2.14, where Python cannot create backends.
+        The backend, to which the group must keep a reference.  Before torch 2.14, the result is None, because a
+        backend cannot be created in Python.
     """
     backend_class = _backend_class()
     if backend_class is None:
@@ -53,7 +54,7 @@ def _backend_class() -> type | None:
         return None
 
     class DefaultBackend(NoCapabilities, base):
-        """A backend with a rank, a size and a name; its collectives raise torch's error for unsupported operations."""
+        """A backend without collectives: each of them raises torch's error for unsupported operations."""
 
         def __init__(self, rank: int, size: int, name: str) -> None:
             super().__init__(rank, size)

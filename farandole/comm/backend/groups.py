@@ -1,4 +1,4 @@
-"""Creation of `farandole` groups for `torch.distributed` and `Communicator.split`."""
+"""Create groups of the backend `farandole`, for `torch.distributed` and for `Communicator.split`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _SPARE_TIMEOUT = timedelta(minutes=30)
 
 
 def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
-    """Create a group; `init_process_group("farandole")` and `new_group` call this on every rank of the group."""
+    """Create a process group.
+
+    `init_process_group("farandole")` and `new_group` call this function on every rank of the new group.
+    """
     rank, size = opts.group_rank, opts.group_size
     ranks = list(opts.global_ranks_in_group) or list(range(size))
     report_untested(ranks[rank])
@@ -56,9 +59,9 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
 
 
 def connect(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> Communicator:
-    """Return a communicator of the processes that share `store`, independent of torch's default group.
+    """Connect the processes that share `store`, and return their communicator.  This is a collective call.
 
-    Each process calls this function with its own rank.
+    The communicator does not depend on torch's default group.  Each process passes its own rank.
 
     Raises:
         CannotShareMemory: if a process cannot use the C core.
@@ -79,9 +82,14 @@ def form(
     timeout: timedelta,
     options: Options,
 ) -> GroupCore:
-    """Create a group of the endpoint ranks `members`; exactly these ranks call this function.
+    """Create a group of some ranks of an endpoint.  Exactly the ranks in `members` call this function.
 
-    `ranks` are the rank numbers in error messages.  `name` distinguishes groups that are created at the same time.
+    Args:
+        members: The ranks of the endpoint that form the group, in the order of their ranks in the group.
+        ranks: The number of each member in error messages.
+        name: A name that distinguishes groups that are created at the same time.
+        who: The name of the group in error messages.
+        timeout: How long a call may wait for other ranks.
     """
     hosts = endpoint.hosts_of(members)
     table = options.measurements() if len(hosts) > 1 else None
@@ -111,7 +119,7 @@ def form(
 
 
 def _endpoint_of(ranks: Sequence[int], is_default: bool) -> Endpoint | None:
-    """Return the default group's endpoint if a group of these ranks can use it, else None."""
+    """Return the endpoint of the default group if a new group of `ranks` can use it, else None."""
     if is_default or not dist.is_initialized():
         return None
     host = getattr(dist.group.WORLD, "_host", None)
@@ -123,7 +131,10 @@ def _endpoint_of(ranks: Sequence[int], is_default: bool) -> Endpoint | None:
 def _inter_node_transport(
     options: Options, host: HostGroup, hosts: list[list[int]], timeout: timedelta
 ) -> Transport | None:
-    """Return the transport between this leader and its peers, or None for the C core's transport."""
+    """Return this leader's transport to the corresponding leaders of the other hosts.
+
+    The result is None if the C core provides the transport, or if this rank cannot be a leader.
+    """
     if options.transport == "tcp":
         return None
     if options.transport == "nccl" and not has_nccl():

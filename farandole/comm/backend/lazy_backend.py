@@ -1,4 +1,4 @@
-"""The backend object that torch obtains from a process group."""
+"""The backend object that a process group returns to torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @exclude_from_dynamo
 class LazyBackend(NoCapabilities):
-    """The result of `_get_backend` for tensors that need no inner torch group; creates a Gloo backend if required.
+    """The result of `_get_backend` for tensors that need no inner torch group.
 
-    Creating a Gloo backend is a collective call, but torch usually queries only the capabilities, sometimes on only one
-    rank.  This class handles these queries without Gloo.  `__class__` returns Gloo's class, because torch checks the
-    class before it sets a timeout.
+    torch usually only queries the capabilities of the backend, sometimes on only one rank.  This class answers these
+    queries itself.  For all other attributes it creates a Gloo backend, which is a collective call.  `__class__`
+    returns Gloo's class, because torch checks the class before it sets a timeout.
     """
 
     def __init__(self, group: FarandoleProcessGroup) -> None:
@@ -32,7 +32,7 @@ class LazyBackend(NoCapabilities):
         return dist.ProcessGroupGloo
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False; `Communicator.empty` allocates buffers instead."""
+        """Return False: this backend does not allocate tensors; `Communicator.empty` does."""
         return False
 
     def name(self) -> str:

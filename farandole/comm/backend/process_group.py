@@ -1,9 +1,12 @@
 """The process group class, which maps torch's methods and option objects to a `Communicator`.
 
-The methods have the names and arguments that torch uses from Python and, through pybind11, from C++ (DDP's reducer,
-functional collectives, autograd).  Methods that torch 2.13 renamed are available under both names.  Tensors that the
-communicator does not support use an inner torch process group that is created on first use: NCCL for CUDA tensors, and
-Gloo for sparse tensors.  If ranks share a device, which NCCL rejects, their CUDA tensors are copied to the host.
+torch calls the methods from Python and, through pybind11, from C++ (DDP's reducer, functional collectives, autograd).
+The methods therefore have the names and arguments that torch uses.  Methods that torch 2.13 renamed are available under
+both names.
+
+If the communicator does not support a tensor, an inner torch process group runs the call: NCCL for CUDA tensors, and
+Gloo for sparse tensors.  The inner group is created on first use.  NCCL does not support several ranks on one device;
+if ranks share a device, their CUDA tensors are copied to the host.
 """
 
 # mypy: disable-error-code="override,assignment,attr-defined"
@@ -52,7 +55,7 @@ from farandole.native import Call as CallRecord
 
 _NO_TIMEOUT = timedelta(0)
 Pair = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""The outputs and inputs of one call."""
+"""The outputs and the inputs of one call of a `Core`."""
 
 
 @exclude_from_dynamo
@@ -68,7 +71,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         size: The number of ranks.
         timeout: How long a call may wait for other ranks.
         name: The name of the group.
-        core: The implementation, or None if the C core is missing and Gloo runs every call.
+        core: The implementation of the collectives, or None if the C core is missing and Gloo runs every call.
         address: The address on which inner torch groups listen, or None for torch's default.
         backend: The backend's name in torch.
     """
@@ -157,7 +160,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     get_backend = _get_backend
 
     def _inner(self, tensors: Sequence[Tensor] = ()) -> dist.ProcessGroup:
-        """Return the inner torch group for these tensors; creating a group for CPU tensors is a collective call."""
+        """Return the inner torch group that runs calls with `tensors`, and create it on first use.
+
+        The creation of the group for CPU tensors is a collective call.
+        """
         return self._dispatcher.fallback_for(tensors).group
 
     # ---- shutdown ----
@@ -170,29 +176,36 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self._device_fallback.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leave the group and notify the ranks that are waiting for this rank."""
+        """Leave the group, and notify the ranks that wait for this rank."""
         self._dispatcher.close()
 
     def abort(self) -> None:
-        """Leave the group immediately and fail the pending calls of all threads."""
+        """Leave the group immediately, so that the pending calls of all threads of this process fail."""
         self._dispatcher.abort()
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Leave the group at program exit: notify the other ranks and stop the threads."""
+        """Leave the group at program exit: notify the other ranks, and stop the threads of the group.
+
+        Args:
+            note: The reason, which the errors of waiting ranks contain.
+            patience_s: How long this call may wait for pending operations, in seconds.
+        """
         self._dispatcher.abandon(note, patience_s)
 
     # ---- for benchmarks ----
 
     @property
     def hosts(self) -> list[list[int]]:
-        """The ranks on each host."""
+        """The ranks of the group on each host, with one list per host."""
         core = self._dispatcher.core
         return core.hosts.members if isinstance(core, HierarchicalCore) else [list(range(self._size))]
 
     def between(self, ranks: Sequence[int], channel: int) -> WireTransport:
-        """Return a C core transport between `ranks`, which include this rank, on the channel `channel`.
+        """Return a transport among `ranks` that sends messages with the C core.  This rank must be one of `ranks`.
 
-        Channels 1 and 2 are reserved for collectives.
+        Args:
+            channel: The number of the channel, which separates the messages from other messages between these ranks.
+                Channels 1 and 2 are reserved for collectives.
 
         Raises:
             RuntimeError: if the C core is missing.
@@ -200,7 +213,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return WireTransport(self._native_host(), ranks, channel)
 
     def combine(self, dtype: torch.dtype, reduction: str) -> Combine:
-        """Return the C core's reduction for two tensors; raise RuntimeError if the C core is missing."""
+        """Return a function that reduces two tensors with the C core; raise RuntimeError if the C core is missing."""
         return combine_in_core(self._native_host(), dtype, REDUCTION_NAMES.index(reduction))
 
     def _native_host(self) -> Any:
@@ -212,7 +225,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._host
 
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a separate tensor per rank, in memory shared by the ranks of this host; see `Communicator.empty`."""
+        """Return an uninitialized tensor for this rank, in memory that the ranks of this host share.
+
+        This is a collective call; see `Communicator.empty`.
+        """
         return self._dispatcher.allocate(shape, dtype)
 
     # ---- reductions ----
@@ -233,7 +249,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return work or self._inner(tensors).allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce a list of tensors over all ranks in place."""
+        """Reduce each of `tensors` over all ranks in place."""
         tensors, opts = (
             tensors_of("all_reduce_coalesced", tensors),
             options_of(opts, dist.AllreduceCoalescedOptions),
@@ -248,7 +264,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce a tensor over all ranks into the root's tensor."""
+        """Reduce a tensor over all ranks into the tensor on the root."""
         path = self._path(opts, timeout)
         if path and type(tensors) is list and len(tensors) == 1:
             work: dist.Work | None = path.reduce(tensors[0], hash(opts.reduceOp), opts.rootRank)
@@ -264,7 +280,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce the ranks' tensor lists and store this rank's tensor of the result; tensor lengths may differ."""
+        """Reduce lists of tensors over all ranks; each rank's output receives the result for one tensor of the list.
+
+        On each rank, the list contains one tensor per rank.  The tensors in the list may have different lengths.
+        """
         outputs, inputs = one_tensor("reduce_scatter", outputs), one_list("reduce_scatter", inputs)
         opts = options_of(opts, dist.ReduceScatterOptions, reduceOp=opts)
         work = self._issue(table.REDUCE_SCATTER, [(outputs, inputs[0])], opts, timeout)
@@ -274,7 +293,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce a tensor with equal parts and store this rank's part in `output`."""
+        """Reduce `input`, which contains an equal part for each rank, and store this rank's part in `output`."""
         path = self._path(opts, timeout)
         if path and (work := path.reduce_scatter(output, input, hash(opts.reduceOp))):
             return work
@@ -317,7 +336,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Gather the tensors of all ranks, possibly of different lengths, into a list on every rank."""
+        """Gather the tensors of all ranks into a list on every rank; the tensors may have different lengths."""
         path = self._path(opts, timeout)
         if path and len(inputs) == len(outputs) == 1 and (work := path.all_gather(outputs[0], inputs[0])):
             return work
@@ -329,7 +348,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Run `allgather` for each input; `outputs[r]` receives all tensors from rank r."""
+        """Run `allgather` for each of `inputs`; `outputs[r][i]` receives `inputs[i]` of rank r."""
         same_count("all_gather_coalesced", "the output list", len(outputs), "the group", self._size)
         inputs, opts = tensors_of("all_gather_coalesced", inputs), options_of(opts, AllgatherOptions)
         for parts in outputs:
@@ -346,7 +365,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Gather every rank's tensor, all of the same length, into one output tensor."""
+        """Gather the tensors of all ranks into the tensor `output`; all ranks' tensors have the same length."""
         path = self._path(opts, timeout)
         if path and (work := path.all_gather(output, input)):
             return work
@@ -405,7 +424,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Send input j to rank j and receive output i from rank i; lengths may differ."""
+        """Send `inputs[j]` to rank j, and receive `outputs[i]` from rank i; the lengths may differ."""
         outputs, inputs = tensors_of("all_to_all", outputs), tensors_of("all_to_all", inputs)
         opts = options_of(opts, dist.AllToAllOptions)
         work = self._issue(table.ALL_TO_ALL, [(outputs, inputs)], opts, timeout)
@@ -421,7 +440,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Send part j of `input` to rank j and receive part i of `output` from rank i, with equal parts by default."""
+        """Send part j of `input` to rank j, and receive part i of `output` from rank i.
+
+        If the lists of splits are empty, the parts are equal.
+        """
         path = None if output_splits or input_splits else self._path(opts, timeout)
         if path and (work := path.all_to_all(output, input)):
             return work
@@ -445,11 +467,14 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._issue(table.BARRIER, [([], [])], opts, timeout) or self._inner().barrier(opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Block until every rank has called this method; a timeout error names one or all late ranks.
+        """Block until every rank has called this method.
 
         Args:
-            timeout: The timeout; by default the group's timeout.
-            wait_all_ranks: Name all late ranks on this host instead of one late rank.
+            timeout: How long to wait; by default the group's timeout.
+            wait_all_ranks: Whether the error names all late ranks on this host instead of one late rank.
+
+        Raises:
+            RankLate: if the timeout expires; the message names the late ranks.
         """
         opts = dist.BarrierOptions()
         opts.asyncOp = False
@@ -484,7 +509,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         )
 
     def post_batch(self, messages: Sequence[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
-        """Post messages together; each is a tuple (True for a send, tensor, peer, tag)."""
+        """Post several messages together, and return their work objects.
+
+        Each message is a tuple (is_send, tensor, peer, tag).
+        """
         batch = self.communicator.batch()
         for sends, tensor, peer, tag in messages:
             (batch.send if sends else batch.recv)(tensor, peer, tag)
@@ -493,7 +521,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     # ---- calls ----
 
     def _path(self, opts: Any, timeout: timedelta | None) -> Any:
-        """Return the fast path for common cases, or None for a call with a separate timeout."""
+        """Return the fast path, which handles common cases, or None if the fast path cannot be used.
+
+        It cannot be used for a call with its own timeout, or without torch's options object.
+        """
         begun = getattr(opts, "asyncOp", None)
         if begun is None or timeout is not None or opts.timeout > _NO_TIMEOUT:
             return None
@@ -509,13 +540,14 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         written: Sequence[Tensor] | None = None,
         copies: Sequence[Tensor] = (),
     ) -> dist.Work | None:
-        """Run one call for each pair of outputs and inputs, as one work object.
+        """Start an operation for each pair of outputs and inputs, and return one work object for all of them.
 
-        Return None if the inner torch group must run the calls.
+        Return None if the inner torch group must run the operation.
 
         Args:
-            written: The tensors that the work object writes; by default the outputs.
-            copies: Outputs that are copied to `written` at the end.
+            constants: Further arguments of the operation, such as the root.
+            written: The tensors that are valid after the operation; by default, all outputs.
+            copies: Outputs that are copied to the corresponding tensors in `written` at the end.
         """
         tensors = [each for outputs, inputs in pairs for each in (*outputs, *inputs)]
         if not self._dispatcher.serves(tensors) or self._host is None:
@@ -533,7 +565,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._dispatcher.issue(_in_turn(calls), written, opts.asyncOp, timeout_s=seconds)
 
     def _agree_on_sparse(self, operation: Operation, tensors: Sequence[Tensor], opts: Any) -> None:
-        """If a tensor is sparse, check that all ranks make the same call with a sparse tensor."""
+        """If one of `tensors` is sparse, check that all ranks make the same call with a sparse tensor.
+
+        This check is a collective call.
+        """
         core = self._dispatcher.core
         if self._host is None or not isinstance(core, GroupCore):
             return
@@ -557,7 +592,7 @@ def _copy_back(tensors: Sequence[Tensor], copies: Sequence[Tensor], flags: int) 
 
 
 def _in_turn(calls: Sequence[Call]) -> Call:
-    """Return a callable that runs several calls in order."""
+    """Return one call that runs `calls` in order."""
     if len(calls) == 1:
         return calls[0]
 

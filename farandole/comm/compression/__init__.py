@@ -4,8 +4,9 @@
     for step in ...:
         comm.all_reduce(gradients, "avg", compression=compressor)
 
-Values are reduced exactly within a host, and leaders compress the shares that they send to other hosts.  With error
-feedback, the compression error of each message is added to the next message, so values are delayed but not lost:
+Within a host, values are reduced exactly.  Between hosts, each leader reduces a share of the values, and compresses the
+messages with this share.  With error feedback, the compression error of a message is added to the next message for the
+same values, so values are delayed but not lost:
 
 F. Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of
 speech DNNs (2014).  S. P. Karimireddy et al.: Error feedback fixes SignSGD and other gradient compression schemes

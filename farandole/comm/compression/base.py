@@ -1,4 +1,4 @@
-"""The base classes for compression settings, and for the state of a tensor that is reduced repeatedly."""
+"""The base classes of compression settings, and of the compression state of a tensor that is reduced repeatedly."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from farandole.comm.algorithms.steps import Reduce, Steps
 from farandole.comm.transport import Transport
 
 Parameters = Sequence[tuple[int, Sequence[int]]]
-"""The tensors within a flat tensor, as pairs (first element, shape)."""
+"""Describes the parameters whose gradients a flat tensor contains: (index of the first element, shape) for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(ABC):
     """Compression settings, which must be equal on all ranks.
 
-    If `error_feedback` is set, each message's compression error is added to the tensor's next message.
+    If `error_feedback` is True, the compression error of each message is added to the next message for the same tensor.
     """
 
     error_feedback: bool = True
 
     def for_tensor(self, count: int, parameters: Parameters = (), exact: int = 0) -> Compressor:
-        """Return the compressor for one tensor.
+        """Return a compressor with these settings for one tensor.
 
         Args:
-            count: The number of elements.
-            parameters: The tensors within a flat tensor; only PowerSGD uses them.
-            exact: The number of elements at the end that are not compressed.
+            count: The number of elements of the tensor.
+            parameters: The parameters whose gradients the tensor contains; only PowerSGD uses them.
+            exact: The number of elements at the end of the tensor that are not compressed.
 
         Raises:
             ValueError: if `exact` is out of range, or `parameters` overlap, are not in increasing order, or extend into
@@ -55,10 +55,11 @@ class Compression(ABC):
 
 
 class Compressor(ABC):
-    """The compression state for one tensor in one group; each leader stores the state for its shares.
+    """The compression state of one tensor that is reduced in one group.
 
-    `state` maps names to tensors and belongs in this rank's checkpoint.  Tensors whose names start with "residual" have
-    the same scale as the tensor's reduced values.
+    `state` maps names to tensors.  On each leader, it contains the state of the shares that this leader reduces; save
+    it in this rank's checkpoint.  Tensors whose names start with "residual" contain compression errors, in the same
+    scale as the reduced values.
     """
 
     def __init__(self, compression: Compression, count: int, parameters: Parameters, exact: int) -> None:
@@ -70,7 +71,11 @@ class Compressor(ABC):
         self._use: tuple[weakref.ref[object], str] | None = None
 
     def bind(self, group: object, op: str) -> None:
-        """Record the group and the reduction; raise ValueError if they change, because residuals would be wrong."""
+        """Record the group and the reduction in the first call, and compare them with these in later calls.
+
+        Raises:
+            ValueError: if the group or the reduction has changed, because the stored residuals would be wrong.
+        """
         if self._use is None:
             self._use = weakref.ref(group), op
         before, op_before = self._use
@@ -86,7 +91,11 @@ class Compressor(ABC):
             )
 
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
-        """Split the tensor into windows of about `length` elements; yield the bounds of the leaders' shares."""
+        """Split the compressed elements of the tensor into windows of about `length` elements.
+
+        For each window, yield the bounds of the shares of the leaders: the share of leader i consists of the elements
+        from `bounds[i]` to `bounds[i + 1]`.
+        """
         end = self.count - self.exact
         for start in range(0, end, length):
             size = min(length, end - start)
@@ -96,13 +105,23 @@ class Compressor(ABC):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Sum `share` times `factor` over the hosts in place; all hosts get bitwise equal results.
+        """Replace `share` by the approximate sum of `share` times `factor` over the hosts.
 
-        The fp32 share starts at element `start` of the tensor.  `exactly` sums a tensor without compression.
+        All hosts get bitwise equal results.
+
+        Args:
+            share: The values to sum, in fp32.
+            transport: The transport to the leaders of the same share on the other hosts.
+            start: The index in the tensor of the first element of `share`.
+            factor: The factor by which the values are multiplied before they are summed.
+            exactly: An algorithm that sums a tensor without compression.
         """
 
     def residual(self, start: int, share: Tensor) -> Tensor | None:
-        """Return the accumulated compression error for a share, or None without error feedback."""
+        """Return the accumulated compression error of the share that begins at element `start`.
+
+        Without error feedback, return None.
+        """
         if not self._keeps_residuals:
             return None
         name = f"residual.{start}"
@@ -113,23 +132,26 @@ class Compressor(ABC):
         return self.state[name]
 
     def scale_residuals(self, factor: float) -> None:
-        """Multiply the residuals by `factor` when the loss scale changes."""
+        """Multiply the residuals by `factor`; call this method when the loss scale is multiplied by `factor`."""
         for name, value in self.state.items():
             if name.startswith("residual"):
                 value.mul_(factor)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a saved `state`."""
+        """Replace `self.state` with a copy of `state`, which was saved in a checkpoint."""
         self.state = {name: value.clone() for name, value in state.items()}
 
 
 def compensated(share: Tensor, factor: float, residual: Tensor | None) -> Tensor:
-    """Return share * factor + residual."""
+    """Return `share * factor + residual`, or `share * factor` if `residual` is None."""
     scaled = share * factor
     return scaled if residual is None else scaled.add_(residual)
 
 
 def remember(residual: Tensor | None, missed: Tensor) -> None:
-    """Store the compression error as the residual, except where the error is infinite or NaN."""
+    """Store the compression error `missed` in `residual`, unless `residual` is None.
+
+    Elements of `residual` for which the error is infinite or NaN keep their values.
+    """
     if residual is not None:
         torch.where(missed.isfinite(), missed, residual, out=residual)

@@ -1,4 +1,4 @@
-"""The compressed all-reduce and its argument validation."""
+"""The implementation of `Communicator.all_reduce` with compression, which includes the validation of arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(comm: Communicator, tensor: Tensor) -> None:
-    """Raise TypeError or ValueError unless this communicator can compress tensors like this one."""
+    """Check that `comm` supports compression for tensors with the dtype, layout and device of `tensor`.
+
+    Raises:
+        TypeError: if the dtype cannot be compressed.
+        ValueError: if the group or the tensor does not support compression.
+    """
     if tensor.dtype not in SUPPORTED:
         names = ", ".join(str(kind) for kind in SUPPORTED)
         raise TypeError(
@@ -48,7 +53,15 @@ def check(comm: Communicator, tensor: Tensor) -> None:
 def compressed_all_reduce(
     comm: Communicator, tensor: Tensor, op: str, compression: Compressor | Compression, async_op: bool
 ) -> dist.Work | None:
-    """Run `Communicator.all_reduce` with compression; raise ValueError or TypeError for invalid arguments."""
+    """All-reduce `tensor` in place with compression, as described in `Communicator.all_reduce`.
+
+    If all ranks are on one host, the tensor is not compressed, and a warning is logged once.
+
+    Raises:
+        TypeError: if the dtype cannot be compressed, or `compression` has another type.
+        ValueError: if the group, the tensor or `op` does not support compression, or `compression` does not fit the
+            tensor.
+    """
     if op not in ("sum", "avg"):
         raise ValueError(
             f"compression: expected the reduction 'sum' or 'avg', got {op!r}; reduce without compression"

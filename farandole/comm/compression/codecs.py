@@ -20,8 +20,9 @@ _BLOCKS = range(16, 4096 + 1)
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """Compresses fp32 to 16-bit floats, half the size.  bf16 keeps the range of fp32; fp16 has three more bits of
-    precision than bf16.
+    """Compresses fp32 values to 16-bit floats, which have half the size.
+
+    bf16 has the same range as fp32.  fp16 has a smaller range, but three more bits of precision than bf16.
 
     Raises:
         ValueError: if `dtype` is not a 16-bit floating-point dtype.
@@ -40,9 +41,10 @@ class Cast(Compression):
 
 @dataclass(frozen=True)
 class Int8(Compression):
-    """Compresses fp32 to 8-bit integers, about a quarter of the size, with the scale amax / 127 per block.
+    """Compresses fp32 values to 8-bit integers, which reduces the size to about a quarter.
 
-    A block with an infinity or a NaN is decoded as NaN.  `block` is the number of values per block.
+    `block` is the number of values per block.  Each block has its own scale: its largest magnitude divided by 127.  If
+    a block contains an infinity or a NaN, all its values are decoded as NaN.
 
     T. Dettmers: 8-bit approximations for parallelism in deep learning (2016).
 
@@ -64,7 +66,12 @@ class Int8(Compression):
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes values as messages with the C core (`native/codecs.inc`)."""
+    """Encodes fp32 values as messages, and decodes them, with the C core (`native/codecs.inc`).
+
+    Args:
+        dtype: The dtype of the encoded values.
+        block: The number of values per block; only int8 uses it.
+    """
 
     dtype: torch.dtype
     block: int
@@ -79,9 +86,10 @@ class Codec:
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """Return the encoding of x * factor + residual.
+        """Return a message that encodes `x * factor + residual`.
 
-        The error is stored in `residual`, and the decoded values in `decoded`.
+        The encoding error is stored in `residual`, and the values that the receiver will decode in `decoded`.  Both may
+        be None.
         """
         message = self.message(x.numel())
         status = native.library().frd_encode(
@@ -98,7 +106,7 @@ class Codec:
         return message
 
     def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:
-        """Compute x = x * factor + decoded message."""
+        """Decode `message`, and add the values to `x * factor`; the result is stored in `x`."""
         status = native.library().frd_decode(
             TYPES[self.dtype], message.data_ptr(), x.data_ptr(), factor, x.numel(), self.block
         )
@@ -106,7 +114,7 @@ class Codec:
 
 
 class CodecCompressor(Compressor):
-    """The compressor for a tensor whose values are encoded by a codec."""
+    """A compressor that encodes each value of the tensor with a `Codec`."""
 
     def __init__(
         self, compression: Compression, codec: Codec, count: int, parameters: Parameters, exact: int
@@ -117,5 +125,5 @@ class CodecCompressor(Compressor):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Sum `share` over the hosts; every host sums one part (see `direct.all_reduce`)."""
+        """Sum `share` times `factor` over the hosts with `direct.all_reduce`, in which each host sums one part."""
         return all_reduce(transport, share, self._codec, self.residual(start, share), factor)

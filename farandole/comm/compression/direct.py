@@ -1,8 +1,8 @@
 """All-reduce of encoded values: all ranks send part i to rank i, which sends the encoded sum back to all ranks.
 
-Each value is encoded twice, once as a summand and once as a sum, regardless of the number of ranks p; a ring would
-encode each value p times.  Error feedback corrects both errors: H. Tang et al., DoubleSqueeze: parallel stochastic
-gradient descent with double-pass error-compensated compression (2019).
+Each value is encoded twice, once as a summand and once as a sum.  In a ring among p ranks, each value would be encoded
+p times.  Error feedback corrects both errors: H. Tang et al., DoubleSqueeze: parallel stochastic gradient descent with
+double-pass error-compensated compression (2019).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from farandole.comm.transport import Transport
 
 
 class Encoder(Protocol):
-    """An encoding of values as messages whose length depends only on the number of values."""
+    """Encodes values as messages, and decodes them; the length of a message depends only on the number of values."""
 
     def message(self, count: int) -> Tensor:
         """Return an uninitialized message for `count` values."""
@@ -24,21 +24,33 @@ class Encoder(Protocol):
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """Return x * factor + residual as a message; update `residual` and `decoded` unless they are None."""
+        """Return a message that encodes `x * factor + residual`.
+
+        The encoding error is stored in `residual`, and the values that the receiver will decode in `decoded`.  Both may
+        be None.
+        """
 
     def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:
-        """Compute x = x * factor + decoded message."""
+        """Decode `message`, and add the values to `x * factor`; the result is stored in `x`."""
 
 
 def all_reduce(
     transport: Transport, tensor: Tensor, codec: Encoder, residual: Tensor | None, factor: float
 ) -> Steps:
-    """Sum a one-dimensional tensor times `factor` over all ranks, in place.
+    """Replace a one-dimensional tensor by the sum over all ranks of the tensor times `factor`.
 
-    All ranks, including the rank that sums a part, decode the sum from its message, so all results are bitwise equal.
-    In the residual, the part that this rank sums contains the encoding error of the sum, and each other part contains
-    the encoding error of this rank's summand.  Each of p ranks sends 2 (p - 1)/p times the encoded size, in two rounds
-    of messages.
+    All ranks, including the rank that sums a part, decode the sum from the same message.  The results are therefore
+    bitwise equal on all ranks.  With p ranks, each rank sends 2 (p - 1)/p times the encoded size, in two rounds of
+    messages.
+
+    Args:
+        transport: The transport among the ranks.
+        tensor: The values of this rank, which are overwritten with the sum.
+        codec: The encoding of the messages.
+        residual: The compression errors of the previous call, which are added to the values, or None.  They are
+            overwritten: for the part that this rank sums, with the encoding error of the sum; for each other part,
+            with the encoding error of this rank's summand.
+        factor: The factor by which the values are multiplied before they are summed.
     """
     me, n = transport.rank, transport.size
     parts = split(tensor, n)
@@ -68,5 +80,5 @@ def all_reduce(
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float, ratio: float) -> float:
-    """Return the predicted time in seconds of an all-reduce of `size` bytes, compressed to size / ratio bytes."""
+    """Return the predicted time in seconds of an all-reduce of `size` bytes, compressed to `size / ratio` bytes."""
     return 2 * (latency_s + (ranks - 1) / ranks * size / ratio * seconds_per_byte)

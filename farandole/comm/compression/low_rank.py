@@ -1,7 +1,9 @@
-"""PowerSGD, which approximates gradient matrices by products of two narrow matrices with one power iteration step.
+"""PowerSGD, which approximates a gradient matrix by the product of two narrow matrices, its factors.
+
+The factors are computed by one step of power iteration.  They are summed by an ordinary all-reduce over the hosts.
 
 T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: practical low-rank gradient compression for distributed optimization
-(2019), arXiv:1905.13727.  The factors are summed by an ordinary all-reduce over the hosts.
+(2019), arXiv:1905.13727.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ from farandole.comm.compression.base import Compression, Compressor, Parameters,
 from farandole.comm.transport import Transport
 
 _WORTH_IT = 2
-"""The minimum compression ratio; matrices with a smaller ratio are not compressed."""
+"""Matrices are compressed only if this reduces the number of values at least by this factor."""
 
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
     """Compresses n x m matrices to (n + m) * `rank` values; small matrices, vectors and scalars are not compressed.
 
-    A tensor with more than two dimensions is treated as a matrix whose rows are indexed by the first dimension.  If the
-    parameters within a tensor are unknown, each share is treated as a square matrix.
+    A parameter with more than two dimensions is treated as a matrix whose rows are indexed by the first dimension.  If
+    the parameters in a flat tensor are unknown, each share of the tensor is treated as a matrix that is approximately
+    square.
 
     Raises:
         ValueError: if `rank` is less than 1.
@@ -46,7 +49,7 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A rows x columns matrix that starts at element `start` of a flat tensor."""
+    """A `rows` x `columns` matrix that starts at element `start` of a flat tensor; its factors have rank `rank`."""
 
     start: int
     rows: int
@@ -63,9 +66,9 @@ class _Matrix:
 
 
 class PowerSGDCompressor(Compressor):
-    """The compressor for a tensor that contains matrices.
+    """A compressor that approximates the matrices in a flat tensor by factors of low rank.
 
-    `state` contains each matrix's right factor (rank x columns), from which the next step starts.
+    `state` contains the right factor (rank x columns) of each matrix, with which the next call of `reduce` starts.
     """
 
     def __init__(self, compression: PowerSGD, count: int, parameters: Parameters, exact: int) -> None:
@@ -80,7 +83,10 @@ class PowerSGDCompressor(Compressor):
         return _Matrix(start, rows, columns, min(self._rank, rows, columns))
 
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
-        """Split the tensor into windows whose shares end at parameter boundaries."""
+        """Split the tensor into windows of about `length` elements, whose shares end at boundaries of parameters.
+
+        For each window, yield the bounds of the shares, as in `Compressor.windows`.
+        """
         if self._square:
             yield from super().windows(leaders, length)
             return
@@ -96,11 +102,11 @@ class PowerSGDCompressor(Compressor):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Approximate the sum of `share` over the hosts with two all-reduces.
+        """Approximate the sum of `share` times `factor` over the hosts with two all-reduces.
 
-        Each matrix M has a right factor Q from the last step.  The first all-reduce sums M Q and all values outside of
-        matrices.  The columns of the sum are orthonormalized; they form the left factor P.  The second all-reduce sums
-        M^T P, which is the next right factor.
+        For each matrix M, the right factor Q of the previous call is known.  The first all-reduce sums M Q over the
+        hosts, and also sums all values outside of matrices.  The columns of the sum of M Q are orthonormalized, which
+        gives the left factor P.  The second all-reduce sums M^T P, which gives the next right factor.
         """
         residual = self.residual(start, share)
         values = compensated(share, factor, residual)
@@ -144,7 +150,11 @@ class PowerSGDCompressor(Compressor):
         return [square] if square.worth_it else []
 
     def _right_factor(self, matrix: _Matrix) -> Tensor:
-        """Return the right factor from the last step; missing or zero rows are random but equal on all hosts."""
+        """Return the right factor of the previous call.
+
+        If there was no previous call, the factor is random, and rows of zeros are replaced by random rows.  The random
+        values are equal on all hosts.
+        """
         name = f"right.{matrix.start}"
         q = self.state.get(name)
         if q is None or not q.any(1).all():
@@ -156,6 +166,6 @@ class PowerSGDCompressor(Compressor):
 
 
 def _between(matrices: list[_Matrix], start: int, end: int) -> list[tuple[int, int]]:
-    """Return the ranges between `start` and `end` that contain no matrix."""
+    """Return the ranges (first, end) of elements between `start` and `end` that belong to none of `matrices`."""
     starts, ends = [m.start for m in matrices], [m.end for m in matrices]
     return [(a, b) for a, b in zip([start, *ends], [*starts, end], strict=True) if a < b]

@@ -21,10 +21,9 @@ from farandole.comm.transport import Transport
 class TopK(Compression):
     """Sends only the values with the largest magnitudes, and their indices.
 
-    The fraction `ratio` of the values is sent, but at least one value.  Each sent value takes 8 bytes.
-
-    Each of p hosts receives the values from all other hosts: (p - 1) * ratio * 2 S bytes in total for a tensor of S
-    bytes.
+    The fraction `ratio` of the values is sent, but at least one value.  A value and its index take 8 bytes.  Each host
+    receives the values that all other hosts send.  With p hosts and a tensor of S bytes in fp32, each host therefore
+    receives (p - 1) * ratio * 2 S bytes.
 
     Raises:
         ValueError: unless 0 < `ratio` <= 1.
@@ -41,7 +40,7 @@ class TopK(Compression):
 
 
 class TopKCompressor(Compressor):
-    """The compressor for a tensor whose largest-magnitude values are sent."""
+    """A compressor that sends only the values with the largest magnitudes in each share."""
 
     def __init__(self, compression: TopK, count: int, parameters: Parameters, exact: int) -> None:
         super().__init__(compression, count, parameters, exact)
@@ -50,7 +49,7 @@ class TopKCompressor(Compressor):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Sum the values sent by all hosts, in host order."""
+        """Replace `share` by the sum of the values that all hosts send, added in the order of the hosts."""
         residual = self.residual(start, share)
         values = compensated(share, factor, residual)
         kept = math.ceil(self._ratio * values.numel())
