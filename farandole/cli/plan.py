@@ -59,7 +59,7 @@ def plan(
             "--nnodes",
             min=1,
             help="Number of hosts, with equal numbers of ranks.",
-            show_default="1; with --accelerators, 8 ranks per host",
+            show_default="1; with --accelerators, as few hosts as possible",
         ),
     ] = None,
     memory: Annotated[
