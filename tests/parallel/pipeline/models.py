@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import farandole
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.llama import LlamaConfig, build_llama
+from farandole.models.mixtral import MixtralConfig, build_mixtral
 from farandole.models.resnet import ResNetConfig, build_resnet
 from farandole.plan import Plan
 
@@ -96,6 +97,7 @@ def _unet() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: build_gpt(GPTConfig(WORDS, 16, 6, 4, 16, positions="learned")),
     "llama": lambda: build_llama(LlamaConfig(WORDS, 6, 4, 16, 20, kv_heads=2)),
+    "mixtral": lambda: build_mixtral(MixtralConfig(WORDS, 6, 4, 16, 20, kv_heads=2, experts=4)),
     "tuples": lambda: nn.Sequential(nn.Embedding(WORDS, 6), *(Tuples() for _ in range(6)), Last()),
     "resnet": lambda: build_resnet(ResNetConfig("basic", (2, 2, 1, 1), 4, CLASSES)),
     "unet": _unet,
@@ -169,7 +171,12 @@ def alone(name: str, micro_batches: int, replicas: int = 1, steps: int = 2) -> R
 
 def state_of(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return copies of parameters and of the model's persistent buffers by their first names."""
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
+    buffers = [
+        (f"{path}.{name}" if path else name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
     return {name: tensor.detach().clone() for name, tensor in (*parameters, *buffers)}
 
 

@@ -21,7 +21,7 @@ from farandole.comm import RankLate
 from farandole.parallel.engine import Engine
 from farandole.parallel.pipeline.stage import Absent
 from farandole.parallel.pipeline.stage_error import StageError
-from farandole.plan import Plan
+from farandole.plan import MODEL_AXES, Plan
 from tests.comm.jobs import Job, survivors_of
 from tests.parallel.pipeline.models import (
     CLIP,
@@ -218,10 +218,9 @@ def test_an_exception_is_raised_in_other_replicas_and_precisions(ranks: Any) -> 
         assert losses == pytest.approx(alone("gpt", 4, steps=1)[1], rel=0.01)
 
 
-def _raises_on_one_peer(rank: int, size: int, plan: Plan, failures: list[tuple[int, str]]) -> Any:
-    """Let one rank of a stage fail in each step; return the errors and their seconds, and the results of the last
-    step."""
-    model = build("gpt")
+def _raises_on_one_peer(rank: int, size: int, name: str, plan: Plan, failures: list[tuple[int, str]]) -> Any:
+    """Let one rank of a stage fail in each step; return the errors and their seconds, and the results of the last step."""
+    model = build(name)
     engine = farandole.parallelize(model, plan)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), RATE))
     samples = batches("gpt", 0, engine.mesh.replica_of(rank), 4)
@@ -256,15 +255,17 @@ def _raises_on_one_peer(rank: int, size: int, plan: Plan, failures: list[tuple[i
         Plan(pipeline=2, tensor=2, sequence=True, schedule="zb-v", zero=1),
         Plan(pipeline=2, context=2),
         Plan(pipeline=2, tensor=2, schedule="gems"),
+        Plan(pipeline=2, expert=2),
     ],
-    ids=lambda plan: f"{plan.schedule}-{'tensor' if plan.tensor > 1 else 'context'}",
+    ids=lambda plan: f"{plan.schedule}-{next(axis for axis in MODEL_AXES if getattr(plan, axis) > 1)}",
 )
 def test_an_exception_of_one_rank_of_a_stage_is_raised_on_all_ranks(ranks: Any, plan: Plan) -> None:
     """The other rank of the stage waits for the failed rank in a collective, and the timeout is 1800 s."""
     failures = [(broken, kind) for broken in range(4) for kind in ("forward", "backward")]
     last = [2, 3] if plan.schedule == "1f1b" else [0, 1]  # where the loss of micro-batch 1 is computed
     failures += [(broken, "loss") for broken in last]
-    results = ranks(4).run(_raises_on_one_peer, plan, failures)
+    name = "gpt" if plan.expert == 1 else "mixtral"
+    results = ranks(4).run(_raises_on_one_peer, name, plan, failures)
     for number, (broken, kind) in enumerate(failures):
         texts = {found[number][0] for found, _ in results}
         assert len(texts) == 1, texts
@@ -273,7 +274,7 @@ def test_an_exception_of_one_rank_of_a_stage_is_raised_on_all_ranks(ranks: Any, 
         pattern = rf"rank {broken}: the ({action}) of micro-batch \d failed in stage \d: .*_Broken: {what}; "
         assert re.match(pattern, texts.pop())
         assert max(found[number][1] for found, _ in results) < 3
-    compare([each[1] for each in results], alone("gpt", 4, steps=1))
+    compare([each[1] for each in results], alone(name, 4, replicas=plan.expert, steps=1))
 
 
 def test_an_exception_is_raised_over_gloo(ranks: Any) -> None:
