@@ -80,7 +80,8 @@ _ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
 _REFINED = 2
 """The number of meshes for which all kinds of recomputation and all schedules are considered.
 
-To find the best meshes, all meshes are first compared with block recomputation and the schedule 1F1B.
+To find the best meshes, the meshes are first compared with each other, with block recomputation and the schedule 1F1B
+in all plans.
 """
 
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
@@ -387,8 +388,8 @@ def _estimates(
 ) -> tuple[Machine, list[Estimate]]:
     """Estimate the plans for all combinations of the values in `axes`.
 
-    If there are more than `_REFINED` meshes, all meshes are first compared with block recomputation and the schedule
-    1F1B.  The other kinds of recomputation and the other schedules are estimated only for the best meshes, beginning
+    If there are more than `_REFINED` meshes, the meshes are first compared with each other, with block recomputation and
+    the schedule 1F1B in all plans.  The other kinds of recomputation and the other schedules are estimated only for the best meshes, beginning
     with the fastest kind of recomputation, until a plan fits.
 
     Args:

@@ -114,7 +114,7 @@ class Operation:
     def _disturbs_inputs(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
         """Return whether the outputs overlap the inputs such that data could be overwritten before it is read.
 
-        This rank's own part may have the same memory as input and as output: the operation is then in place.
+        This rank's own part may occupy the same memory in the inputs and the outputs; the operation is then in place.
         """
         addressable = (
             tensor.layout is torch.strided and is_dense(tensor, core.returns_work)

@@ -77,12 +77,12 @@ def apply_recompute(
         mode: "none" recomputes nothing.  "block" recomputes every block of `blocks_of(model)`.  "selective" also
             recomputes every block, but keeps the outputs of weight products and fused attention.  "attention"
             recomputes the modules that compute attention, except their weight products.  "auto" recomputes the blocks
-            that save the most bytes per repeated operation, selectively or entirely, until at most `budget_bytes` are
-            kept.
+            whose recomputation frees the most bytes per repeated operation, selectively or entirely, until at most
+            `budget_bytes` are kept.
         example: a model input for a dry run, in a form that `saved_bytes` accepts.  The dry run must use the same
             autocast settings as training.  "attention" and "auto" require an example.  With an example, the result
-            includes byte counts.  Selective recomputation keeps no unneeded outputs from the first step on with an
-            example, and from the second step on without an example.
+            includes byte counts.  Selective recomputation discards unneeded outputs from the first step on
+            with an example, and otherwise from the second step on.
         loss: a function of the output; the bytes that it saves are included in the counts.
         dtype: the model's dtype in training, if it differs from the current dtype.
         blocks: with a budget, the names of the blocks that may be recomputed; by default all blocks.

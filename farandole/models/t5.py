@@ -73,7 +73,7 @@ def shift_right(labels: Tensor, start: int, padding: int = 0) -> Tensor:
 
 
 class RelativeBias(nn.Module):
-    """Score biases that depend on the distance between positions.
+    """Biases of the attention scores, which depend on the distance between positions.
 
     Each small distance has its own bias.  Larger distances share one bias per logarithmic bucket.
     """

@@ -56,10 +56,10 @@ def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
 
 
 class WholeParameters:
-    """Provides unsharded values of the parameters of a model that an engine stores as `weights`.
+    """Provides the unsharded values of a model's parameters, which an engine stores in `weights`.
 
     Args:
-        groups: the communicators of all ranks, and of the ranks among which axes shard parameters.
+        groups: the communicator of all ranks, and the communicators of the ranks over which an axis shards parameters.
         gatherer: gathers weights for the model's computations (`zero=3`), or None.
         layouts: the layouts of parameters by name.
     """

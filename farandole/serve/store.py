@@ -351,7 +351,7 @@ class PageStore:
                 self._page_of[digest], self._digest_of[page] = page, digest
 
     def release(self, blocks: Blocks) -> None:
-        """Remove a sequence.  Of its pages that stay available for sharing, the last pages are reused first."""
+        """Remove a sequence.  Its pages that can be shared stay cached; the last of these pages are evicted first."""
         self._reserved -= -(-blocks.most // TILE) - len(blocks.numbers)
         for page in reversed(blocks.numbers):
             self._users[page] -= 1

@@ -168,7 +168,7 @@ class ImagesTask(Task):
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalized images `numbers` of `samples`, and their classes.
+        """Return the normalized images at the indices `numbers` of `samples`, and their classes.
 
         The images have the shape (n, 3, size, size), and the classes the shape (n).  With `images.flip`, each training
         image is mirrored with a probability of 1/2.

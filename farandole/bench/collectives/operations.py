@@ -43,13 +43,13 @@ class Operation:
         return itemsize * (ranks if "part" in (self.input, self.output) or self.name == "all_to_all" else 1)
 
     def elements(self, extent: Extent, size: int, ranks: int, itemsize: int) -> int:
-        """Return the number of elements in a buffer of size `extent`, where S is `size`."""
+        """Return the number of elements in a buffer of size `extent`, for the message size `size`."""
         if extent == "none":
             return 0
         return size // itemsize // (ranks if extent == "part" else 1)
 
     def bytes_per_rank(self, size: int, ranks: int) -> int:
-        """Return the total size in bytes of a rank's input and output buffers, where S is `size`."""
+        """Return the total size in bytes of a rank's input and output buffers, for the message size `size`."""
         each = {"whole": size, "part": -(-size // ranks), "none": 0}
         return each[self.input] + each[self.output]
 

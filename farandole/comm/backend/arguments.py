@@ -41,10 +41,10 @@ def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def one_list(call: str, tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Return a list that contains the only list of tensors; raise ValueError unless there is exactly one.
+    """Return the given list of tensors in an outer list; raise ValueError unless there is exactly one list of tensors.
 
     Args:
-        call: The name of the method in the message.
+        call: The name of the method, for the error message.
         tensors: One list of tensors, or a sequence that contains one such list.
     """
     lists = [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors

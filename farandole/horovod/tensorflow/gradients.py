@@ -183,10 +183,10 @@ def _check_groups(groups: Groups) -> int | list[list[int]] | None:
     if groups is None:
         return None
     if isinstance(groups, bool) or not isinstance(groups, (int, list, tuple)) or groups == 0:
-        raise ValueError("groups should be a positive integer or a list of list of tf.Variable.")
+        raise ValueError("groups should be a positive integer or a list of lists of tf.Variable.")
     if isinstance(groups, int):
         if groups < 0:
-            raise ValueError("groups should be a positive integer or a list of list of tf.Variable.")
+            raise ValueError("groups should be a positive integer or a list of lists of tf.Variable.")
         return groups
     keys = [[_key(variable) for variable in group] for group in groups]
     flat = [key for group in keys for key in group]

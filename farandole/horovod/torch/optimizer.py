@@ -399,7 +399,7 @@ def _check_groups(groups: Any) -> None:
         or not isinstance(groups, (int, list, tuple))
         or (isinstance(groups, int) and groups <= 0)
     ):
-        raise ValueError("groups should be a positive integer or a list of list of torch.Tensor.")
+        raise ValueError("groups should be a positive integer or a list of lists of torch.Tensor.")
     if isinstance(groups, int):
         return
     seen: set[int] = set()

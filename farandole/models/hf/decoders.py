@@ -38,7 +38,7 @@ def one_dropout(fields: Fields, *names: str) -> float:
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{name}={value}" for name, value in values.items())
         raise FolderError(
-            f"{fields.where} has {listed}: expected equal values; set these fields to one value"
+            f"{fields.where} has {listed}: expected equal values; set these fields to the same value"
         )
     return next(iter(values.values()))
 

@@ -209,7 +209,7 @@ def check_complete(schedule: Schedule) -> None:
     Dependencies between actions of different ranks are not checked.
 
     Raises:
-        ScheduleError: with the first missing, repeated, misplaced or early action.
+        ScheduleError: if an action is missing, repeated, on the wrong rank or too early; the message names this action.
     """
     expected = {
         (code, stage, m)
