@@ -139,7 +139,7 @@ def _communicate(rank: int, size: int) -> None:
     assert (groups.of_ranks([rank]) is None) and (rank in (1, 2) or groups.of_ranks([3, 0]) is not None)
     with pytest.raises(MeshError, match="there is no group of ranks"):
         groups.of_ranks([0, 1, 2])
-    with pytest.raises(MeshError, match="expected a communicator of 2 ranks, .* got 4"):
+    with pytest.raises(MeshError, match="expected a communicator of 2 ranks .*, got 4"):
         Mesh.box(2, tensor=2).connect(comm)
 
 

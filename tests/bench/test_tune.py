@@ -95,5 +95,5 @@ def test_the_command(tmp_path):
     ]
     status, out, err = jobs.run(command, tmp_path, fork_ranks=True)
     assert status == 0, err
-    assert "simulates a host" in out and 'Options(table="t.json")' in out
+    assert "which simulate 2 hosts on one host" in out and 'Options(table="t.json")' in out
     assert Table.read(str(tmp_path / "t.json")).links

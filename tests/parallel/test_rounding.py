@@ -178,8 +178,8 @@ def _closure(rank: int, size: int) -> tuple[float, float, float]:
     """Return this rank's loss, the loss that a step with a closure returns, and the loss after the step."""
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
-    engine = farandole.parallelize(model, Plan(zero=1, precision=torch.bfloat16, rounding="stochastic"))
-    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    engine = farandole.parallelize(model, Plan(zero=1, precision="bf16", rounding="stochastic"))
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.01))
     inputs = torch.full((1, 4), rank + 1.0)
 
     def closure() -> Tensor:

@@ -54,7 +54,7 @@ def v_min(ranks: int, micro_batches: int) -> Schedule:
 
 @register(
     "dualpipe-v",
-    "DualPipeV: two chunks per rank; pairs a forward pass with a backward pass of the other chunk",
+    "DualPipeV: two chunks per rank, with pairs of forward and backward passes of both chunks",
 )
 def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
     """Return DualPipeV (Qi et al., 2025).
