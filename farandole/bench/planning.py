@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from farandole.bench.accelerators import ACCELERATORS, Accelerator, described
-from farandole.bench.machine import speeds
+from farandole.bench.machine import Speeds, speeds
 from farandole.bench.plan_check import PlanCheckJobSpec
 from farandole.bench.setup import BenchError
 from farandole.launch.control_groups import available_memory
@@ -31,6 +31,7 @@ from farandole.plan import Offloaded, Place, Plan, PlanError, Precision, Recompu
 from farandole.planner import Estimate, Machine, Workload, estimate_ranks
 from farandole.planner.search import estimates_of, in_order
 from farandole.planner.stage_trace import StageTracer
+from farandole.planner.workload import LIBRARY_BYTES, PROCESS_BYTES
 from farandole.train.config import ConfigError, TrainConfig, load_config, parse_config
 from farandole.train.hardware import bf16_unit
 from farandole.train.start import default_ranks, read_request
@@ -105,6 +106,12 @@ _FLOPS_PER_BYTE = 200
 According to the data sheets, the ratio is 156 for an A100 (312 TFLOP/s, 2 TB/s) and 295 for an H100.
 """
 
+_HOST_FLOPS_PER_BYTE = 12
+"""The ratio that corresponds to `_FLOPS_PER_BYTE` for a rank on a CPU host.
+
+On hosts with 2 cores, `farandole.bench.machine` has measured ratios from 6 to 18 in fp32.
+"""
+
 CONTEXT_BYTES = 600 << 20
 """The approximate accelerator memory that a process uses before its first tensor.
 
@@ -119,7 +126,7 @@ class PlanSetup:
     """Options of `farandole plan`: the run, the machine, and the plans to consider.
 
     If `memory`, `flops` or `bandwidth` is None, the published value of the accelerator is used; without an accelerator,
-    the value is measured on this machine.
+    the value is measured on this machine.  If neither `flops` nor `bandwidth` is None, no speed is measured.
 
     Args:
         words: the arguments of the training run, as for `farandole train`; hf:FOLDER stands for a Hugging Face model.
@@ -183,7 +190,9 @@ def plan(setup: PlanSetup) -> Planned:
             f"--nodes {nodes} requires --bandwidth, the bandwidth between hosts in bytes per second"
         )
     choices = _given(setup, config, request.overrides)
-    machine = _measured(setup, ranks, nodes) if accelerator is None else _published(setup, accelerator, nodes)
+    machine = (
+        _this_machine(setup, ranks, nodes) if accelerator is None else _published(setup, accelerator, nodes)
+    )
     axes: dict[str, Sequence[Any]] = {
         "zero": range(4),
         "data_shard": ["all", "host"] if nodes > 1 else ["all"],
@@ -509,9 +518,9 @@ def accelerator_named(name: str) -> Accelerator:
     return ACCELERATORS[name]
 
 
-def _measured(setup: PlanSetup, ranks: int, nodes: int) -> Machine:
-    """Describe this machine by measured values; values that are given in `setup` replace the measured values."""
-    found = speeds(ranks, remeasure=setup.remeasure)
+def _this_machine(setup: PlanSetup, ranks: int, nodes: int) -> Machine:
+    """Describe this machine by the values in `setup`, and by measured or assumed values for the other fields."""
+    found = _speeds(setup, ranks)
     accelerated = torch.cuda.is_available()
     if setup.memory is not None:
         memory = setup.memory
@@ -519,12 +528,11 @@ def _measured(setup: PlanSetup, ranks: int, nodes: int) -> Machine:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
         memory = available_memory() * nodes // ranks
-    flops = found.flops if setup.flops is None else dict.fromkeys(found.flops, setup.flops)
     return Machine(
         memory=memory,
-        flops=flops,
+        flops=found.flops,
         stream=found.stream,
-        bandwidth=setup.bandwidth or found.bandwidth,
+        bandwidth=found.bandwidth,
         host_bandwidth=setup.host_bandwidth,
         process=found.process,
         libraries=0 if accelerated else found.libraries,
@@ -533,6 +541,28 @@ def _measured(setup: PlanSetup, ranks: int, nodes: int) -> Machine:
         overlap=accelerated,
         host=not accelerated,
     )
+
+
+def _speeds(setup: PlanSetup, ranks: int) -> Speeds:
+    """Return the speeds of a rank on this machine; speeds that are given in `setup` replace measured speeds.
+
+    If `setup` contains both `flops` and `bandwidth`, nothing is measured.  The memory bandwidth and the memory of a
+    process are then typical values.
+    """
+    flops, bandwidth = setup.flops, setup.bandwidth
+    if flops is not None and bandwidth is not None and not setup.remeasure:
+        accelerated = torch.cuda.is_available()
+        return Speeds(
+            flops=dict.fromkeys(_PRECISIONS, flops),
+            stream=flops / (_FLOPS_PER_BYTE if accelerated else _HOST_FLOPS_PER_BYTE),
+            bandwidth=bandwidth,
+            process=CONTEXT_BYTES if accelerated else PROCESS_BYTES,
+            libraries=LIBRARY_BYTES,
+        )
+    found = speeds(ranks, remeasure=setup.remeasure)
+    if flops is not None:
+        found = replace(found, flops=dict.fromkeys(found.flops, flops))
+    return found if bandwidth is None else replace(found, bandwidth=bandwidth)
 
 
 def _published(setup: PlanSetup, accelerator: Accelerator, nodes: int) -> Machine:

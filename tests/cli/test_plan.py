@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from farandole.bench import planning
+from farandole.bench import machine, planning
 from farandole.bench.accelerators import ACCELERATORS, DEFAULT
 from farandole.bench.machine import Speeds
 from farandole.cli.main import app
@@ -134,6 +134,23 @@ def test_accelerators_have_published_speeds(words: tuple[str, ...], tmp_path: Pa
     machine = json.loads((tmp_path / "b").read_text())["machine"]
     assert "Published" not in result.output and machine["hosts"] == 2
     assert (machine["bandwidth"], machine["host_bandwidth"], machine["flops"]["fp32"]) == (12e9, None, 3e14)
+
+
+def test_given_speeds_are_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With --flops and --bandwidth, no rank is launched although the cache is empty."""
+    monkeypatch.setattr(planning, "speeds", machine.speeds)
+    monkeypatch.setattr(machine, "default_cache", lambda: tmp_path / "cache")
+    launched: list[str] = []
+    monkeypatch.setattr(machine, "launch", lambda target, *_, **__: launched.append(target) or 1)
+    words = ("tiny", "-n", "2", *ONE, "--flops", "48G", "--json", str(tmp_path / "plans"))
+    assert _plan(*words).exit_code == 2
+    assert launched == ["farandole.bench.machine"]
+    result = _plan(*words, "--bandwidth", "12G")
+    assert result.exit_code == 0, result.output
+    assert launched == ["farandole.bench.machine"]
+    found = json.loads((tmp_path / "plans").read_text())["machine"]
+    assert (found["flops"]["bf16"], found["stream"], found["bandwidth"]) == (48e9, 4e9, 12e9)
+    assert (found["process"], found["libraries"]) == (225 * MIB, 110 * MIB)
 
 
 def test_hosts_of_accelerators() -> None:
