@@ -11,7 +11,6 @@ import hashlib
 import json
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,11 +23,10 @@ import torch.nn.functional as F
 import farandole
 from farandole._startup import keep_freed_memory
 from farandole.bench.plan_check import context_bytes, warm_up
+from farandole.bench.ranks import result_of_ranks
 from farandole.bench.resident import data_bytes, library_bytes
-from farandole.bench.setup import BenchError
 from farandole.data.cache import default_cache
 from farandole.launch.cores import usable_cores
-from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
 from farandole.parallel.matrix_products import use_fast_products
 from farandole.parallel.precision import TYPES
@@ -57,12 +55,13 @@ def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
     cache if it contains one, unless `remeasure` is True.
 
     Raises:
-        BenchError: if the ranks cannot be started or fail.
+        BenchError, LaunchError, SystemExit: as for `measured`.
     """
-    return Speeds(**measured("farandole.bench.machine", ranks, _FORMAT, remeasure=remeasure))
+    instead = "--flops and --bandwidth"
+    return Speeds(**measured("farandole.bench.machine", ranks, _FORMAT, instead=instead, remeasure=remeasure))
 
 
-def measured(module: str, ranks: int, kind: str | int, *, remeasure: bool = False) -> Any:
+def measured(module: str, ranks: int, kind: str | int, *, instead: str, remeasure: bool = False) -> Any:
     """Run `module` on `ranks` ranks, and return the JSON value that it writes.
 
     If there are fewer cores than ranks, the module runs on one rank per core.  If the cache contains a result, it is
@@ -71,21 +70,25 @@ def measured(module: str, ranks: int, kind: str | int, *, remeasure: bool = Fals
     Args:
         module: the module to run; its command-line argument is the file to which it must write JSON.
         kind: the name under which the result is cached.
+        instead: the options with which the user can specify the speed, for messages.
+        remeasure: whether to run the module even if the cache contains a result.
 
     Raises:
-        BenchError: if the ranks cannot be started or fail.
+        BenchError: if a rank fails.
+        LaunchError: if the ranks cannot be started.
+        SystemExit: if a signal stops the ranks.
     """
     together = min(ranks, usable_cores())
     kept = _cache_file(together, kind)
     if not remeasure and kept.is_file():
         return json.loads(kept.read_text())
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "speeds.json")
-        if launch(module, [str(answer)], ranks=together, module=True):
-            raise BenchError(
-                "cannot measure the speed of this machine; see the error message above, or specify the speed with options"
-            )
-        text = answer.read_text()
+    text = result_of_ranks(
+        module,
+        str,
+        ranks=together,
+        failure="cannot measure the speed of this machine",
+        advice=f", or specify the speed with {instead}",
+    )
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(text)
     return json.loads(text)

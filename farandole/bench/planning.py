@@ -6,11 +6,9 @@ import difflib
 import itertools
 import json
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -19,9 +17,9 @@ from torch import nn
 from farandole.bench.accelerators import ACCELERATORS, Accelerator, described
 from farandole.bench.machine import Speeds, speeds
 from farandole.bench.plan_check import PlanCheckJobSpec
+from farandole.bench.ranks import result_of_ranks
 from farandole.bench.setup import BenchError
 from farandole.launch.control_groups import available_memory
-from farandole.launch.local import launch
 from farandole.memory.offload_store import measure_bandwidth
 from farandole.models.hf.fields import FolderError
 from farandole.models.hf.pretrained import read_config
@@ -313,15 +311,13 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
     )
     workload = replace(planned.workload, micro_batches=passes, checkpoints=False)
     predicted = estimate_ranks(workload, first, planned.ranks, planned.machine)
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "seen.json")
-        job_spec = PlanCheckJobSpec(config, first.precision, steps, answer)
-        status = launch("farandole.bench.plan_check", [job_spec.dump()], ranks=planned.ranks, module=True)
-        if status:
-            raise BenchError(
-                f"--check failed: a rank ended with exit status {status}; see its error message above"
-            )
-        return predicted, json.loads(answer.read_text())
+    found = result_of_ranks(
+        "farandole.bench.plan_check",
+        lambda answer: PlanCheckJobSpec(config, first.precision, steps, answer).dump(),
+        ranks=planned.ranks,
+        failure="--check failed",
+    )
+    return predicted, json.loads(found)
 
 
 def _with(config: TrainConfig, plan: Plan) -> TrainConfig:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from farandole.bench import machine, planning
+from farandole.bench import ranks as ranks_module
 from farandole.bench.accelerators import ACCELERATORS, DEFAULT
 from farandole.bench.machine import Speeds
 from farandole.cli.main import app
@@ -141,7 +143,7 @@ def test_given_speeds_are_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(planning, "speeds", machine.speeds)
     monkeypatch.setattr(machine, "default_cache", lambda: tmp_path / "cache")
     launched: list[str] = []
-    monkeypatch.setattr(machine, "launch", lambda target, *_, **__: launched.append(target) or 1)
+    monkeypatch.setattr(ranks_module, "launch", lambda target, *_, **__: launched.append(target) or 1)
     words = ("tiny", "-n", "2", *ONE, "--flops", "48G", "--json", str(tmp_path / "plans"))
     assert _plan(*words).exit_code == 2
     assert launched == ["farandole.bench.machine"]
@@ -254,7 +256,7 @@ def test_predictions_match_measurements(tmp_path: Path) -> None:
     assert measured == pytest.approx([predicted] * 2, abs=30)
 
 
-def _launch_forked(target: str, arguments: list[str], *, ranks: int, module: bool) -> int:
+def _launch_forked(target: str, arguments: list[str], *, ranks: int, module: bool, **options: Any) -> int:
     """Launch a module like `farandole.launch.local.launch`, on ranks that are forked with torch already loaded."""
     assert module
     return run(ours("-n", str(ranks), "-m", target, *arguments), fork_ranks=True)[0]
@@ -264,7 +266,7 @@ def test_predictions_match_the_measurements_of_each_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model is a mixture of experts in two stages, and two ranks share the experts of a stage."""
-    monkeypatch.setattr(planning, "launch", _launch_forked)
+    monkeypatch.setattr(ranks_module, "launch", _launch_forked)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
     folder = model_with_tokenizer(tmp_path / "base", "mixtral", **sizes)
     words = ("batch=8", "micro_batch=1", "model.context=64", "plan.precision=fp32", "--expert", "2")

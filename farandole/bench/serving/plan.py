@@ -6,7 +6,6 @@ The speed is predicted for each precision, number of tensor-parallel ranks and n
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +16,12 @@ from rich.table import Table
 
 from farandole.bench.accelerators import described
 from farandole.bench.planning import CONTEXT_BYTES, PlanSetup, accelerator_named, run_words
+from farandole.bench.ranks import result_of_ranks
 from farandole.bench.serving.plan_check import Measured, ServingCheckJobSpec
 from farandole.bench.serving.speeds import PRECISIONS, speeds
 from farandole.bench.setup import BenchError
 from farandole.data.wording import counted
 from farandole.launch.control_groups import available_memory
-from farandole.launch.local import launch
 from farandole.models.sequence import Transformer
 from farandole.plan import PlanError
 from farandole.planner.serving import (
@@ -254,21 +253,15 @@ def check(plan: ServingPlan) -> list[tuple[ServingEstimate, Measured]]:
         )
     words = tuple(run_words(PlanSetup(plan.setup.words)))
     runs = tuple(one.running for one in alike)
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "measured.json")
-        job_spec = ServingCheckJobSpec(
-            words, first.tensor, first.precision, asdict(plan.setup.mix), runs, str(answer)
-        )
-        status = launch(
-            "farandole.bench.serving.plan_check", [job_spec.dump()], ranks=plan.setup.ranks, module=True
-        )
-        if status:
-            raise BenchError(
-                f"--check failed: a rank ended with exit status {status}; see its error message above"
-            )
-        return [
-            (one, Measured(**found)) for one, found in zip(alike, json.loads(answer.read_text()), strict=True)
-        ]
+
+    def job_spec(answer: Path) -> str:
+        mix = asdict(plan.setup.mix)
+        return ServingCheckJobSpec(words, first.tensor, first.precision, mix, runs, str(answer)).dump()
+
+    found = result_of_ranks(
+        "farandole.bench.serving.plan_check", job_spec, ranks=plan.setup.ranks, failure="--check failed"
+    )
+    return [(one, Measured(**each)) for one, each in zip(alike, json.loads(found), strict=True)]
 
 
 def checked_table(found: Sequence[tuple[ServingEstimate, Measured]], replicas: int) -> Table:

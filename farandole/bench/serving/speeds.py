@@ -81,9 +81,13 @@ def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
     cache if it contains one, unless `remeasure` is True.
 
     Raises:
-        BenchError: if the ranks cannot be started or fail.
+        BenchError, LaunchError, SystemExit: as for `measured`.
     """
-    return Speeds(**measured("farandole.bench.serving.speeds", ranks, _FORMAT, remeasure=remeasure))
+    return Speeds(
+        **measured(
+            "farandole.bench.serving.speeds", ranks, _FORMAT, instead="--accelerators", remeasure=remeasure
+        )
+    )
 
 
 def measure(runtime: Runtime, fields: Mapping[str, Any] = _LARGE, turns: int = _TURNS) -> Speeds:

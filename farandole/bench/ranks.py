@@ -1,0 +1,40 @@
+"""Run ranks for a command that needs their result."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from farandole.bench.setup import BenchError
+from farandole.launch.local import launch
+from farandole.launch.monitor import SIGNALS
+
+STOP_TIMEOUT_S = 0.5
+"""How long ranks may run after a signal to the command; the ranks have nothing to save."""
+
+
+def result_of_ranks(
+    module: str, argument: Callable[[Path], str], *, ranks: int, failure: str, advice: str = ""
+) -> str:
+    """Run `module` on `ranks` ranks of this host, and return the text that the ranks write to a file.
+
+    Args:
+        argument: returns the command-line argument of the module for the path of this file.
+        failure: the beginning of the message if a rank fails, such as "--check failed".
+        advice: an alternative to put at the end of this message, such as ", or omit --check".
+
+    Raises:
+        BenchError: if a rank fails.
+        SystemExit: with status 128 + N, if signal number N has stopped the ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "result.json")
+        status = launch(module, [argument(file)], ranks=ranks, module=True, stop_timeout_s=STOP_TIMEOUT_S)
+        if status - 128 in SIGNALS:
+            raise SystemExit(status)
+        if status:
+            raise BenchError(
+                f"{failure}: a rank ended with exit status {status}; see its error message above{advice}"
+            )
+        return file.read_text()
