@@ -2,7 +2,8 @@
 
     python -m farandole.bench.machine FILE      # one rank of the measurement; rank 0 writes FILE
 
-The measurement takes a few seconds.  Each result is the worst value over all ranks.
+The measurement takes a few seconds, or up to about 30 seconds while other programs use the machine.  Each result is the
+worst value over all ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import hashlib
 import json
 import platform
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,20 +20,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import farandole
 from farandole._startup import keep_freed_memory
 from farandole.bench.plan_check import context_bytes, warm_up
 from farandole.bench.ranks import result_of_ranks
 from farandole.bench.resident import data_bytes, library_bytes
+from farandole.bench.timing import measuring_rank, median_seconds, slowest
 from farandole.data.cache import default_cache
 from farandole.launch.cores import usable_cores
+from farandole.launch.reports import notify
 from farandole.launch.runtime import Runtime
 from farandole.parallel.matrix_products import use_fast_products
 from farandole.parallel.precision import TYPES
 
-_ROWS, _WIDTH = 1024, 512
+_ROWS, _FEWER_ROWS, _WIDTH = 1024, 64, 512
 _ELEMENTS = 4 << 20
 _TURNS = 4
+_LIMIT_S = 5.0
+"""The time limit for the calls of each of the five measurements."""
+
 _FORMAT = 2
 
 
@@ -62,7 +66,7 @@ def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
 
 
 def measured(module: str, ranks: int, kind: str | int, *, instead: str, remeasure: bool = False) -> Any:
-    """Run `module` on `ranks` ranks, and return the JSON value that it writes.
+    """Run `module` on `ranks` ranks, and return the JSON value that it writes.  A line on stderr announces this.
 
     If there are fewer cores than ranks, the module runs on one rank per core.  If the cache contains a result, it is
     returned instead, unless `remeasure` is True.
@@ -82,12 +86,14 @@ def measured(module: str, ranks: int, kind: str | int, *, instead: str, remeasur
     kept = _cache_file(together, kind)
     if not remeasure and kept.is_file():
         return json.loads(kept.read_text())
+    notify(f"measuring the speed of this machine (once; stored in {kept}; skip this with {instead})")
     text = result_of_ranks(
         module,
         str,
         ranks=together,
         failure="cannot measure the speed of this machine",
         advice=f", or specify the speed with {instead}",
+        quiet=True,
     )
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(text)
@@ -113,16 +119,28 @@ def measure(runtime: Runtime) -> Speeds:
 
 
 def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
-    """Return the FLOP/s that this rank reaches in the matrix products of a linear layer, forward and backward."""
-    x = torch.randn(_ROWS, _WIDTH, device=runtime.device).to(dtype)
+    """Return the FLOP/s that this rank reaches in the matrix products of a linear layer, forward and backward.
+
+    If a product of `_ROWS` rows would take too long, as with fp16 on some processors, only `_FEWER_ROWS` are used.
+    """
     weight = torch.randn(4 * _WIDTH, _WIDTH, device=runtime.device).to(dtype)
 
-    def products() -> None:
-        y = x @ weight.T
-        _ = y @ weight
-        _ = y.T @ x
+    def seconds(rows: int) -> float:
+        x = torch.randn(rows, _WIDTH, device=runtime.device).to(dtype)
 
-    return 3 * 2 * x.numel() * weight.shape[0] / _seconds(products, runtime)
+        def products() -> None:
+            y = x @ weight.T
+            _ = y @ weight
+            _ = y.T @ x
+
+        return _seconds(products, runtime)
+
+    rows = _FEWER_ROWS
+    found = seconds(rows)
+    if slowest(found, runtime) * _ROWS / rows < _LIMIT_S / _TURNS:
+        rows = _ROWS
+        found = seconds(rows)
+    return 3 * 2 * rows * weight.numel() / found
 
 
 def _stream(runtime: Runtime) -> float:
@@ -154,21 +172,12 @@ def _bandwidth(runtime: Runtime) -> float:
 
 
 def _seconds(call: Callable[[], object], runtime: Runtime) -> float:
-    """Return the median time of `_TURNS` calls of `call`, each of which starts on all ranks at the same time."""
-    found = []
-    for _ in range(_TURNS + 1):
-        runtime.comm.barrier()
-        began = time.perf_counter()
-        call()
-        if runtime.device.type == "cuda":
-            torch.cuda.synchronize(runtime.device)
-        found.append(time.perf_counter() - began)
-    return sorted(found[1:])[_TURNS // 2]
+    return median_seconds(call, runtime, _TURNS, _LIMIT_S)
 
 
 def main(answer: str) -> None:
     """Measure as one of the launched ranks; rank 0 writes the worst values as JSON to the file `answer`."""
-    with farandole.init() as runtime:
+    with measuring_rank() as runtime:
         own = measure(runtime)
         slow = torch.tensor([*own.flops.values(), own.stream, own.bandwidth], dtype=torch.float64)
         large = torch.tensor([own.process, own.libraries])

@@ -15,7 +15,13 @@ STOP_TIMEOUT_S = 0.5
 
 
 def result_of_ranks(
-    module: str, argument: Callable[[Path], str], *, ranks: int, failure: str, advice: str = ""
+    module: str,
+    argument: Callable[[Path], str],
+    *,
+    ranks: int,
+    failure: str,
+    advice: str = "",
+    quiet: bool = False,
 ) -> str:
     """Run `module` on `ranks` ranks of this host, and return the text that the ranks write to a file.
 
@@ -23,6 +29,7 @@ def result_of_ranks(
         argument: returns the command-line argument of the module for the path of this file.
         failure: the beginning of the message if a rank fails, such as "--check failed".
         advice: an alternative to put at the end of this message, such as ", or omit --check".
+        quiet: whether to omit the line on stderr that describes the division of the cores.
 
     Raises:
         BenchError: if a rank fails.
@@ -30,7 +37,9 @@ def result_of_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")
-        status = launch(module, [argument(file)], ranks=ranks, module=True, stop_timeout_s=STOP_TIMEOUT_S)
+        status = launch(
+            module, [argument(file)], ranks=ranks, module=True, stop_timeout_s=STOP_TIMEOUT_S, quiet=quiet
+        )
         if status - 128 in SIGNALS:
             raise SystemExit(status)
         if status:

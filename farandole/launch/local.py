@@ -49,6 +49,7 @@ def launch(
     module: bool = False,
     pin: bool = True,
     stop_timeout_s: float = STOP_TIMEOUT_S,
+    quiet: bool = False,
 ) -> int:
     """Run a Python script or module in `ranks` processes on this host; return the exit status.
 
@@ -60,6 +61,7 @@ def launch(
     Args:
         pin: Whether to pin each rank to its own cores.  A line on stderr describes the division of the cores.
         stop_timeout_s: How long, in seconds, ranks may run after a signal to the launcher before they are killed.
+        quiet: Whether to omit the line on stderr.
 
     Returns:
         The exit status of the rank that failed first, or 0.  When a rank fails, the other ranks are stopped, and the
@@ -68,7 +70,9 @@ def launch(
     Raises:
         LaunchError: if the ranks cannot be started.
     """
-    program = Program(target, arguments, "module" if module else "script", pin, stop_timeout_s=stop_timeout_s)
+    program = Program(
+        target, arguments, "module" if module else "script", pin, quiet=quiet, stop_timeout_s=stop_timeout_s
+    )
     return run_on_this_host(program, ranks, RendezvousConfig())
 
 
@@ -109,7 +113,8 @@ def run_on_this_host(
     # The launchers of a multi-host job get the same key from the user, or from the command that started them.
     key = key_for_ranks() if rendezvous.nodes == 1 else contextlib.nullcontext()
     with key, reserve_cores(ranks, program.pin, program.threads or _threads_of_user()) as division:
-        notify(prefix + division.summary)
+        if not program.quiet:
+            notify(prefix + division.summary)
         if warning := oversubscription_warning(ranks, usable_cores()):
             notify(prefix + warning)
         if program.output is not None:

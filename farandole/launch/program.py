@@ -44,6 +44,8 @@ class Program:
     """The maximum number of times that all ranks are restarted after a failure."""
     stop_timeout_s: float = STOP_TIMEOUT_S
     """How long, in seconds, ranks may run after a signal to the launcher before they are killed."""
+    quiet: bool = False
+    """Whether to omit the line that describes the division of the cores."""
 
     def check(self) -> None:
         """Raise `LaunchError` if the script, module or command does not exist."""

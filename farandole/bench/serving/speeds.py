@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-import farandole
 from farandole._startup import keep_freed_memory
 from farandole.bench.machine import measured
 from farandole.bench.resident import data_bytes
+from farandole.bench.timing import measuring_rank, median_seconds
 from farandole.launch.runtime import Runtime
 from farandole.models.layers import initialize
 from farandole.models.llama import LlamaConfig, build_llama
@@ -40,6 +39,9 @@ ROWS = (1, 4, 16, 64, 256)
 _LENGTH = 1024
 _SEQUENCES = 16
 _TURNS = 5
+_LIMIT_S = 1.5
+"""The time limit for the calls of each of about 20 measurements."""
+
 _FORMAT = "serving-1"
 _SMALL: dict[str, Any] = {"vocabulary": 256, "width": 64, "heads": 2, "inner": 128}
 _LARGE: dict[str, Any] = {
@@ -189,15 +191,7 @@ def _all_reduce(runtime: Runtime, turns: int) -> tuple[float, float]:
 
 
 def _seconds(call: Callable[[], object], runtime: Runtime, turns: int) -> float:
-    """Return the median time of `turns` calls of `call`, each of which starts on all ranks at the same time."""
-    found = []
-    call()
-    for _ in range(turns):
-        runtime.comm.barrier()
-        began = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+    return median_seconds(call, runtime, turns, _LIMIT_S)
 
 
 def _mean(values: Sequence[Any]) -> Any:
@@ -212,7 +206,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 def main(answer: str) -> None:
     """Measure as one of the launched ranks; rank 0 writes the mean of each speed as JSON to the file `answer`."""
-    with farandole.init() as runtime:
+    with measuring_rank() as runtime:
         every = runtime.comm.all_gather_object(asdict(measure(runtime)))
         if runtime.rank == 0:
             Path(answer).write_text(json.dumps(_mean(every)))

@@ -1,0 +1,50 @@
+"""Time calls on the ranks that measure this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+import farandole
+from farandole.launch.runtime import Runtime
+
+
+@contextlib.contextmanager
+def measuring_rank() -> Iterator[Runtime]:
+    """Initialize a rank that measures, and yield its runtime.
+
+    The rank logs no stall warnings, because ranks wait for a long time on a machine that is busy with other programs.
+    """
+    logging.getLogger("farandole").setLevel(logging.ERROR)
+    with farandole.init() as runtime:
+        yield runtime
+
+
+def median_seconds(call: Callable[[], object], runtime: Runtime, turns: int, limit_s: float) -> float:
+    """Return the median time of `turns` calls of `call`, each of which starts on all ranks at the same time.
+
+    A first call is not counted.  After `limit_s` seconds, no more calls are started, so there may be fewer calls; if
+    there is only one, it is counted.  This is a collective call.
+    """
+    found: list[float] = []
+    start = time.perf_counter()
+    while len(found) <= turns and (not found or slowest(time.perf_counter() - start, runtime) < limit_s):
+        runtime.comm.barrier()
+        began = time.perf_counter()
+        call()
+        if runtime.device.type == "cuda":
+            torch.cuda.synchronize(runtime.device)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:] or found)
+
+
+def slowest(seconds: float, runtime: Runtime) -> float:
+    """Return the largest of the `seconds` of all ranks.  This is a collective call."""
+    largest = torch.tensor([seconds], dtype=torch.float64)
+    runtime.comm.all_reduce(largest, "max")
+    return largest.item()
