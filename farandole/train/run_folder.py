@@ -22,6 +22,7 @@ import difflib
 import fcntl
 import json
 import os
+import tempfile
 import time
 from dataclasses import dataclass, field
 from itertools import count
@@ -48,14 +49,34 @@ LOCK = ".lock"
 # ---- runs ----
 
 
-def new_run(config: TrainConfig) -> Path:
-    """Create a new run's folder and write its configuration.  Raises `ConfigError`."""
+def check_out(config: TrainConfig) -> None:
+    """Raise `ConfigError` if this process cannot create the folder of a run.
+
+    The check creates and removes a temporary folder, because permissions do not apply to root, and some file systems
+    contain no folders of users.
+    """
     # imported here, because a server reads checkpoints but no configurations
     from farandole.train.config import ConfigError
 
     out = Path(config.out).expanduser()
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"out={config.out} is a file: expected a folder for runs")
+    existing = next(path for path in [out, *out.parents] if os.path.exists(path))
+    if not existing.is_dir():
+        raise ConfigError(f"out={config.out}: {existing} is a file; set out to another folder")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".run-", dir=existing))
+    except OSError as error:
+        why = disk_failure(OSError(error.errno, error.strerror), existing)
+        raise ConfigError(
+            f"out={config.out}: cannot create a folder in {existing}: {why}; set out to another folder"
+        ) from None
+
+
+def new_run(config: TrainConfig) -> Path:
+    """Create a new run's folder and write its configuration.  Raises `ConfigError`."""
+    from farandole.train.config import ConfigError
+
+    check_out(config)
+    out = Path(config.out).expanduser()
     try:
         out.mkdir(parents=True, exist_ok=True)
         run = new_folder(out, f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -69,7 +90,9 @@ def new_run(config: TrainConfig) -> Path:
         why = disk_failure(
             error, next(folder for folder in [out, *out.absolute().parents] if folder.is_dir())
         )
-        raise ConfigError(f"cannot create a run in out={config.out}: {why}") from None
+        raise ConfigError(
+            f"out={config.out}: cannot create a run: {why}; set out to another folder"
+        ) from None
     return run
 
 

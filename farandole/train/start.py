@@ -38,6 +38,7 @@ from farandole.train.run_folder import (
     CheckpointError,
     DiskError,
     check_complete,
+    check_out,
     checkpoint_to_resume,
     new_run,
     read_metadata,
@@ -171,7 +172,7 @@ def _is_folder(word: str, resume: bool) -> bool:
 
 
 def check(request: Request, ranks: int | None = None) -> Start:
-    """Check a request, without writing any file.
+    """Check a request.  No file remains after the check.
 
     Args:
         ranks: the number of ranks.  Defaults to `default_ranks` for a new run, and to the previous number for a resumed
@@ -188,6 +189,7 @@ def check(request: Request, ranks: int | None = None) -> Start:
         config = load_config(request.source, request.overrides)
         start = Start(config, ranks or default_ranks(config))
         _check_ranks(start.config, start.ranks)
+        check_out(config)
     task_path(start.config.task)
     if start.config.log.wandb:
         check_wandb()
