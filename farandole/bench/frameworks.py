@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from farandole.bench.setup import BenchError, TrainingSetup
+from farandole.bench.options import BenchError
+from farandole.bench.setup import TrainingSetup
 from farandole.launch.runtime import Runtime
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -16,9 +15,9 @@ from torch import nn
 
 from farandole.bench.accelerators import ACCELERATORS, Accelerator, described
 from farandole.bench.machine import Speeds, speeds
+from farandole.bench.options import BenchError
 from farandole.bench.plan_check import PlanCheckJobSpec
 from farandole.bench.ranks import result_of_ranks
-from farandole.bench.setup import BenchError
 from farandole.launch.control_groups import available_memory
 from farandole.memory.offload_store import measure_bandwidth
 from farandole.models.hf.fields import FolderError
@@ -116,8 +115,6 @@ CONTEXT_BYTES = 600 << 20
 The exact number depends on the loaded kernels.
 """
 
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECASE)
-
 
 @dataclass(frozen=True)
 class PlanSetup:
@@ -188,21 +185,23 @@ def plan(setup: PlanSetup) -> Planned:
             f"--nodes {nodes} requires --bandwidth, the bandwidth between hosts in bytes per second"
         )
     choices = _given(setup, config, request.overrides)
-    machine = (
-        _this_machine(setup, ranks, nodes) if accelerator is None else _published(setup, accelerator, nodes)
-    )
+    host = accelerator is None and not torch.cuda.is_available()
     axes: dict[str, Sequence[Any]] = {
         "zero": range(4),
         "data_shard": ["all", "host"] if nodes > 1 else ["all"],
         "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
-        "precision": [_precision(config, machine)],
+        "precision": [_precision(config, host=host)],
         "lora": [config.plan.lora()],
     }
     model = model_of(config)
-    if not machine.host:
+    if not host:
         axes |= _meshes(config, model, ranks, nodes)
     if max(choices.get("pipeline", axes.get("pipeline", [1]))) > 1:
         axes["schedule"] = _SCHEDULES
+    _check_batch(config, _candidates(ranks, axes | choices), ranks)
+    machine = (
+        _this_machine(setup, ranks, nodes) if accelerator is None else _published(setup, accelerator, nodes)
+    )
     search = partial(_estimates, config, model, ranks)
     machine, estimates = search(machine, axes | choices)
     for further in _RESORTS if machine.host else _ACCELERATORS_RESORTS:
@@ -368,19 +367,42 @@ def dump(planned: Planned) -> str:
     return json.dumps({"ranks": planned.ranks, "machine": asdict(planned.machine), "plans": plans}, indent=1)
 
 
-def parse_number(option: str, text: str, base: int) -> float:
-    """Parse a number such as 16GiB, 1.5G or 50 G.
-
-    The suffixes K, M, G, T and P are powers of `base`; suffixes such as GiB are powers of 1024.
+def _candidates(
+    ranks: int, axes: Mapping[str, Sequence[Any]], meshes: Sequence[tuple[Any, ...]] = ()
+) -> list[Plan]:
+    """Return the plans for all valid combinations of the values in `axes`; see `_estimates`.
 
     Raises:
-        BenchError: if `text` has another format or is not above 0; the message names `option`.
+        PlanError: if no combination is valid.
     """
-    match = _NUMBER.fullmatch(text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise BenchError(f"{option}: expected a number above 0 such as 512M, 16GiB or 1.5G, got {text!r}")
-    power = " KMGTP".index(match[2].upper() or " ")
-    return float(match[1]) * float(base if (match[3] or "").lower() != "ib" else 1024) ** power
+    plans: list[Plan] = []
+    refusal: PlanError | None = None
+    if meshes:
+        axes = {**axes, **{name: sorted(set(sizes)) for name, *sizes in zip(_AXES, *meshes, strict=True)}}
+    for values in itertools.product(*axes.values()):
+        try:
+            candidate = Plan(**dict(zip(axes, values, strict=True)))
+            candidate.sizes(ranks)
+            if not meshes or _axes_of(candidate) in meshes:
+                plans.append(candidate)
+        except PlanError as error:  # this combination of values is invalid
+            refusal = error
+    if not plans and refusal is not None:
+        raise refusal
+    return plans
+
+
+def _check_batch(config: TrainConfig, plans: Sequence[Plan], ranks: int) -> None:
+    """Raise `ConfigError` if the batch cannot be divided equally with any of `plans`."""
+    refusal: ConfigError | None = None
+    for alike in {_axes_of(one): one for one in plans}.values():
+        try:
+            _with(config, alike).micro_batches(ranks)
+            return
+        except ConfigError as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
 
 
 def _estimates(
@@ -407,20 +429,7 @@ def _estimates(
     Raises:
         PlanError, ConfigError: if no plan is valid.
     """
-    plans: list[Plan] = []
-    refusal: Exception | None = None
-    if meshes:
-        axes = {**axes, **{name: sorted(set(sizes)) for name, *sizes in zip(_AXES, *meshes, strict=True)}}
-    for values in itertools.product(*axes.values()):
-        try:
-            candidate = Plan(**dict(zip(axes, values, strict=True)))
-            candidate.sizes(ranks)
-            if not meshes or _axes_of(candidate) in meshes:
-                plans.append(candidate)
-        except PlanError as error:  # this combination of values is invalid
-            refusal = error
-    if not plans and refusal is not None:
-        raise refusal
+    plans = _candidates(ranks, axes, meshes)
     folders = {Place.parse(place).folder for one in plans for place in (one.offload, one.swap)}
     if disks := folders - {""}:
         machine = replace(machine, disk=measure_bandwidth(min(disks)))
@@ -429,8 +438,8 @@ def _estimates(
         first, rest = _simplest(plans)
     estimated = partial(_estimated, config, model, ranks, machine, StageTracer())
     found, refused = estimated(first)
-    if not found and (refused or refusal):
-        raise refused or refusal  # type: ignore[misc]
+    if not found and refused is not None:
+        raise refused
     found = in_order(found, machine.memory)
     for mesh in _best_meshes(found):
         for mode in ("none", "selective", "attention", "block"):  # from the fastest to the slowest
@@ -584,11 +593,11 @@ def _published(setup: PlanSetup, accelerator: Accelerator, nodes: int) -> Machin
     )
 
 
-def _precision(config: TrainConfig, machine: Machine) -> str:
+def _precision(config: TrainConfig, *, host: bool) -> str:
     """Return the precision in `config`, or the precision that `farandole train` would choose for "auto"."""
     if config.plan.precision != "auto":
         return config.plan.precision
-    if not machine.host:
+    if not host:
         return "bf16"
     return "bf16" if bf16_unit(torch.device("cpu")) else "fp32"
 

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from farandole.bench.setup import BenchError
+from farandole.bench.options import BenchError
 from farandole.launch.local import launch
 from farandole.launch.monitor import SIGNALS
 

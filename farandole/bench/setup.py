@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from farandole.bench.options import BenchError, check_output
 from farandole.models.resnet import STRIDE, resnet_config
-
-PICTURES = (".png", ".pdf", ".svg")
-"""The supported suffixes of picture files."""
-
-
-class BenchError(ValueError):
-    """Raised if benchmark options are invalid, or a benchmark cannot be run.
-
-    For an invalid option, the message names the option and suggests a valid value.
-    """
 
 
 @dataclass(frozen=True)
@@ -82,25 +70,3 @@ class TrainingSetup:
     def load(text: str) -> TrainingSetup:
         """Convert the result of `dump` back to a setup."""
         return TrainingSetup(**json.loads(text))
-
-
-def check_choice(option: str, asked: str, known: Iterable[str]) -> None:
-    """Raise BenchError if `asked`, the value of `option`, is not in `known`; the message suggests a similar value."""
-    names = list(known)
-    if asked not in names:
-        nearest = difflib.get_close_matches(asked, names, 1)
-        hint = f"; nearest: {nearest[0]}" if nearest else ""
-        raise BenchError(f"{option} {asked} is unknown{hint} (available: {', '.join(names)})")
-
-
-def check_output(option: str, name: str | None, endings: tuple[str, ...] = ()) -> None:
-    """Raise BenchError if the folder of the file `name` does not exist, or the suffix of `name` is not in `endings`.
-
-    If `endings` is empty, every suffix is allowed.  If `name` is None, nothing is checked.
-    """
-    if name is None:
-        return
-    if not (folder := Path(name).absolute().parent).is_dir():
-        raise BenchError(f"{option} {name}: folder {folder} does not exist; create it")
-    if endings and Path(name).suffix.lower() not in endings:
-        raise BenchError(f"{option} {name}: expected a file name that ends in {', '.join(endings)}")

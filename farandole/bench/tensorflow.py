@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.bench.setup import BenchError, TrainingSetup, check_choice
+from farandole.bench.options import BenchError, check_choice
+from farandole.bench.setup import TrainingSetup
 from farandole.launch.runtime import Runtime
 from farandole.models.resnet import EXPANSION, ResNetConfig, resnet_config
 

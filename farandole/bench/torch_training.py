@@ -15,7 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole.bench.half import HalfCommunicator
-from farandole.bench.setup import BenchError, TrainingSetup, check_choice
+from farandole.bench.options import BenchError, check_choice
+from farandole.bench.setup import TrainingSetup
 from farandole.launch.runtime import Runtime
 from farandole.models.resnet import build_resnet, resnet_config
 from farandole.parallel.engine import Engine

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import farandole
 from farandole import native
 from farandole.bench.collectives.measure import values_of_all_ranks
-from farandole.bench.setup import BenchError, check_output
+from farandole.bench.options import BenchError, check_output
 from farandole.bench.training import machine
 from farandole.comm import Options
 from farandole.comm.algorithms.choice import ALL_REDUCE

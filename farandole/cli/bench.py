@@ -315,7 +315,7 @@ def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:
     A `BenchError` or a `LaunchError` is reported as one line that begins with the command `name`.
     """
     # import here, so that `--help` does not wait for torch
-    from farandole.bench.setup import BenchError
+    from farandole.bench.options import BenchError
     from farandole.launch.environments import find_placement
     from farandole.launch.placement import LaunchError
 
@@ -337,7 +337,7 @@ def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
     Raises:
         BenchError: if `ranks`, the value of --ranks, differs from the number of ranks in the job.
     """
-    from farandole.bench.setup import BenchError
+    from farandole.bench.options import BenchError
     from farandole.launch.placement import ALONE
 
     if placement is ALONE:

@@ -262,37 +262,41 @@ def plan(
       farandole plan hf:llama-8b -n 64 --accelerators h100 --flops 400T --bandwidth 300G --host-bandwidth 50G     measured speeds
     """
     # import here, so that `--help` does not wait for torch
+    from farandole.bench.options import BenchError, parse_memory, parse_number
     from farandole.launch.placement import LaunchError
     from farandole.memory.disk import OffloadError
     from farandole.plan import PlanError
     from farandole.train.config import ConfigError
 
+    def speed(option: str, text: str | None) -> float | None:
+        return None if text is None else parse_number(option, text, 1000)
+
     try:
         _check_words(words or [])
-    except ConfigError as refusal:
+        _check_options(context_, serve=serve)
+        memory_bytes = None if memory is None else parse_memory("--memory", memory)
+        flop_rate = speed("--flops", flops)
+        rank_rate = speed("--bandwidth", bandwidth)
+        host_rate = speed("--host-bandwidth", host_bandwidth)
+        memory_rate = speed("--memory-bandwidth", memory_bandwidth)
+    except (ConfigError, BenchError) as refusal:
         _refuse(refusal)
 
-    from farandole.bench.planning import PlanSetup, parse_number
-    from farandole.bench.setup import BenchError
-
-    def number(option: str, text: str | None, base: int = 1000) -> float | None:
-        return None if text is None else parse_number(option, text, base)
+    from farandole.bench.planning import PlanSetup  # imports torch, which takes seconds
 
     try:
-        _check_options(context_, serve=serve)
         if serve:
             from farandole.bench.serving.plan import ServingPlanSetup
             from farandole.planner.serving import Mix
 
-            least = number("--memory", memory, 1024)
             serving = ServingPlanSetup(
                 words=tuple(words or ()),
                 mix=Mix(prompt_tokens, output_tokens),
                 ranks=ranks or 1,
-                memory=None if least is None else int(least),
-                flops=number("--flops", flops),
-                memory_bandwidth=number("--memory-bandwidth", memory_bandwidth),
-                bandwidth=number("--bandwidth", bandwidth),
+                memory=memory_bytes,
+                flops=flop_rate,
+                memory_bandwidth=memory_rate,
+                bandwidth=rank_rate,
                 tensor=tensor or (),
                 precision=precision or (),
                 running=max_running or (),
@@ -304,10 +308,10 @@ def plan(
             words=tuple(words or ()),
             ranks=ranks,
             nodes=nodes,
-            memory=None if memory is None else int(parse_number("--memory", memory, 1024)),
-            flops=number("--flops", flops),
-            bandwidth=number("--bandwidth", bandwidth),
-            host_bandwidth=number("--host-bandwidth", host_bandwidth),
+            memory=memory_bytes,
+            flops=flop_rate,
+            bandwidth=rank_rate,
+            host_bandwidth=host_rate,
             choices={
                 "tensor": tensor or [],
                 "sequence": [] if sequence is None else [sequence],
@@ -348,7 +352,7 @@ def _check_words(words: list[str]) -> None:
 
 def _check_options(context: typer.Context, *, serve: bool) -> None:
     """Raise BenchError if the user gave an option that cannot be combined with --serve, or that requires --serve."""
-    from farandole.bench.setup import BenchError
+    from farandole.bench.options import BenchError
 
     for name in context.params:
         source = context.get_parameter_source(name)
@@ -402,8 +406,8 @@ def _answer_serving(setup: ServingPlanSetup, json: str | None, *, is_checked: bo
 
     from rich.console import Console
 
+    from farandole.bench.options import BenchError
     from farandole.bench.serving.plan import check, checked_table, dump, plan_serving, table
-    from farandole.bench.setup import BenchError
 
     planned = plan_serving(setup)
     console = Console(highlight=False)
@@ -430,8 +434,8 @@ def _write(planned: Planned, json: str | None, picture: str | None) -> None:
     """
     from pathlib import Path
 
+    from farandole.bench.options import BenchError
     from farandole.bench.planning import dump
-    from farandole.bench.setup import BenchError
 
     try:
         if json is not None:

@@ -19,7 +19,7 @@ from farandole.bench.collectives.overlap import hidden
 from farandole.bench.collectives.setup import CollectivesSetup, parse_size, short_size
 from farandole.bench.collectives.table import Table
 from farandole.bench.collectives.values import count_errors, expected, values
-from farandole.bench.setup import BenchError
+from farandole.bench.options import BenchError
 from tests.launch.jobs import run
 from tests.ports import free_port
 

@@ -13,8 +13,8 @@ import pytest
 
 import farandole
 from farandole.bench import machine
+from farandole.bench.options import BenchError
 from farandole.bench.ranks import result_of_ranks
-from farandole.bench.setup import BenchError
 from farandole.bench.timing import median_seconds
 from tests.launch.jobs import environment, finish, start, wait_for_lines, write
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from farandole.bench.options import BenchError
 from farandole.bench.serving.client import WORDS, Client, Sample
 from farandole.bench.serving.limit import Limit, measure_limit
 from farandole.bench.serving.load import Request, poisson_arrivals, ragged_requests, with_fresh_prompts
 from farandole.bench.serving.results import percentile, report, summarize
 from farandole.bench.serving.run import run
 from farandole.bench.serving.setup import ServingSetup, parse_range
-from farandole.bench.setup import BenchError
 from farandole.cli.main import app
 from tests.launch import jobs
 from tests.serve.models import models

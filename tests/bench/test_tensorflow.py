@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from farandole.bench.setup import BenchError, TrainingSetup
+from farandole.bench.options import BenchError
+from farandole.bench.setup import TrainingSetup
 from farandole.bench.tensorflow import IMPLEMENTATIONS, TensorFlow
 from tests.horovod.tensorflow.jobs import LIMIT_S, needs_tensorflow
 from tests.launch.jobs import finish, start, write

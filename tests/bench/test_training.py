@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import farandole
 from farandole.bench.half import HalfCommunicator
-from farandole.bench.setup import BenchError, TrainingSetup
+from farandole.bench.options import BenchError
+from farandole.bench.setup import TrainingSetup
 from farandole.bench.torch_training import HOROVOD, IMPLEMENTATIONS, Job, PyTorch, _is_there
 from farandole.bench.training import run
 from farandole.models.resnet import build_resnet, resnet_config

@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from farandole.bench.setup import BenchError
+from farandole.bench.options import BenchError
 from farandole.bench.tune import TuneSetup, report, run
 from farandole.cli.main import app
 from farandole.comm import Options

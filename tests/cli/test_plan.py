@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,8 @@ def test_only_the_requested_plans_must_divide_the_batch(tmp_path: Path) -> None:
         (("--zero", "4"), "--zero 4 is unknown; expected one of 0, 1, 2, 3"),
         (("--offload", "disc:/x"), "offload='disc:/x': expected 'none', 'host' or 'disk:FOLDER'"),
         (("--memory", "lots"), "--memory: expected a number above 0 such as 512M, 16GiB or 1.5G, got 'lots'"),
+        (("--memory", "5"), "--memory 5: expected at least 1 MiB, got 5 bytes; did you mean 5GiB?"),
+        (("--memory", "80K"), "--memory 80K: expected at least 1 MiB, got 81920 bytes; did you mean 80GiB?"),
         (("tinny",), "tinny is not a preset or file; did you mean tiny?"),
         (("tiny", "batch=7", "-n", "2"), "batch=7 is not divisible by 2 ranks"),
         (("tiny", "--nodes", "2"), "the bandwidth between hosts in bytes per second"),
@@ -81,6 +85,38 @@ def test_mistakes_are_reported(words: tuple[str, ...], message: str) -> None:
     result = _plan(*words)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--memory", "lots"),
+        ("--memory", "5"),
+        ("--flops", "x"),
+        ("--bandwidth=-1",),
+        ("--host-bandwidth", "0"),
+        ("--serve", "--zero", "1"),
+    ],
+)
+def test_mistakes_in_options_are_reported_without_loading_torch(words: tuple[str, ...]) -> None:
+    code = (
+        "import sys\nfrom farandole.cli.main import main\n"
+        "try: main()\nfinally: assert 'torch' not in sys.modules, 'torch was loaded'"
+    )
+    found = subprocess.run([sys.executable, "-c", code, "plan", *words], capture_output=True, text=True)
+    assert found.returncode == 2, found.stderr
+    assert found.stderr.startswith(
+        f"farandole plan: {words[0].partition('=')[0] if len(words) < 3 else '--zero'}"
+    )
+
+
+def test_the_batch_is_checked_before_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(planning, "speeds", lambda ranks, remeasure: measured.append(ranks))
+    result = _plan("tiny", "batch=15", "-n", "2")
+    assert result.exit_code == 2
+    assert "batch=15 is not divisible by 2 ranks; try batch=14 or 16" in result.output
+    assert not measured
 
 
 def test_every_plan_has_an_outcome_and_a_bar(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from farandole import native
 from farandole.bench.collectives.mpi import REDUCIBLE, reduces
 from farandole.bench.collectives.operations import OPERATIONS, Operation
 from farandole.bench.collectives.setup import CollectivesSetup
-from farandole.bench.setup import BenchError, check_choice
+from farandole.bench.options import BenchError, check_choice
 from farandole.comm import register
 from farandole.comm.fallback import has_nccl
 from farandole.data.wording import counted

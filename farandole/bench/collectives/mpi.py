@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farandole.bench.collectives.implementations import Wait
 from farandole.bench.collectives.operations import ROOT, Operation
-from farandole.bench.setup import BenchError
+from farandole.bench.options import BenchError
 
 REDUCIBLE = ("float32", "float64", "int8", "uint8", "int16", "int32", "int64")
 """The dtypes that this benchmark can reduce with mpi4py.

@@ -25,7 +25,7 @@ from farandole.bench.collectives.operations import OPERATIONS, Operation
 from farandole.bench.collectives.overlap import measure_overlap
 from farandole.bench.collectives.setup import CollectivesSetup
 from farandole.bench.collectives.table import Table
-from farandole.bench.setup import BenchError
+from farandole.bench.options import BenchError
 from farandole.bench.training import machine
 from farandole.launch.cores import affinity, divide_cores, physical_cores
 from farandole.launch.local import launch

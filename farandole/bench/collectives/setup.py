@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from farandole.bench.collectives.operations import OPERATIONS, Operation
-from farandole.bench.setup import PICTURES, BenchError, check_choice, check_output
+from farandole.bench.options import PICTURES, BenchError, check_choice, check_output
 from farandole.comm.dtypes import REDUCTION_NAMES
 from farandole.data.wording import counted
 from farandole.data.wording import size as in_words

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from farandole.bench.options import BenchError
 from farandole.bench.serving.load import Request
-from farandole.bench.setup import BenchError
 
 TIMEOUT_S = 600.0
 """The time in seconds for which a request waits for the next part of its response."""

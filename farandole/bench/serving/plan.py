@@ -15,11 +15,11 @@ import torch
 from rich.table import Table
 
 from farandole.bench.accelerators import described
+from farandole.bench.options import BenchError
 from farandole.bench.planning import CONTEXT_BYTES, PlanSetup, accelerator_named, run_words
 from farandole.bench.ranks import result_of_ranks
 from farandole.bench.serving.plan_check import Measured, ServingCheckJobSpec
 from farandole.bench.serving.speeds import PRECISIONS, speeds
-from farandole.bench.setup import BenchError
 from farandole.data.wording import counted
 from farandole.launch.control_groups import available_memory
 from farandole.models.sequence import Transformer

@@ -14,12 +14,12 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import IO
 
+from farandole.bench.options import BenchError
 from farandole.bench.serving.client import Client, Sample
 from farandole.bench.serving.limit import Limit, measure_limit
 from farandole.bench.serving.load import Request, poisson_arrivals, ragged_requests, with_fresh_prompts
 from farandole.bench.serving.results import Summary, report, report_speed_up, summarize
 from farandole.bench.serving.setup import ServingSetup
-from farandole.bench.setup import BenchError
 from farandole.bench.training import machine
 from farandole.data.errors import DataError
 from farandole.data.wording import short, size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.bench.setup import PICTURES, BenchError, check_choice, check_output
+from farandole.bench.options import PICTURES, BenchError, check_choice, check_output
 from farandole.serve.folder import PRECISIONS
 
 SCENARIOS = {"singlestream": "SingleStream", "offline": "Offline", "server": "Server"}
