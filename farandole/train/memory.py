@@ -22,6 +22,7 @@ from farandole.plan import MODEL_AXES, Plan, PlanError
 from farandole.planner import Estimate, Machine, bytes_per_parameter, estimate_workload
 from farandole.planner.pipeline import StagedModel
 from farandole.train.config import ConfigError, TrainConfig, plan_config_error
+from farandole.train.hardware import bf16_unit
 from farandole.train.start import Start, task_config
 from farandole.train.workload import PLANNED, workload_of
 
@@ -92,7 +93,12 @@ def summary(start: Start) -> dict[str, str]:
     config, ranks = task_config(start.config, start.checkpoint), start.ranks
     count, samples = config.micro_batches(ranks)
     micro_batches = "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
-    plan = config.plan.model_dump(exclude_defaults=True)
+    section = config.plan
+    plan = {name: getattr(section, name) for name in ("zero", "precision", "recompute", "offload")}
+    plan |= section.model_dump(exclude_defaults=True)
+    if section.precision == "auto":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        plan["precision"] = f"auto ({'bf16' if bf16_unit(device) else 'fp32'} on this host)"
     together = config.plan.ranks_per_sample
     groups = counted(ranks // together, "rank" if together == 1 else "group")
     of = "" if together == 1 else f" of {together} ranks"
@@ -101,7 +107,7 @@ def summary(start: Start) -> dict[str, str]:
         "ranks": f"{ranks} on this host",
         "steps": f"{config.steps:,}",
         "batch": f"{counted(config.batch, 'sample')} = {groups}{of} x {micro_batches} x {samples:,}",
-        "plan": ", ".join(f"{key}={value}" for key, value in plan.items()) or "default",
+        "plan": ", ".join(f"{key}={value}" for key, value in plan.items()),
     }
     if config.task in PLANNED:
         if config.task not in ("images", "classify"):  # only the data specifies the number of classes
@@ -110,8 +116,8 @@ def summary(start: Start) -> dict[str, str]:
         if not torch.cuda.is_available():
             found = _estimated(config, ranks)
             lines["memory"] = (
-                f"{size(ranks * found.mean_peak)} predicted on {counted(ranks, 'rank')}, "
-                f"{size(available_memory())} available"
+                f"{size(found.mean_peak)} per rank and {size(ranks * found.mean_peak)} in total predicted on "
+                f"{counted(ranks, 'rank')}; {size(available_memory())} available on this host"
             )
             if found.pipeline is not None:
                 lines["pipeline"] = (
@@ -121,7 +127,9 @@ def summary(start: Start) -> dict[str, str]:
         lines["run folder"] = str(Path(config.out) / f"{config.name}-DATE-TIME")
     else:
         lines["checkpoint"] = str(start.checkpoint)
-    return lines | {"dry run": "the configuration and the data are valid; nothing was trained or saved"}
+    return lines | {
+        "dry run": "the configuration, the data and the folder of runs are valid; nothing was trained or saved"
+    }
 
 
 def _trained(zero: int, offload: str, ranks: int) -> float:

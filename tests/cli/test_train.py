@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,8 +150,13 @@ def test_a_dry_run_checks_and_writes_nothing(launched: list[Any]) -> None:
     assert result.exit_code == 0, result.output
     lines = dict(line.split("  ", 1) for line in result.output.splitlines())
     assert lines["batch"].strip() == "8 samples = 2 ranks x 1 micro-batch x 4"
-    assert lines["plan"].strip() == "zero=2"
-    assert "predicted on 2 ranks" in lines["memory"]
+    values = r"zero=2, precision=auto \((bf16|fp32) on this host\), recompute=none, offload=none"
+    assert re.fullmatch(values, lines["plan"].strip())
+    one, total = re.findall(r"([\d.]+) MiB", lines["memory"])[:2]
+    assert float(total) == pytest.approx(2 * float(one), abs=0.2)
+    assert re.search(
+        r" per rank and .* in total predicted on 2 ranks; .* available on this host", lines["memory"]
+    )
     assert "nothing was trained" in lines["dry run"]
     assert not launched and not Path("runs").exists()
     _checkpoint(Path("runs/tiny-1"), 10)
