@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import json
 import tomllib
@@ -79,6 +80,15 @@ SYNONYMS = {
 
 The tools are Hugging Face, Megatron-LM, DeepSpeed, torchtitan, Lightning and nanoGPT.
 """
+
+
+_LIMITS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "greater than {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "less than {}",
+    "pattern": "matching {}",
+}
 
 
 class ConfigError(Documented, ValueError):
@@ -546,7 +556,31 @@ def unknown_key(key: str) -> str:
     return f"unknown key {key}; {hint}"
 
 
+def key_type(name: str) -> str:
+    """Return a description of the type and the limits of key `name`, such as "integer, at least 1"."""
+    schema = _schema()
+    section, _, last = name.partition(".")
+    found = schema["properties"][section]
+    if last and section == "options":  # custom tasks define the keys in [options]
+        found = found["additionalProperties"]
+    elif last:
+        found = schema["$defs"][found["$ref"].rpartition("/")[2]]["properties"][last]
+    if "$ref" in found or found.get("type") == "object":
+        return "section with keys"
+    if "enum" in found:
+        return "one of " + ", ".join(found["enum"])
+    types = " or ".join(option["type"] for option in found.get("anyOf", [found]))
+    limits = [words.format(found[limit]) for limit, words in _LIMITS.items() if limit in found]
+    return ", ".join([types, *limits])
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    return TrainConfig.model_json_schema()
+
+
 def _explain(error: ValidationError) -> Iterator[str]:
+    explained = set()
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
@@ -555,4 +589,19 @@ def _explain(error: ValidationError) -> Iterator[str]:
             cause = problem["ctx"]["error"]
             yield str(plan_config_error(cause)) if isinstance(cause, PlanError) else f"{key}: {cause}"
         else:
-            yield f"{key}={problem['input']!r}: {problem['msg'].replace('Input should', 'it should', 1)}"
+            # the location of a problem may also name one of several types, or the index of an item
+            key = ".".join(str(part) for part in problem["loc"][:2])
+            key = key if key in known_keys() or key.startswith("options.") else key.partition(".")[0]
+            if key not in explained:
+                explained.add(key)
+                yield _expected(key, problem)
+
+
+def _expected(key: str, problem: Any) -> str:
+    """Return the error message for a key whose value has the wrong type or exceeds a limit, or is missing."""
+    what = key_type(key)
+    if not what.startswith("one of "):
+        what = f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
+    if problem["type"] == "missing":
+        return f"{key} is missing: expected {what}"
+    return f"{key}={problem['input']!r}: expected {what}"

@@ -11,16 +11,9 @@ import tomllib
 from dataclasses import dataclass
 from typing import Any
 
-from farandole.train.config import ConfigError, TrainConfig, load_config, presets, unknown_key
+from farandole.train.config import ConfigError, key_type, load_config, presets, unknown_key
 
 _KEY = re.compile(r"(?P<name>\w+) = (?P<value>.*?)(?:\s+# (?P<comment>.*))?")
-_LIMITS = {
-    "minimum": "at least {}",
-    "exclusiveMinimum": "greater than {}",
-    "maximum": "at most {}",
-    "exclusiveMaximum": "less than {}",
-    "pattern": "matching {}",
-}
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,6 @@ class Key:
 
 def all_keys() -> dict[str, Key]:
     """Return all keys, keyed by full name and in the order of `presets/default.toml`."""
-    schema = TrainConfig.model_json_schema()
     keys: dict[str, Key] = {}
     section, comments = "", []
     for line in presets()["default"].splitlines():
@@ -59,7 +51,7 @@ def all_keys() -> dict[str, Key]:
             name = section + match["name"]
             description = match["comment"] or " ".join(comments)
             default = tomllib.loads(f"value = {match['value']}")["value"]
-            keys[name] = Key(name, default, description, _type(schema, name))
+            keys[name] = Key(name, default, description, key_type(name))
             comments = []
         else:
             comments = []
@@ -88,17 +80,3 @@ def preset_values(name: str) -> dict[str, Any]:
     default = load_config().flat()[name]
     values = {preset: load_config(preset).flat()[name] for preset in presets()}
     return {preset: value for preset, value in values.items() if value != default}
-
-
-def _type(schema: dict[str, Any], name: str) -> str:
-    """Return a description of the type and the limits of key `name`."""
-    section, _, last = name.rpartition(".")
-    properties = schema["properties"]
-    if section:
-        properties = schema["$defs"][properties[section]["$ref"].rpartition("/")[2]]["properties"]
-    found = properties[last]
-    if "enum" in found:
-        return "one of " + ", ".join(found["enum"])
-    types = " or ".join(option["type"] for option in found.get("anyOf", [found]))
-    limits = [words.format(found[limit]) for limit, words in _LIMITS.items() if limit in found]
-    return ", ".join([types, *limits])

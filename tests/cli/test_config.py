@@ -65,7 +65,7 @@ def test_explain_names_type_limits_presets_and_resume() -> None:
         (("explain", "lr"), "unknown key lr; did you mean optimizer.learning_rate?"),
         (("keys", "optimiser"), "unknown section optimiser; sections are model, "),
         (("show", "tinny"), "did you mean tiny?"),
-        (("show", "steps=0"), "steps=0: it should be greater than or equal to 1"),
+        (("show", "steps=0"), "steps=0: expected an integer, at least 1"),
         (("show", "--chnged"), "did you mean --changed?"),
     ],
 )

@@ -44,19 +44,31 @@ def test_files_override_presets_and_arguments_override_both(tmp_path: Path) -> N
     assert with_overrides(config, ["steps=9"]).steps == 9
 
 
+def test_incomplete_configurations_are_refused() -> None:
+    values = load_config("tiny").model_dump()
+    del values["batch"]
+    with pytest.raises(
+        ConfigError, match="^batch is missing: expected an integer, at least 1\nplan=3: expected a section"
+    ):
+        parse_config({**values, "plan": 3})
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
         ("stps=3", "unknown key stps; did you mean steps?"),
         ("modle.width=3", "unknown key modle.width; did you mean model.width?"),
         ("learning_rate=1", "unknown key learning_rate; did you mean optimizer.learning_rate?"),
-        ("model=3", "model.folder=3: it should be a valid string"),
+        ("model=3", "model.folder=3: expected a string; see docs/troubleshooting.md#configerror"),
         ("lr=1", "unknown key lr; did you mean optimizer.learning_rate?"),
         ("optimizer.name=lion", "unknown key optimizer.name; optimizer has learning_rate, "),
         ("data.zero=1", "unknown key data.zero; did you mean plan.zero?"),
         ("n_layer=3", "unknown key n_layer; did you mean model.layers?"),
-        ("steps=many", "steps='many': it should be a valid integer"),
-        ("steps=0", "steps=0: it should be greater than or equal to 1"),
+        (
+            "steps=many",
+            "steps='many': expected an integer, at least 1; see docs/troubleshooting.md#configerror",
+        ),
+        ("steps=0", "steps=0: expected an integer, at least 1; see"),
         ("plan.swap=tape", "plan.swap='tape': expected 'none', 'host' or 'disk:FOLDER'"),
         ("plan.zero=5", "plan.zero=5: expected stage 0, 1, 2 or 3"),
         (
@@ -77,19 +89,22 @@ def test_files_override_presets_and_arguments_override_both(tmp_path: Path) -> N
         ("parallel.zero=2", "unknown key parallel.zero; did you mean plan.zero?"),
         ("precision=bf16", "unknown key precision; did you mean plan.precision?"),
         ("options=3", "unknown key options"),
+        ("options.date=2026-01-02", ": expected a boolean or integer or number or string or array"),
+        ("log.wandb=maybe", "log.wandb='maybe': expected a boolean"),
+        ("plan.lora_targets=[3]", "plan.lora_targets=[3]: expected a string or array"),
         (
             "log.diagnose=true",
             "log.diagnose=true requires plan.precision=fp16, got 'auto'",
         ),
         (
             "plan.precision=int8",
-            "plan.precision='int8': it should be 'auto', 'fp32', 'bf16', 'fp16' or 'fp8'",
+            "plan.precision='int8': expected one of auto, fp32, bf16, fp16, fp8",
         ),
-        ("optimizer.clip=-1", "optimizer.clip=-1: it should be greater than 0"),
-        ("optimizer.clip=nan", "optimizer.clip=nan: it should be"),
+        ("optimizer.clip=-1", "optimizer.clip=-1: expected a number, greater than 0"),
+        ("optimizer.clip=nan", "optimizer.clip=nan: expected a number, greater than 0"),
         ("model.heads=3", "model: width=32 is not a multiple of 2 * heads = 6; try heads=2"),
-        ("model.vocabulary=100", "model.vocabulary=100: it should be greater than or equal to 257"),
-        ("name=../up", "name='../up': "),
+        ("model.vocabulary=100", "model.vocabulary=100: expected an integer, at least 257"),
+        ("name=../up", "name='../up': expected a string, matching "),
         ("steps", "'steps' is not an override: expected key=value, such as steps=100"),
     ],
 )
