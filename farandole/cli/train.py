@@ -186,10 +186,14 @@ def _check_task(config: TrainConfig) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
+    from farandole.cli.notices import shown_notices
     from farandole.train.tasks import make_task
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with (
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+        shown_notices("farandole.data"),
+    ):
         tasks: dict[str, TaskID] = {}
 
         def show(activity: str, share: float) -> None:

@@ -60,8 +60,12 @@ def content_key(source: Source, settings: dict[str, object], progress: Progress)
     return digest.hexdigest()
 
 
-def cached_folder(cache: Path, key: str, build: Callable[[Path], None], files: Sequence[str] = FILES) -> Path:
+def cached_folder(
+    cache: Path, key: str, build: Callable[[Path], None], files: Sequence[str] = FILES, *, path: str
+) -> Path:
     """Return the folder of entry `key`; if it does not exist, call `build(folder)` to write its `files`.
+
+    A message at the level INFO announces this call; it names `path`, the path of the text.
 
     Raises:
         DataError: if the cache cannot be written or the disk is full.
@@ -80,6 +84,7 @@ def cached_folder(cache: Path, key: str, build: Callable[[Path], None], files: S
                 shutil.rmtree(folder)
             for partial in cache.glob(f"{key}.*.tmp"):  # left by a killed process
                 shutil.rmtree(partial)
+            _log.info("reading and tokenizing %s (once; stored in %s)", path, folder)
             _write(folder, build, files)
     except OSError as error:
         raise DataError(_cannot_write(cache, error)) from error

@@ -201,7 +201,7 @@ def prepare_chat(
     def build(target: Path) -> None:
         _build(source, target, encoder, validation_share, progress)
 
-    saved = cached_folder((cache or default_cache()) / "chats", key, build, FILES)
+    saved = cached_folder((cache or default_cache()) / "chats", key, build, FILES, path=path)
     tokens = np.memmap(saved / "tokens.bin", np.int32, "r")
     if int(tokens.max()) >= vocabulary:
         raise DataError(

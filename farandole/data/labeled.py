@@ -130,7 +130,7 @@ def prepare_labeled(
     def build(folder: Path) -> None:
         _build(source, folder, encoder, field, label, progress)
 
-    folder = cached_folder((cache or default_cache()) / "labeled", key, build, FILES)
+    folder = cached_folder((cache or default_cache()) / "labeled", key, build, FILES, path=path)
     classes: list[str | int] = json.loads((folder / "classes.json").read_text())
     if len(classes) < 2:
         raise DataError(

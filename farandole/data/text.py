@@ -131,7 +131,7 @@ def prepare_text(
     def build(folder: Path) -> None:
         _build(source, folder, vocabulary, validation_share, special_tokens, tokenizer, end, progress)
 
-    folder = cached_folder((cache or default_cache()) / "tokens", key, build)
+    folder = cached_folder((cache or default_cache()) / "tokens", key, build, path=path)
     dtype = _dtype(vocabulary)
     parts = {}
     for name in ("train", "validation"):

@@ -148,7 +148,7 @@ def test_resume_finds_the_newest_checkpoint_and_its_configuration(launched: list
 def test_a_dry_run_checks_and_writes_nothing(launched: list[Any]) -> None:
     result = _train(*MINE, "--dry-run", "-n", "2", "plan.zero=2")
     assert result.exit_code == 0, result.output
-    lines = dict(line.split("  ", 1) for line in result.output.splitlines())
+    lines = dict(line.split("  ", 1) for line in result.stdout.splitlines())
     assert lines["batch"].strip() == "8 samples = 2 ranks x 1 micro-batch x 4"
     values = r"zero=2, precision=auto \((bf16|fp32) on this host\), recompute=none, offload=none"
     assert re.fullmatch(values, lines["plan"].strip())
@@ -162,6 +162,19 @@ def test_a_dry_run_checks_and_writes_nothing(launched: list[Any]) -> None:
     _checkpoint(Path("runs/tiny-1"), 10)
     assert "step-000010" in _train("--resume", "--dry-run").output
     assert _train(*MINE, "model.width=1000000", "--dry-run").exit_code == 2
+
+
+def test_tokenization_is_announced_once(launched: list[Any]) -> None:
+    result = _train(*MINE)
+    assert result.exit_code == 0, result.output
+    notices = re.findall(
+        r"reading and tokenizing text.txt \(once; stored in (cache/tokens/\w+)\)", result.stderr
+    )
+    assert len(notices) == 1 and Path(notices[0]).is_dir()
+    result = _train(*MINE)
+    assert "tokenizing" not in result.output
+    (Path(notices[0]) / "train.bin").write_bytes(b"")
+    assert f"cached tokens in {notices[0]} are damaged" in _train(*MINE).stderr
 
 
 def test_the_default_number_of_ranks_divides_the_batch(
