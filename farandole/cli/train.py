@@ -64,7 +64,10 @@ def train(
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check the configuration, the data and the memory without training."),
+        typer.Option(
+            "--dry-run",
+            help="Check the configuration, the data, the memory and the folder of runs without training.",
+        ),
     ] = False,
 ) -> None:
     """Train or fine-tune a model on any number of ranks.
