@@ -34,7 +34,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs)
         self.program = program
         self.rendezvous = rendezvous
-        self.rank_monitor = RankMonitor({}, {})
+        self.rank_monitor = RankMonitor({}, {}, {})
         """The monitor of the ranks; empty until the ranks have started."""
         self._to_handle = signals_to_handle()
 
@@ -66,14 +66,18 @@ class Agent(LocalElasticAgent):
                 f"expected a SubprocessContext from torch's elastic agent, got {type(context).__name__}"
             )
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
-        self.rank_monitor = RankMonitor(processes, context.error_files, self.program.stop_timeout_s)
+        global_ranks = dict(zip(processes, self.global_ranks(processes), strict=True))
+        self.rank_monitor = RankMonitor(
+            processes, context.error_files, global_ranks, self.program.stop_timeout_s
+        )
         for number in SIGNALS:
             signal.signal(number, self._on_signal if number in self._to_handle else signal.SIG_IGN)
         if self.program.verbose:
             size = int(worker_group.workers[0].world_size)
             for local_rank, process in processes.items():
-                rank = self.global_ranks([local_rank])[0]
-                notify(f"rank {rank} of {size}: process {process.pid} on {socket.gethostname()}")
+                notify(
+                    f"rank {global_ranks[local_rank]} of {size}: process {process.pid} on {socket.gethostname()}"
+                )
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from subprocess import Popen
 
-from farandole.launch.reports import notify, signal_name
+from farandole.launch.reports import describe_slow_stop, notify
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that stop a job."""
@@ -28,8 +28,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FAILURE_GRACE_S = 0.5
 TERMINATION_GRACE_S = 5.0
 STOP_TIMEOUT_S = 60.0
-SLOW_STOP_S = 1.0
-"""How long, in seconds, ranks may take to stop before the launcher reports that they are still stopping."""
+SLOW_STOP_S = 3.0
+"""How long, in seconds, ranks may take to stop before the launcher reports that they are still running."""
 
 
 def signals_to_handle() -> tuple[signal.Signals, ...]:
@@ -57,7 +57,7 @@ def restored_handlers() -> Iterator[None]:
 class RankMonitor:
     """Monitors the ranks of one host, identified by local rank, and sends signals according to the rules above.
 
-    Call `poll` repeatedly until all ranks have ended, that is, until `poll` returns True.  `interrupt` may be called
+    `global_ranks` maps local ranks to the ranks in the world, which messages name.  Call `poll` repeatedly until all ranks have ended, that is, until `poll` returns True.  `interrupt` may be called
     from a signal handler.
     """
 
@@ -65,14 +65,16 @@ class RankMonitor:
         self,
         processes: Mapping[int, Popen[bytes]],
         error_files: Mapping[int, str],
+        global_ranks: Mapping[int, int],
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> None:
         self._processes = processes
         self._error_files = error_files
+        self._global_ranks = global_ranks
         self._stop_timeout_s = stop_timeout_s
         self._signals: list[int] = []
         self._forwarded = 0
-        self._forwarded_at: float | None = None
+        self._report_at: float | None = None  # the time at which to report that ranks are slow to stop
         self._failed_at: float | None = None
         self._kill_at: float | None = None
         self.ended_at: dict[int, float] = {}
@@ -106,6 +108,7 @@ class RankMonitor:
         if self._kill_at is not None and now >= self._kill_at:
             self._send(signal.SIGKILL, running)
             self.killed.update(running)
+            self._report_at = None
             self._kill_at = now + TERMINATION_GRACE_S
         elif (
             self._failed_at is not None and self._kill_at is None and now >= self._failed_at + FAILURE_GRACE_S
@@ -145,15 +148,13 @@ class RankMonitor:
         if len(self._signals) > self._forwarded:
             if self._forwarded == 0:
                 self._send(signal.Signals(self._signals[0]), running)
-                self._forwarded_at = now
+                self._report_at = now + SLOW_STOP_S
             self._kill_at = now + self._stop_timeout_s if len(self._signals) == 1 else now
             self._forwarded = len(self._signals)
-        elif self._forwarded_at is not None and now >= self._forwarded_at + SLOW_STOP_S:
-            self._forwarded_at = None
-            notify(
-                f"{signal_name(self._signals[0])}: {len(running)} of {len(self._processes)} ranks are still "
-                f"stopping and will be killed after {self._stop_timeout_s:g} s; a second signal kills them immediately"
-            )
+        elif self._report_at is not None and now >= self._report_at:
+            self._report_at = None
+            slow = [self._global_ranks[rank] for rank in running]
+            notify(describe_slow_stop(slow, self._stop_timeout_s))
 
     def _send(self, number: signal.Signals, running: list[int]) -> None:
         """Send a signal to the process group of each running rank: the rank and the processes that it has started."""

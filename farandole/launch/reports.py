@@ -179,6 +179,18 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def describe_slow_stop(ranks: Sequence[int], stop_timeout_s: float) -> str:
+    """Return the message about ranks that are still running some time after a signal has stopped the job.
+
+    `stop_timeout_s` is the time in seconds after which the launcher kills these ranks.
+    """
+    them = "it" if len(ranks) == 1 else "them"
+    return (
+        f"waiting for {_format_ranks(ranks)} to stop (killed after {stop_timeout_s:g} s; a second signal kills "
+        f"{them} immediately)"
+    )
+
+
 def describe_stop(number: int, killed: Collection[int]) -> str:
     """Return the last message of a job that the signal `number` has stopped.
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from farandole.launch.reports import ErrorReport, RankFailure, exit_status, explain_failures, find_cause
+from farandole.launch.reports import (
+    ErrorReport,
+    RankFailure,
+    describe_slow_stop,
+    exit_status,
+    explain_failures,
+    find_cause,
+)
 
 
 def raised(rank, when, kind="ValueError", message="bad", consequence=False, status=1):
@@ -58,3 +65,9 @@ def test_many_failures_are_summarized():
     assert explain_failures(failures).splitlines()[-1] == (
         "Rank 1 then failed with RankDied; rank 2 then failed with RankDied; ranks 3 to 5 also failed."
     )
+
+
+def test_ranks_that_are_slow_to_stop_are_named():
+    limits = "(killed after 60 s; a second signal kills {} immediately)"
+    assert describe_slow_stop([1], 60.0) == f"waiting for rank 1 to stop {limits.format('it')}"
+    assert describe_slow_stop([0, 1], 60.0) == f"waiting for ranks 0 and 1 to stop {limits.format('them')}"
