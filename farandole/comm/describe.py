@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from farandole._troubleshooting import see
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPE_NAMES
 from farandole.comm.errors import CallMismatch, CommunicationError, RankDied, RankLate, RankLeft
 from farandole.native import SILENCE_S, Call, Failure, Operation, Status
@@ -161,6 +162,19 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
     if not behind:
         behind = ["all ranks of this host have started this call"]
     return "; ".join([_numbered(own, membership), *behind] if own.operation else behind)
+
+
+def describe_stall(reader: str, waited_s: float, timeout_s: float, wait: str) -> str:
+    """Return the stall warning of the rank `reader`.
+
+    Args:
+        reader: The rank, as returned by `Membership.rank`.
+        waited_s: The time in seconds that the rank has waited.
+        timeout_s: The time in seconds after which the wait fails.
+        wait: The call in which the rank waits and the cause of the delay, as a phrase such as "in barrier(); ...".
+    """
+    limit = f"the wait fails after {round(timeout_s, 1):g} s"
+    return f"{reader} has waited {waited_s:.0f} s {wait}; {limit}{see('has-waited')}"
 
 
 def describe_stalled_message(

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from farandole import native
-from farandole._troubleshooting import see
 from farandole.comm.describe import (
     Membership,
     describe_call,
+    describe_stall,
     describe_stalled_message,
     describe_whereabouts,
     failure_to_error,
@@ -243,14 +243,14 @@ class HostGroup:
                 self.core.frd_get_call(self.handle, rank, ctypes.byref(call))
         return describe_whereabouts(calls, self.group_rank, self.membership)
 
-    def _warn_of_stall(self) -> None:
+    def _warn_of_stall(self, waited_s: float, timeout_s: float) -> None:
         call = self._waited_message(self.group_rank)
         if call:
             text = describe_stalled_message(call, self.group_rank, self._waited_message, self.membership)
         else:
             text = self.whereabouts()
         if text:
-            warn(f"{self.membership.rank(self.group_rank)} is waiting in {text}{see('is-waiting-in')}")
+            warn(describe_stall(self.membership.rank(self.group_rank), waited_s, timeout_s, f"in {text}"))
 
     def _waited_message(self, rank: int) -> Call | None:
         """Return the send or receive in which a rank is waiting.
@@ -264,14 +264,15 @@ class HostGroup:
             waits = self.core.frd_get_wait(self.handle, self.members.index(rank), ctypes.byref(call))
         return call if waits else None
 
-    def late_peer(self, peer: int, waited_s: float) -> str:
+    def late_peer(self, peer: int, waited_s: float, timeout_s: float) -> str:
         """Return the stall warning for a message between this rank and rank `peer`."""
         own = Call()
         self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
-        me, other = self.membership.rank(self.group_rank), self.membership.rank(peer)
-        text = f"{me} has waited {waited_s:.0f} s for {other} in {describe_call(own, self.membership)}"
+        text = f"for {self.membership.rank(peer)} in {describe_call(own, self.membership)}"
         silence_s = self.core.frd_silence(self.handle, peer)
-        return f"{text}; {self._link_to(peer, silence_s)}" if silence_s >= 0 else text
+        if silence_s >= 0:
+            text += f"; {self._link_to(peer, silence_s)}"
+        return describe_stall(self.membership.rank(self.group_rank), waited_s, timeout_s, text)
 
     @property
     def call_timeout_s(self) -> float:
@@ -380,13 +381,15 @@ def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: t
     return torch.frombuffer(part, dtype=dtype, count=elements).view(*shape)
 
 
-def _weakly(group: HostGroup, method: Callable[[HostGroup], None]) -> Callable[[], None]:
+def _weakly(
+    group: HostGroup, method: Callable[[HostGroup, float, float], None]
+) -> Callable[[float, float], None]:
     """Return a callback for the C core that calls `method` with `group`, but does not keep `group` alive."""
     reference = weakref.ref(group)
 
-    def call() -> None:
+    def call(waited_s: float, timeout_s: float) -> None:
         alive = reference()
         if alive is not None:
-            method(alive)
+            method(alive, waited_s, timeout_s)
 
     return call

@@ -28,10 +28,11 @@ class StallWarning:
     """A warning that names the ranks that this rank is waiting for.
 
     Args:
-        describe: A function that returns the text, or "" if another rank logs the warning.
+        describe: A function that returns the text, or "" if another rank logs the warning.  The argument is the time in
+            seconds that this rank has waited.
     """
 
-    def __init__(self, describe: Callable[[], str]) -> None:
+    def __init__(self, describe: Callable[[float], str]) -> None:
         self._describe = describe
         self._next_s = STALL_WARNING_S
 
@@ -39,5 +40,5 @@ class StallWarning:
         """Log the warning if it is due; called repeatedly while this rank is waiting."""
         if waited_s >= self._next_s:
             self._next_s *= 2
-            if text := self._describe():
+            if text := self._describe(waited_s):
                 warn(text)

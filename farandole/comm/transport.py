@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farandole._troubleshooting import see
 from farandole.comm.dtypes import TYPES
 from farandole.comm.errors import RankLate
 from farandole.comm.host_group import HostGroup
@@ -78,7 +77,7 @@ class WireMessage:
                 return wait(self._message, max(0.0, timeout_s - waited), flags)
             status = wait(self._message, max(0.0, warn_after_s - waited), flags | TRY)
             if status == Status.PENDING:
-                warn(self._host.late_peer(self._peer, warn_after_s) + see("is-waiting-in"))
+                warn(self._host.late_peer(self._peer, warn_after_s, timeout_s))
                 warn_after_s *= 2
         return status
 

@@ -28,7 +28,7 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 13
+ABI = 14
 MAX_RANKS = 256
 NOTE_BYTES = 160
 KEY_BYTES = 32
@@ -136,8 +136,11 @@ class Failure(ctypes.Structure):
     ]
 
 
-StallWarning = ctypes.CFUNCTYPE(None)
-"""The type of the function that the core calls if this rank has waited for several seconds."""
+StallWarning = ctypes.CFUNCTYPE(None, c_double, c_double)
+"""The type of the function that the core calls if this rank has waited for several seconds.
+
+The arguments are the time that this rank has waited, and the time after which the wait fails, in seconds.
+"""
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_abi": (c_int, []),

@@ -19,7 +19,7 @@
 
 #pragma GCC visibility push(default) /* the library exports only the declarations of this file */
 
-#define FRD_ABI 13
+#define FRD_ABI 14
 #define FRD_MAX_RANKS 256 /* on one host */
 #define FRD_NOTE_BYTES 160
 #define FRD_KEY_BYTES 32
@@ -134,7 +134,7 @@ void frd_close(struct frd_group *);                    /* no call may be pending
 void frd_set_timeout(struct frd_group *, double seconds);
 /* Set a function that a waiting rank calls after 4 s and whenever the wait has doubled.  It is called without the
  * interpreter lock. */
-void frd_set_stall_warning(struct frd_group *, void (*)(void));
+void frd_set_stall_warning(struct frd_group *, void (*)(double waited, double timeout));
 void frd_get_failure(struct frd_group *, struct frd_failure *);
 void frd_get_call(struct frd_group *, int local_rank, struct frd_call *);
 /* Store the last message call of a rank; return whether the rank has waited in that call for at least a second. */

@@ -126,7 +126,7 @@ struct frd_group {
     struct slot *slot;           /* staging slot of the current call */
     double timeout, begun, deadline;
     double warn_at;              /* time of the next stall warning */
-    void (*stall_warning)(void);
+    void (*stall_warning)(double waited, double timeout);
     int flags;
     atomic_bool given_up;        /* this process leaves the group: stop waiting */
     atomic_bool seen_broken;

@@ -295,7 +295,7 @@ static int inspect(struct frd_message *m, double deadline, int flags)
 
 /* Publishes the call in which this rank waits.  The stall warning comes later, after other waiting ranks have published
  * their calls, so it can describe a cycle. */
-static void show_wait(const struct frd_message *m, double begun, double *warn_at)
+static void show_wait(const struct frd_message *m, double begun, double deadline, double *warn_at)
 {
     struct frd_group *g = m->group;
     if (m->tag < 0 || m->inspected < begun + NOTICEABLE_S) return;
@@ -305,7 +305,7 @@ static void show_wait(const struct frd_message *m, double begun, double *warn_at
     }
     if (!g->stall_warning || m->inspected < *warn_at) return;
     *warn_at = m->inspected + (m->inspected - begun);
-    g->stall_warning();
+    g->stall_warning(m->inspected - begun, deadline - begun);
 }
 
 void frd_message_cancel(struct frd_group *g, struct frd_message *m)
@@ -371,7 +371,7 @@ int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout,
         const int failed = inspect(m, deadline, flags);
         status = failed ? failed : atomic_load(&m->status);
         if (failed) break;
-        if (status == FRD_PENDING) show_wait(m, begun, &warn_at);
+        if (status == FRD_PENDING) show_wait(m, begun, deadline, &warn_at);
     }
     if (m->tag >= 0 && atomic_load_explicit(&g->line->waits, memory_order_relaxed)) atomic_store(&g->line->waits, 0);
     const int crowded = atomic_load_explicit(&e->crowded, memory_order_relaxed);

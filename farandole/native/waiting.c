@@ -114,7 +114,10 @@ static int check_liveness(struct frd_group *g, uint64_t phase)
     return FRD_OK;
 }
 
-void frd_set_stall_warning(struct frd_group *g, void (*stall_warning)(void)) { g->stall_warning = stall_warning; }
+void frd_set_stall_warning(struct frd_group *g, void (*stall_warning)(double waited, double timeout))
+{
+    g->stall_warning = stall_warning;
+}
 
 /* Only the first waiting rank reports late ranks; the interval doubles each time. */
 static void warn_of_stall(struct frd_group *g, double now)
@@ -123,7 +126,7 @@ static void warn_of_stall(struct frd_group *g, double now)
     g->warn_at = now + (now - g->begun);
     for (int r = 0; r < g->rank; r++)
         if (has_arrived(g, r, g->phase)) return; /* rank r also waits, and reports the late rank */
-    g->stall_warning();
+    g->stall_warning(now - g->begun, g->deadline - g->begun);
 }
 
 static int wait_long(struct frd_group *g, int rank, uint64_t phase)

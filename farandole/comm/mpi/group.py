@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from farandole._troubleshooting import see
-from farandole.comm.describe import Membership, describe_call, failure_to_error
+from farandole.comm.describe import Membership, describe_call, describe_stall, failure_to_error
 from farandole.comm.errors import CommunicationError, RankDied, RankLate
 from farandole.comm.host import Rendezvous
 from farandole.comm.mpi.engine import SPINS, Engine, engine
@@ -213,7 +213,7 @@ class MpiGroup:
         try:
             if self.engine.complete_soon(request, 3 if background else SPINS):
                 return
-            warning = StallWarning(self._stalled)
+            warning = StallWarning(functools.partial(self._stalled, seconds))
             each_turn = functools.partial(self._each_turn, warning)
             done = self.engine.complete(
                 request, seconds, transfer=transfer, background=background, each_turn=each_turn
@@ -243,11 +243,13 @@ class MpiGroup:
             self.waiting.record(self._index)
         warning.after(waited_s)
 
-    def _stalled(self) -> str:
+    def _stalled(self, timeout_s: float, waited_s: float) -> str:
         """Return the stall warning on the lowest waiting rank and "" on the other ranks."""
         if set(range(self.rank)) - set(self.waiting.missing(self._index)):
             return ""
-        return f"{self.membership.rank(self.rank)} is waiting in {self.whereabouts()}{see('is-waiting-in')}"
+        return describe_stall(
+            self.membership.rank(self.rank), waited_s, timeout_s, f"in {self.whereabouts()}"
+        )
 
     def compare(self, background: bool) -> None:
         """Raise `CallMismatch` unless all ranks make the same call; used only if TORCH_DISTRIBUTED_DEBUG=DETAIL."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from farandole._troubleshooting import see
-from farandole.comm.describe import describe_call, describe_stalled_message, failure_to_error
+from farandole.comm.describe import describe_call, describe_stall, describe_stalled_message, failure_to_error
 from farandole.comm.errors import CallMismatch, CommunicationError
 from farandole.comm.mpi.waiting import SLOW_S
 from farandole.comm.notices import StallWarning
@@ -87,7 +87,8 @@ class MpiMessage:
         tested, started = _Tested(self), time.monotonic()
         if self._way.complete_soon(tested):
             return True
-        waiting, warning, recorded = self._group.waiting, StallWarning(self._stalled), False
+        warning = StallWarning(functools.partial(self._stalled, seconds))
+        waiting, recorded = self._group.waiting, False
 
         def each_turn(waited_s: float) -> None:
             nonlocal recorded
@@ -113,10 +114,10 @@ class MpiMessage:
         )
         return failure_to_error(failure, group.rank, group.membership, timeout_s)
 
-    def _stalled(self) -> str:
+    def _stalled(self, timeout_s: float, waited_s: float) -> str:
         group = self._group
         text = describe_stalled_message(self.call, group.rank, group.waiting.message, group.membership)
-        return f"{self._who()} is waiting in {text}{see('is-waiting-in')}" if text else ""
+        return describe_stall(self._who(), waited_s, timeout_s, f"in {text}") if text else ""
 
     def _who(self) -> str:
         return self._group.membership.rank(self._group.rank)

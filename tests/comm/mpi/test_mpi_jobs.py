@@ -285,12 +285,12 @@ time.sleep(2)  # mpirun ends the other ranks when one has ended
 @needs_mpi
 def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     _, out, errors = run_script(tmp_path, 3, STALLED, timeout_s=90)
-    first, *meanwhile, last = [line for line in errors.splitlines() if " is waiting in " in line]
+    first, *meanwhile, last = [line for line in errors.splitlines() if " has waited " in line]
     process = r"\(process \d+\)"
     absent = rf"rank {{}} {process} has not recorded its arrival"
-    link = "; see docs/troubleshooting.md#is-waiting-in"
+    link = r"; the wait fails after \d+ s; see docs/troubleshooting.md#has-waited"
     assert re.fullmatch(
-        rf"farandole: rank 0 {process} is waiting in all_reduce\(sum, 5 x float32\), call number 1 of the default group; "
+        rf"farandole: rank 0 {process} has waited \d s in all_reduce\(sum, 5 x float32\), call number 1 of the default group; "
         + absent.format(2)
         + link,
         first,
@@ -298,16 +298,16 @@ def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     of_barrier, of_message = sorted(meanwhile, key=lambda line: "recv" in line)
     assert re.search(absent.format(0), of_barrier) and re.search(absent.format(1), of_barrier)
     assert re.fullmatch(
-        rf"farandole: rank 1 {process} is waiting in recv\(3 x float32, from rank 0\); the message from rank 0 {process} has not "
+        rf"farandole: rank 1 {process} has waited \d s in recv\(3 x float32, from rank 0\); the message from rank 0 {process} has not "
         rf"arrived{link}",
         of_message,
     )
-    cycle = "; ".join(
-        rf"rank {rank} {process} is waiting in send\(1000000 x float32, to rank {(rank + 1) % 3}\)"
-        for rank in range(3)
+    calls = [rf"in send\(1000000 x float32, to rank {(rank + 1) % 3}\)" for rank in range(3)]
+    cycle = rf"rank 0 {process} has waited \d s {calls[0]}" + "".join(
+        rf"; rank {rank} {process} is waiting {calls[rank]}" for rank in (1, 2)
     )
     assert re.fullmatch(
-        rf"farandole: {cycle}: these ranks are waiting for each other; post one of the receives first, .*",
+        rf"farandole: {cycle}: these ranks are waiting for each other; post one of the receives first, .*; the wait fails after 6 s; .*",
         last,
     )
     for rank in range(3):
