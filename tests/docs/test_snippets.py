@@ -180,3 +180,10 @@ def test_a_command_line_is_valid(line: str) -> None:
         from farandole.train.config import load_config
 
         load_config("default", [key for key in keys if not key.startswith(("options.", "task="))])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
+def test_an_installation_starts_with_an_environment_and_explains_the_size_of_torch(page: str) -> None:
+    before, _, after = (ROOT / page).read_text().partition("pip install 'farandole[")
+    assert "python3 -m venv .venv && . .venv/bin/activate" in before
+    assert "CUDA libraries" in after and "https://pytorch.org/get-started/locally/" in after
