@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 from farandole._troubleshooting import see
 
@@ -18,6 +19,14 @@ EXTRAS = {
 }
 """The modules that each extra installs."""
 
+NEEDED_BY_COMMAND = {
+    "train": ("pydantic", "safetensors", "tensorboard", "tokenizers"),
+    "plan": ("pydantic",),
+    "generate": ("pydantic", "safetensors", "tokenizers"),
+    "serve": ("fastapi", "uvicorn", "pydantic", "safetensors", "tokenizers"),
+}
+"""The modules of extras that each farandole command imports in every run."""
+
 
 def explain_missing(error: ModuleNotFoundError) -> str | None:
     """Return a message with the command that installs the missing module, or None if no extra contains the module."""
@@ -26,6 +35,14 @@ def explain_missing(error: ModuleNotFoundError) -> str | None:
         if module in modules:
             return f"{module} is not installed: pip install 'farandole[{extra}]'{see('is-not-installed')}"
     return None
+
+
+def require(modules: Iterable[str]) -> None:
+    """Raise ModuleNotFoundError with the install command if one of `modules` is not installed; import none of them."""
+    with optional_import():
+        for module in modules:
+            if find_spec(module) is None:
+                raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from farandole._extras import NEEDED_BY_COMMAND, require
+
 
 class CommandGroup(TyperGroup):
     """A command with subcommands; for an unknown subcommand, it suggests one with a similar name."""
@@ -37,7 +39,7 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
 
 class Command(TyperCommand):
-    """A subcommand that suggests alternatives to unknown options."""
+    """A subcommand that suggests alternatives to unknown options, and checks that the modules it needs are installed."""
 
     elsewhere: Mapping[str, str] = {}
     """Maps unsupported options of other launchers to the alternatives that the error message suggests."""
@@ -52,6 +54,11 @@ class Command(TyperCommand):
                 raise
             error.message, error.possibilities = self._answer(name), None  # type: ignore[attr-defined]
             raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, or raise ModuleNotFoundError before slow imports if a module of an extra is missing."""
+        require(NEEDED_BY_COMMAND.get(self.name or "", ()))
+        return super().invoke(ctx)
 
     def _answer(self, name: str) -> str:
         name = name.replace("_", "-")

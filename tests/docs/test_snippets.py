@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 import typer
 
+from farandole._extras import EXTRAS, NEEDED_BY_COMMAND
 from tests.docs.prose import ROOT, tracked
 from tests.forked_python import ForkedPython
 from tests.launch.jobs import Job, finish
@@ -180,6 +181,15 @@ def test_a_command_line_is_valid(line: str) -> None:
         from farandole.train.config import load_config
 
         load_config("default", [key for key in keys if not key.startswith(("options.", "task="))])
+
+
+def test_the_quick_start_installs_the_extras_of_its_commands() -> None:
+    text = (ROOT / "docs/quick-start.md").read_text()
+    found = re.search(r"pip install 'farandole\[(.*)\]'", text)
+    assert found
+    installed = {module for extra in found[1].split(",") for module in EXTRAS[extra]}
+    for line in COMMAND.findall(text):
+        assert installed.issuperset(NEEDED_BY_COMMAND.get(line.split()[1], ())), line
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])

@@ -40,6 +40,30 @@ def test_a_command_names_the_missing_extra(command: str, tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [
+        ("serve runs", "fastapi", "serve"),
+        ("generate runs", "tokenizers", "train"),
+        ("train", "tensorboard", "train"),
+    ],
+)
+def test_a_missing_extra_is_reported_before_slow_imports(
+    command: str, module: str, extra: str, tmp_path: Path
+) -> None:
+    code = f"""
+import sys
+sys.modules[{module!r}] = sys.modules["torch"] = None
+from farandole.cli.main import main
+main({command.split()})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert f"{module} is not installed: pip install 'farandole[{extra}]'" in done.stderr
+
+
 def test_an_import_names_the_missing_extra(tmp_path: Path) -> None:
     done = run("import farandole.parallel.lora.peft_adapter", tmp_path)
     assert "safetensors is not installed: pip install 'farandole[train]'" in done.stderr.splitlines()[-1]
