@@ -292,7 +292,12 @@ def test_other_invalid_requests(server: tuple[str, Service]) -> None:
     assert post(server[0], "/v1/embeddings", {})[0] == 404
     status, _, headers = post(server[0], "/v1/models", {})
     assert (status, headers["allow"]) == (405, "GET")
-    assert post(server[0], "/v1/completions", {"prompt": "a"})[1]["error"]["param"] == "model"
+
+
+def test_a_request_without_a_model_lists_the_models(server: tuple[str, Service]) -> None:
+    status, content, _ = post(server[0], "/v1/completions", {"prompt": "a"})
+    assert (status, content["error"]["param"]) == (400, "model")
+    assert content["error"]["message"] == f"model: required; this server has {NAME!r}"
 
 
 def test_the_documented_requests(server: tuple[str, Service], folder: Path) -> None:

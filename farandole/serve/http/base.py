@@ -89,7 +89,7 @@ class ModelServer:
         # disable FastAPI's documentation pages, because they load scripts from other servers
         app = FastAPI(title="farandole serve", lifespan=lifespan, docs_url=None, redoc_url=None)
         app.add_middleware(Guard, limits=self._limits, keys=keys)
-        app.add_exception_handler(RequestValidationError, _on_invalid)
+        app.add_exception_handler(RequestValidationError, self._on_invalid)
         app.add_exception_handler(HTTPException, _on_http_error)
         app.add_exception_handler(RequestError, _on_request_error)
         app.add_exception_handler(QueueFullError, _on_full)
@@ -146,14 +146,39 @@ class ModelServer:
 
     def _check_model(self, name: str) -> None:
         if name not in self._names:
-            known = ", ".join(map(repr, self._names))
-            raise HTTPException(404, f"model: {name!r} does not exist; this server has {known}")
+            raise HTTPException(404, f"model: {name!r} does not exist; {self._available()}")
+
+    def _available(self) -> str:
+        return f"this server has {', '.join(map(repr, self._names))}"
 
     async def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Tokenize texts without blocking the event loop, and add special tokens if `special` is True."""
         encode = self._tokenizer.encode_batch
         encodings = await asyncio.to_thread(encode, list(texts), add_special_tokens=special)
         return [encoding.ids for encoding in encodings]
+
+    def _on_invalid(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return error_answer(
+                400, f"body: expected JSON, got invalid JSON: {first['ctx']['error']}", "invalid_json"
+            )
+        if isinstance(cause := first.get("ctx", {}).get("error"), RequestError):
+            return _on_request_error(request, cause)
+        kind = request.headers.get("content-type", "")
+        if first["loc"] == ("body",) and "json" not in kind:
+            message = f"content-type: expected application/json, got {kind or 'no content-type'}; with curl, add -H 'content-type: application/json'"
+            return error_answer(400, message, "invalid_content_type")
+        # the location is, for example, ("body", "prompt", "str"); for a union, the last part names one of its types
+        place = [str(part) for part in first["loc"][1:]]
+        field = place[0] if place else "body"
+        reason = first["msg"]
+        if first["type"] == "extra_forbidden":
+            field, reason = ".".join(place), "this field is not supported"
+        if first["type"] == "missing" and place == ["model"]:
+            reason = f"required; {self._available()}"
+        return error_answer(400, f"{field}: {reason}", "invalid_value", field)
 
 
 async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, T]) -> T | Response:
@@ -194,28 +219,6 @@ def error_answer(
     """Return the response with an HTTP status and an error in OpenAI's format; see `error_body`."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     return JSONResponse({"error": error_body(message, code, param, kind)}, status, headers)
-
-
-def _on_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return error_answer(
-            400, f"body: expected JSON, got invalid JSON: {first['ctx']['error']}", "invalid_json"
-        )
-    if isinstance(cause := first.get("ctx", {}).get("error"), RequestError):
-        return _on_request_error(request, cause)
-    kind = request.headers.get("content-type", "")
-    if first["loc"] == ("body",) and "json" not in kind:
-        message = f"content-type: expected application/json, got {kind or 'no content-type'}; with curl, add -H 'content-type: application/json'"
-        return error_answer(400, message, "invalid_content_type")
-    # the location is, for example, ("body", "prompt", "str"); for a union, the last part names one of its types
-    place = [str(part) for part in first["loc"][1:]]
-    field = place[0] if place else "body"
-    reason = first["msg"]
-    if first["type"] == "extra_forbidden":
-        field, reason = ".".join(place), "this field is not supported"
-    return error_answer(400, f"{field}: {reason}", "invalid_value", field)
 
 
 def _on_http_error(_: Request, error: Exception) -> Response:
