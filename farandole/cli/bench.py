@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from farandole.cli.durations import parse_duration
-from farandole.cli.mistakes import CommandGroup
+from farandole.cli.mistakes import Command, CommandGroup
 
 if TYPE_CHECKING:
     from farandole.bench.collectives.setup import CollectivesSetup
@@ -38,7 +38,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(cls=Command)
 def training(
     model: Annotated[
         str,
@@ -73,9 +73,10 @@ def training(
     framework: Annotated[str, typer.Option(help="Framework: pytorch or tensorflow.")] = "pytorch",
     json: Measurements = None,
 ) -> None:
-    """Measure ResNet training throughput on synthetic images, in images per second.
+    """Measure the training throughput of a ResNet.
 
-    The report uses the format of Horovod's synthetic benchmark: the mean and 1.96 standard deviations.
+    The images are synthetic, and the unit is images per second.  The report uses the format of Horovod's synthetic
+    benchmark: the mean and 1.96 standard deviations.
 
     \b
       farandole bench training --model resnet50 --micro-batch 64 --num-iters 5
@@ -102,7 +103,7 @@ def training(
     run_or_refuse("bench training", lambda placement: _train(setup, ranks, placement))
 
 
-@app.command()
+@app.command(cls=Command)
 def collectives(
     op: Annotated[
         list[str] | None,
@@ -162,10 +163,11 @@ def collectives(
     json: Measurements = None,
     picture: Picture = None,
 ) -> None:
-    """Measure the latency and bandwidth of collectives, with all backends interleaved in one run.
+    """Measure the latency and bandwidth of collectives.
 
-    The table has the same columns as the OSU Micro-Benchmarks, and bandwidths as defined by nccl-tests.  MPI is
-    measured if mpi4py and mpiexec are installed (pip install mpi4py mpich).
+    All backends are measured in one run, interleaved.  The table has the same columns as the OSU Micro-Benchmarks, and
+    bandwidths as defined by nccl-tests.  MPI is measured if mpi4py and mpiexec are installed (pip install mpi4py
+    mpich).
 
     \b
       farandole bench collectives                             all_reduce on 2 ranks
@@ -199,12 +201,12 @@ def collectives(
     run_or_refuse("bench collectives", measure)
 
 
-@app.command()
+@app.command(cls=Command)
 def serving(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FOLDER]",
+            metavar="FOLDER",
             help="Start a server for the model in this folder, as with farandole serve, and measure the server.",
             show_default=False,
         ),
@@ -267,11 +269,12 @@ def serving(
     json: Measurements = None,
     picture: Picture = None,
 ) -> None:
-    """Measure the latency and throughput of a server with an OpenAI-compatible completions API.
+    """Measure the latency and throughput of a server.
 
-    Responses are streamed, and prompts and outputs have random lengths.  With FOLDER, the report also shows a lower
-    bound for each time, from the time to read the weights once per step and the time to compute the matrix products.
-    The exit status is 1 if a request failed; requests refused with status 429 are counted separately.
+    The server must have an OpenAI-compatible completions API.  Responses are streamed, and prompts and outputs have
+    random lengths.  With FOLDER, the report also shows a lower bound for each time, from the time to read the weights
+    once per step and the time to compute the matrix products.  The exit status is 1 if a request failed; requests
+    refused with status 429 are counted separately.
 
     \b
       farandole bench serving runs                            all requests at once

@@ -106,7 +106,10 @@ def explain(
         str, typer.Argument(help="A key, such as optimizer.learning_rate.", autocompletion=complete_keys)
     ],
 ) -> None:
-    """Explain a key: description, type, limits, default, and whether a resumed run may change it.
+    """Explain a key.
+
+    The command prints the description, the type, the limits and the default of the key, and whether a resumed run may
+    change the key.
 
     \b
       farandole config explain plan.zero

@@ -37,10 +37,17 @@ def generate(
     ] = 0,
     input_file: Annotated[
         Path | None,
-        typer.Option("--input", help="A file with one JSON object per line, each with prompt or messages."),
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help="A file with one JSON object per line, each with prompt or messages.",
+        ),
     ] = None,
     output_file: Annotated[
-        Path | None, typer.Option("--output", help="The file for the results of --input, in the same order.")
+        Path | None,
+        typer.Option(
+            "--output", metavar="FILE", help="The file for the results of --input, in the same order."
+        ),
     ] = None,
     tensor: Annotated[
         int | None,

@@ -52,7 +52,9 @@ def info(
         typer.Option("--report", help="Print more details without secrets, as Markdown for a bug report."),
     ] = False,
 ) -> None:
-    """Show the versions, the cores, and how ranks on this machine would communicate.
+    """Show versions and hardware.
+
+    The command also shows how ranks on this machine would communicate.
 
     \b
       farandole info                            this machine

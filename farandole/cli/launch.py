@@ -127,6 +127,7 @@ def launch(
         str,
         typer.Option(
             envvar="FARANDOLE_REMOTE_SHELL",
+            metavar="COMMAND",
             help="The program that runs commands on other hosts, such as ssh.",
         ),
     ] = "ssh",
@@ -225,11 +226,11 @@ def launch(
         bool, typer.Option("-prefix-timestamp", hidden=True, is_eager=True, callback=_reject)
     ] = False,
 ) -> None:
-    """Run a Python program in several processes, which are the ranks of one job.
+    """Run a Python program on several ranks.
 
-    The program joins the job with farandole.init(), or in the same way as under torchrun.  The launcher passes the
-    ranks' output through.  If a rank fails, the launcher stops the other ranks and prints the cause once.  Ctrl-C asks
-    the ranks to stop; a second Ctrl-C kills them.
+    Each rank is a process that runs the program.  The program joins the job with farandole.init(), or in the same way
+    as under torchrun.  The launcher passes the ranks' output through.  If a rank fails, the launcher stops the other
+    ranks and prints the cause once.  Ctrl-C asks the ranks to stop; a second Ctrl-C kills them.
 
     The command also accepts the options of torchrun and horovodrun, with hyphens or underscores.  `python` before the
     script is optional.

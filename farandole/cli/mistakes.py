@@ -1,4 +1,4 @@
-"""Suggest the name that the user may have meant, or an alternative, if a subcommand or an option is unknown."""
+"""The classes of commands: usage lines, and messages for unknown subcommands, unknown options and invalid numbers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from farandole._extras import NEEDED_BY_COMMAND, require
+from farandole.cli.parameters import parameters_of
 
 
 class CommandGroup(TyperGroup):
@@ -39,21 +40,69 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
 
 class Command(TyperCommand):
-    """A subcommand that suggests alternatives to unknown options, and checks that the modules it needs are installed."""
+    """A subcommand that explains mistakes and checks that the modules it needs are installed.
+
+    Help texts show the placeholders of `parameters.py`, such as N, unless a parameter specifies its `metavar`.
+    """
 
     elsewhere: Mapping[str, str] = {}
     """Maps unsupported options of other launchers to the alternatives that the error message suggests."""
 
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self._parameters = {} if self.callback is None else parameters_of(self.callback)
+        for param in self.params:
+            if param.metavar is None and param.name in self._parameters:
+                param.metavar = self._parameters[param.name].placeholder
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; if an option is unknown, add a suggestion to the error."""
+        """Parse the arguments; if an option is unknown or a number is invalid, explain the error."""
+        words = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            name = getattr(error, "option_name", None)
-            if type(error).__name__ != "NoSuchOption" or name is None:
-                raise
-            error.message, error.possibilities = self._answer(name), None  # type: ignore[attr-defined]
+            kind: Any = type(error).__name__
+            if kind == "NoSuchOption" and (name := getattr(error, "option_name", None)) is not None:
+                error.message, error.possibilities = self._answer(name), None  # type: ignore[attr-defined]
+            elif kind == "BadParameter":
+                self._explain_number(error, ctx, words)
             raise
+
+    def _explain_number(self, error: Any, ctx: Any, args: list[str]) -> None:
+        """If `error` reports an invalid number, state the option as the user spelled it, and the valid numbers."""
+        parameter = self._parameters.get(getattr(error.param, "name", ""))
+        if parameter is None or parameter.kind not in (int, float):
+            return
+        values, _, _ = self.make_parser(ctx).parse_args(list(args))
+        given = values.get(parameter.name)
+        for text in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(text, str) and not parameter.is_valid_number(text):
+                spelled = [word.partition("=")[0].replace("_", "-") for word in args]
+                names = [name for name in spelled if name in error.param.opts]
+                error.param_hint = (names or error.param.opts)[0]
+                error.message = f"expected {parameter.expected}, got {text!r}"
+                return
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line, with optional arguments in brackets."""
+        pieces = [self.options_metavar] if self.options_metavar else []
+        for param in self.get_params(ctx):
+            if param.param_type_name == "argument":
+                name = str(param.metavar)
+                pieces.append((name if param.required else f"[{name}]") + ("" if param.nargs == 1 else "..."))
+        return pieces
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the descriptions of the arguments and options."""
+        rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                name = str(param.metavar) if param.param_type_name == "argument" else record[0]
+                rows[param.param_type_name].append((name, record[1]))
+        for kind, described in rows.items():
+            if described:
+                with formatter.section(f"{kind.capitalize()}s"):
+                    formatter.write_dl(described)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, or raise ModuleNotFoundError before slow imports if a module of an extra is missing."""

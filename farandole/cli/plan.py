@@ -36,7 +36,7 @@ def plan(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PRESET] [KEY=VALUE]...",
+            metavar="PRESET|FILE|KEY=VALUE",
             help="The training run, or the model to serve: the same arguments as for farandole train.",
             show_default=False,
             autocompletion=complete_words,
@@ -238,11 +238,12 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Predict the memory and step time of all plans for a training run, fastest first.
+    """Predict the memory and step time of training plans.
 
-    Plans that do not fit in memory come last.  Without --check, nothing is trained.  The command measures this
-    machine's speed once, which takes seconds, unless --flops and --bandwidth specify the speed.  The exit status is 1
-    if no plan fits, or if the peak memory measured by --check differs from the prediction by more than 10 %.
+    The command lists all plans for a training run, the fastest first.  Plans that do not fit in memory come last.
+    Without --check, nothing is trained.  The command measures this machine's speed once, which takes seconds, unless
+    --flops and --bandwidth specify the speed.  The exit status is 1 if no plan fits, or if the peak memory measured by
+    --check differs from the prediction by more than 10 %.
 
     \b
       farandole plan                                    the default preset on this machine

@@ -96,9 +96,10 @@ def schedule(
         float, typer.Option(metavar="SIZE", min=0, help="Size of a stage's input, with --recompute.")
     ] = 0.0,
 ) -> None:
-    """Simulate pipeline schedules: makespan, idle time, activations, and a timeline.
+    """Compare and draw pipeline schedules.
 
-    Nothing is trained.  Times and sizes can have any unit.
+    The command simulates the makespan, the idle time, the activations and the timeline of schedules.  Nothing is
+    trained.  Times and sizes can have any unit.
 
     \b
       farandole schedule                                    list all schedules with their idle time and activations

@@ -123,7 +123,9 @@ def serve(
     draft: Annotated[
         Path | None,
         typer.Option(
-            "--draft", help="The folder of a smaller model with the same tokenizer, for --speculate draft."
+            "--draft",
+            metavar="FOLDER",
+            help="The folder of a smaller model with the same tokenizer, for --speculate draft.",
         ),
     ] = None,
     lora: Annotated[
@@ -138,12 +140,17 @@ def serve(
     chat_template: Annotated[
         str,
         typer.Option(
-            "--chat-template", help="A file with a Jinja template, or chatml.", show_default="the model's"
+            "--chat-template",
+            metavar="FILE|chatml",
+            help="A file with a Jinja template, or chatml.",
+            show_default="the model's",
         ),
     ] = "",
     api_keys: Annotated[
         Path | None,
-        typer.Option("--api-keys", help="A file with the SHA-256 hash of one API key per line."),
+        typer.Option(
+            "--api-keys", metavar="FILE", help="A file with the SHA-256 hash of one API key per line."
+        ),
     ] = None,
     max_body: Annotated[
         float, typer.Option("--max-body", min=0.001, help="Maximum size of a request, in MiB.")
@@ -156,7 +163,7 @@ def serve(
         typer.Option("--drain-timeout", min=0, help="Seconds that running requests may take after SIGTERM."),
     ] = 60,
 ) -> None:
-    """Serve a language model or an encoder with an OpenAI-compatible HTTP API.
+    """Serve a model with an OpenAI-compatible API.
 
     The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics, and has a
     page with the current load and a chat at /.  It listens on this machine only, unless --host is given.  After

@@ -34,10 +34,11 @@ def tune(
     ] = "16M",
     turns: Annotated[int, typer.Option(help="Measurements per algorithm, of which the fastest counts.")] = 9,
 ) -> None:
-    """Find the fastest all-reduce algorithm between hosts, and its number of leaders, for each message size.
+    """Find the fastest algorithms between hosts.
 
-    The algorithms are ring, doubling and rabenseifner.  Run the command in a job on the hosts to measure.  Outside a
-    job, the command starts ranks on this host, each of which represents a host.  Use the table with
+    For each message size, the command finds the fastest all-reduce algorithm and its number of leaders.  The algorithms
+    are ring, doubling and rabenseifner.  Run the command in a job on the hosts to measure.  Outside a job, the command
+    starts ranks on this host, each of which represents a host.  Use the table with
     farandole.comm.Options(table="tuned.json").
 
     \b

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import farandole
@@ -44,7 +47,17 @@ def test_every_command_shows_an_example(command):
         (["launch", "--rnaks", "2", "x.py"], "--ranks"),
         (["launch", "--no-pinn", "x.py"], "--no-pin"),
         (["launch"], "Missing argument 'SCRIPT'"),
-        (["launch", "--ranks", "0", "x.py"], "Invalid value for '--ranks'"),
+        (["launch", "--ranks", "0", "x.py"], "--ranks: expected an integer of at least 1, got '0'\n"),
+        (["launch", "-n", "two", "x.py", "-np", "3"], "-n: expected an integer of at least 1, got 'two'\n"),
+        (
+            ["launch", "--ssh_port=x", "x.py"],
+            "--ssh-port: expected an integer between 1 and 65535, got 'x'\n",
+        ),
+        (
+            ["launch", "--start-timeout", "0", "x.py"],
+            "--start-timeout: expected a number of at least 0.1, got '0'\n",
+        ),
+        (["plan", "--tensor", "2", "--tensor", "x"], "--tensor: expected an integer, got 'x'\n"),
         (["launch", "--rnks", "2", "x.py"], "unknown option --rnks; did you mean --ranks?"),
         (["launch", "--zzz", "x.py"], "unknown option --zzz\n"),
         (["train", "--resum"], "unknown option --resum; did you mean --resume?"),
@@ -107,6 +120,36 @@ def test_mistakes_are_reported_with_the_nearest_name(arguments, message):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert message in result.output
+
+
+def commands() -> list[tuple[str, ...]]:
+    """Return the words of all commands, such as ("bench", "training")."""
+
+    def find(command: Any, words: tuple[str, ...]) -> list[tuple[str, ...]]:
+        if not hasattr(command, "commands"):
+            return [words]
+        return [found for name, inner in command.commands.items() for found in find(inner, (*words, name))]
+
+    return find(typer.main.get_command(app), ())
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("config",)])
+def test_a_list_of_commands_shows_their_descriptions_in_full(group):
+    _, found, described = invoke(*group, "--help").output.partition("\nCommands:\n")
+    assert found and "..." not in described, described
+    assert all(re.match(r"  [a-z]+ +[A-Z].*\.$", line) for line in described.splitlines()), described
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_help_shows_placeholders_instead_of_types(words):
+    output = invoke(*words, "--help").output
+    assert not re.search(r"<[a-z]|[{}]|\[\[", output), output
+
+
+def test_a_usage_line_marks_optional_arguments():
+    assert "Usage: farandole launch [OPTIONS] SCRIPT [ARGS]...\n" in invoke("launch", "--help").output
+    assert "Usage: farandole config explain [OPTIONS] KEY\n" in invoke("config", "explain", "--help").output
+    assert "Missing argument 'KEY'" in invoke("config", "explain").output
 
 
 def test_help_is_shown_without_a_command():

@@ -45,7 +45,7 @@ def used_port() -> Iterator[int]:
         (["--context", "99999"], "--context: expected a value from 1 to 2048"),
         (["--store", "x"], "--store: expected one of slots, pages, got 'x'"),
         (["--token-budget", "2"], "--token-budget: expected at least max_running=16, got 2"),
-        (["--kv-memory", "0"], "'--kv-memory': Input should be greater than or equal to 0.001"),
+        (["--kv-memory", "0"], "--kv-memory: expected a number of at least 0.001, got '0'"),
         (["--speculate", "x"], "--speculate: expected one of off, lookup, draft, got 'x'"),
         (["--speculate", "draft"], "--draft: expected a draft model with speculate='draft'"),
         (["--speculate", "draft", "--draft", "FOLDER/none"], "FOLDER/none"),

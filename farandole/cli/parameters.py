@@ -1,0 +1,67 @@
+"""How help texts and error messages describe the parameters of a command.
+
+The descriptions come from the annotations of the function that implements the command.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The type and the limits of one parameter; for a list, of its elements."""
+
+    name: str
+    kind: type
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def placeholder(self) -> str | None:
+        """The placeholder of the value in help texts, or None for a flag."""
+        if self.kind is bool:
+            return None
+        return "N" if self.kind in (int, float) else self.name.upper()
+
+    @property
+    def expected(self) -> str:
+        """The values that the parameter accepts, such as "an integer of at least 1"."""
+        noun = "an integer" if self.kind is int else "a number"
+        if self.least is not None and self.most is not None:
+            return f"{noun} between {self.least:g} and {self.most:g}"
+        if self.least is not None:
+            return f"{noun} of at least {self.least:g}"
+        return noun if self.most is None else f"{noun} of at most {self.most:g}"
+
+    def is_valid_number(self, text: str) -> bool:
+        """Return whether `text` is a number within the limits."""
+        try:
+            number = self.kind(text)
+        except ValueError:
+            return False
+        return not (self.least is not None and number < self.least) and not (
+            self.most is not None and number > self.most
+        )
+
+
+def parameters_of(callback: Callable[..., Any]) -> dict[str, Parameter]:
+    """Return the parameters of a command by name, except parameters that the command parses with a function."""
+    found = {}
+    for name, annotation in get_type_hints(inspect.unwrap(callback), include_extras=True).items():
+        if get_origin(annotation) is not Annotated:
+            continue
+        annotation, info = get_args(annotation)[:2]
+        if info.parser is None:
+            found[name] = Parameter(name, _element(annotation), info.min, info.max)
+    return found
+
+
+def _element(annotation: Any) -> type:
+    """Return the type T of an annotation such as `T | None` or `list[T]`."""
+    types = [each for each in get_args(annotation) if each is not NoneType]
+    return _element(types[0]) if types else annotation
