@@ -97,7 +97,10 @@ def keys(
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 200
-    console.print(table)
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        typer.echo(line.rstrip())
 
 
 @app.command(cls=Command)

@@ -44,6 +44,7 @@ def test_every_key_has_its_default_and_a_description() -> None:
         assert len(key.description) > 10, f"describe {name} in presets/default.toml"
     listed = _config("keys").stdout
     assert all(name in listed for name in keys)
+    assert all(line == line.rstrip() for line in listed.splitlines())
     assert _config("keys", "optimizer").stdout.count("\n") == 7
 
 
