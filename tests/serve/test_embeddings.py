@@ -256,8 +256,9 @@ def test_the_command(folder: Path) -> None:
         assert post(address, "/v1/embeddings", {"model": NAME, "input": "red"})[0] == 200
         assert post(address, "/v1/embeddings", {"model": NAME, "input": ["a"] * 5})[0] == 400
         assert post(address, "/v1/completions", {"model": NAME, "prompt": "a"})[0] == 404
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 128 + signal.SIGINT
+        assert process.read_stderr().splitlines()[-1] == "stopped by Ctrl-C (SIGINT)"
 
 
 def test_options_for_language_models_are_refused(folder: Path) -> None:

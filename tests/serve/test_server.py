@@ -469,6 +469,7 @@ def test_the_command_sleeps_when_idle_and_drains_on_sigterm(folder: Path) -> Non
         process.send_signal(signal.SIGTERM)
         thread.join()
         assert results == [200]
-        process.wait(10)
+        assert process.wait(10) == -signal.SIGTERM
+        assert process.read_stderr().splitlines()[-1] == "stopped by SIGTERM"
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))

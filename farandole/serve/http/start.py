@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from farandole._extras import optional_import
@@ -19,7 +20,8 @@ with optional_import():
     import uvicorn
 
 from farandole.data.wording import counted
-from farandole.launch.reports import notify
+from farandole.launch.monitor import restored_handlers
+from farandole.launch.reports import describe_stop, notify
 from farandole.launch.runtime import Runtime
 from farandole.mesh import Mesh
 from farandole.serve.encoder import read_encoder
@@ -170,9 +172,29 @@ def start(
     )
     _warn_if_open(listener, keys)
     web = uvicorn.Server(config)
-    web.run(sockets=[listener])
+    _run(web, listener, reports_stop=comm is None)  # with several ranks, the launcher reports the signal
     if service.failure is not None:
         raise service.failure
+
+
+def _run(web: uvicorn.Server, listener: socket.socket, *, reports_stop: bool) -> None:
+    """Run the server until it ends.
+
+    Uvicorn raises the signal that has stopped the server again after the running requests are complete.  If
+    `reports_stop` is True, the signal is then printed.
+    """
+    with restored_handlers():
+        if reports_stop:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, _report_stop)
+        web.run(sockets=[listener])
+
+
+def _report_stop(number: int, frame: FrameType | None) -> None:
+    """Print the signal, and end this process with the signal."""
+    notify(describe_stop(number, ()))
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def check_start(
@@ -289,4 +311,4 @@ def start_encoder(
         f"{encoder.width} values, pooling: {encoder.pooling})"
     )
     _warn_if_open(listener, keys)
-    uvicorn.Server(config).run(sockets=[listener])
+    _run(uvicorn.Server(config), listener, reports_stop=True)
