@@ -10,8 +10,8 @@ from pathlib import Path
 PICTURES = (".png", ".pdf", ".svg")
 """The supported suffixes of picture files."""
 
-
 LEAST_MEMORY = 1 << 20
+"""The smallest `--memory` in bytes; smaller values usually lack a unit."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECASE)
 

@@ -57,8 +57,8 @@ def restored_handlers() -> Iterator[None]:
 class RankMonitor:
     """Monitors the ranks of one host, identified by local rank, and sends signals according to the rules above.
 
-    `global_ranks` maps local ranks to the ranks in the world, which messages name.  Call `poll` repeatedly until all ranks have ended, that is, until `poll` returns True.  `interrupt` may be called
-    from a signal handler.
+    `global_ranks` maps local ranks to the ranks in the world, which messages name.  Call `poll` repeatedly until all
+    ranks have ended, that is, until `poll` returns True.  `interrupt` may be called from a signal handler.
     """
 
     def __init__(
