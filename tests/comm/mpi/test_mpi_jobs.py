@@ -264,11 +264,11 @@ from datetime import timedelta
 dist.init_process_group("farandole-mpi", init_method="mpi://", timeout=timedelta(seconds=30))
 rank = dist.get_rank()
 if rank == 2:
-    time.sleep(4.7)
+    time.sleep(6)
 dist.all_reduce(torch.ones(5))
 print("first", file=sys.stderr, flush=True)
 if rank == 0:
-    time.sleep(4.7)
+    time.sleep(6)
     dist.send(torch.ones(3), 1)
 if rank == 1:
     dist.recv(torch.ones(3), 0)
