@@ -174,32 +174,40 @@ def test_small_updates_accumulate(ranks: Any) -> None:
         assert theirs == 1.0
 
 
-def _closure(rank: int, size: int) -> tuple[float, float, float]:
-    """Return this rank's loss, the loss that a step with a closure returns, and the loss after the step."""
-    model = nn.Linear(4, 1, bias=False)
-    nn.init.ones_(model.weight)
-    engine = farandole.parallelize(model, Plan(zero=1, precision="bf16", rounding="stochastic"))
-    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.01))
-    inputs = torch.full((1, 4), rank + 1.0)
+def _closure(rank: int, size: int, zero: int) -> tuple[list[float], list[Tensor]]:
+    """Return the losses of two steps with a closure, and the weights after steps with and without a closure."""
+    losses, weights = [], []
+    for uses_closure in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(model.weight)
+        engine = farandole.parallelize(model, Plan(zero=zero, precision="bf16", rounding="stochastic"))
+        optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.01))
+        inputs = torch.full((1, 4), rank + 1.0)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = engine(inputs).float().square().mean()
-        loss.backward()
-        return loss
+        def closure() -> Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            loss: Tensor = engine(inputs).float().square().mean()  # noqa: B023
+            loss.backward()
+            return loss
 
-    own = float(closure().detach())
-    losses = [float(optimizer.step(closure)) for _ in range(2)]
-    engine.close()
-    return own, losses[0], losses[1]
+        for _ in range(2):
+            if uses_closure:
+                losses.append(float(optimizer.step(closure)))
+            else:
+                closure()
+                optimizer.step()
+        weights.append(engine.state_dict()["weight"].clone())
+        engine.close()
+    return losses, weights
 
 
-def test_a_step_with_a_closure_returns_the_mean_loss(ranks: Any) -> None:
-    found = ranks(2).run(_closure)
-    assert [own for own, _, _ in found] == [16.0, 64.0]
-    for _, first, second in found:
-        assert first == 40.0
-        assert second < first
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_step_with_a_closure_matches_a_step_without(ranks: Any, zero: int) -> None:
+    for losses, (with_closure, without) in ranks(2).run(_closure, zero):
+        assert losses[0] == (16.0 + 64.0) / 2  # the mean over the ranks
+        assert losses[1] < losses[0]
+        assert torch.equal(with_closure, without)
 
 
 def _resumed(rank: int, size: int) -> None:
