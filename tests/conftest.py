@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +23,18 @@ if TYPE_CHECKING:
 os.environ["OMP_NUM_THREADS"] = "1"
 
 gc.disable()  # importing torch and the tests produces no garbage
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the temporary files of all processes in one folder, because libraries and killed processes leave theirs."""
+    if hasattr(config, "workerinput"):
+        return  # a worker of pytest-xdist, which has inherited the folder
+    usual, folder = tempfile.gettempdir(), tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # pytest removes older `tmp_path` folders itself
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor")  # used again by later sessions
+    # after multiprocessing has removed its own folder, which has priority -100
+    Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-101)
 
 
 def pytest_collection_finish() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import pickle
 import re
 import signal
 import time
@@ -268,6 +269,12 @@ def test_an_exception_of_one_rank_of_a_stage_is_raised_on_all_ranks(ranks: Any, 
     failures += [(broken, "loss") for broken in last]
     name = "gpt" if plan.expert == 1 else "mixtral"
     results = ranks(4).run(_raises_on_one_peer, name, plan, failures)
+    _check_failures(results, failures)
+    compare([each[1] for each in results], alone(name, 4, replicas=plan.expert, steps=1))
+
+
+def _check_failures(results: list[Any], failures: list[tuple[int, str]]) -> None:
+    """Check that all ranks raised the same error soon after each failure."""
     for number, (broken, kind) in enumerate(failures):
         texts = {found[number][0] for found, _ in results}
         assert len(texts) == 1, texts
@@ -276,7 +283,22 @@ def test_an_exception_of_one_rank_of_a_stage_is_raised_on_all_ranks(ranks: Any, 
         pattern = rf"rank {broken}: the ({action}) of micro-batch \d failed in stage \d: .*_Broken: {what}; "
         assert re.match(pattern, texts.pop())
         assert max(found[number][1] for found, _ in results) < 3
-    compare([each[1] for each in results], alone(name, 4, replicas=plan.expert, steps=1))
+
+
+def _raises_on_hosts(
+    rank: int, size: int, tell: Callable[[Any], None], plan: Plan, failures: list[tuple[int, str]]
+) -> None:
+    tell(pickle.dumps(_raises_on_one_peer(rank, size, "gpt", plan, failures)))
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=["stages", "tensor"])
+def test_an_exception_is_raised_on_all_hosts(hosts: list[int]) -> None:
+    """A message between stages or a collective within a stage crosses the network."""
+    failures = [(0, "forward"), (1, "backward"), (2, "backward"), (3, "loss")]
+    with Job(4, _raises_on_hosts, Plan(pipeline=2, tensor=2), failures, hosts=hosts) as job:
+        results = [pickle.loads(job.hear(rank)) for rank in range(4)]
+    _check_failures(results, failures)
+    compare([each[1] for each in results], alone("gpt", 4, steps=1))
 
 
 def test_an_exception_is_raised_over_gloo(ranks: Any) -> None:
