@@ -113,7 +113,7 @@ def generate(
         chosen = newest_checkpoint(checkpoint)
 
         from farandole.models.generate import generate as tokens_after
-        from farandole.train.text import load_model
+        from farandole.train.weights import load_model
 
         model, tokenizer, config = load_model(chosen)
     except (CheckpointError, ConfigError) as refusal:
@@ -156,7 +156,7 @@ def _generate_together(
     from farandole.launch.placement import LaunchError
     from farandole.models.hf.fields import FolderError
     from farandole.serve.llm import LLM
-    from farandole.serve.ranks.driver import RanksFailed
+    from farandole.serve.ranks.errors import RanksFailed
     from farandole.serve.request import RequestError, Sampling
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError

@@ -22,6 +22,7 @@ from farandole.serve.lora import Adapter, read_adapters
 from farandole.serve.request import RequestError
 from farandole.serve.runner import check_weights
 from farandole.train.run_folder import METADATA, TOKENIZER, newest_checkpoint
+from farandole.train.weights import load_model
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -109,8 +110,6 @@ def read_model(
     if is_hugging_face(path):
         model, tokenizer, limit, choice = _hugging_face(path, precision, lazy)
     else:
-        from farandole.train.text import load_model  # imported here, because it imports the trainer
-
         loaded, tokenizer, config = load_model(path)
         model = cast(Transformer, loaded.to(PRECISIONS[precision]))
         limit, choice = config.model.context, getattr(config.data, "template", "")

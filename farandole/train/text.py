@@ -1,7 +1,4 @@
-"""The text tasks: "text" trains a language model, "masked-text" a BERT, and "sft" a language model on conversations.
-
-`load_model` loads trained language models from checkpoints.
-"""
+"""The text tasks: "text" trains a language model, "masked-text" a BERT, and "sft" a language model on conversations."""
 
 from __future__ import annotations
 
@@ -12,23 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from farandole._troubleshooting import see
 from farandole.data.cache import Progress
 from farandole.data.chat import Chat, prepare_chat
 from farandole.data.masking import masking_for
 from farandole.data.template import read_tokenizer_config, token_text
 from farandole.data.text import Text, prepare_text
-from farandole.data.tokenizer import END_OF_TEXT, MASK, load_tokenizer
+from farandole.data.tokenizer import END_OF_TEXT, MASK
 from farandole.models.bert import BERTConfig, build_bert
 from farandole.models.generate import generate
-from farandole.models.gpt import build_gpt
-from farandole.models.hf.pretrained import read_config, tensors_of
 from farandole.models.hf.registry import decoder_names
 from farandole.models.sequence import SequenceInfo
-from farandole.train.config import ConfigError, TrainConfig, saved_config
+from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.folders import (
     build_language_model,
     check_context,
@@ -38,9 +31,8 @@ from farandole.train.folders import (
     open_folder_model,
     position_limit,
 )
-from farandole.train.run_folder import TOKENIZER, WEIGHTS, CheckpointError, read_metadata, tokenizer_file
+from farandole.train.run_folder import TOKENIZER, tokenizer_file
 from farandole.train.tasks import Mean, Task
-from farandole.train.weights import read_weights
 
 
 def open_text(
@@ -143,44 +135,6 @@ class TextTask(Task):
         """
         own = {TOKENIZER: self.text.folder / TOKENIZER}
         return own | dict(model_files(folder_of(self._config))) if self._config.model.folder else own
-
-
-def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]:
-    """Load the model, tokenizer and configuration from folder `checkpoint`, in one process.
-
-    The weights come from `model.safetensors`.  Pickle files are not read.
-
-    Raises:
-        CheckpointError: if a file is missing or damaged, or the task is neither "text" nor "sft".
-    """
-    config = saved_config(read_metadata(checkpoint).config)
-    if config.task not in ("text", "sft"):
-        raise CheckpointError(
-            f"checkpoint {checkpoint} belongs to task={config.task!r}: expected task='text' or 'sft', "
-            "which can generate text"
-        )
-    if config.model.folder:
-        origin = read_config(checkpoint)
-        model: nn.Sequential = origin.architecture.build(origin.config)
-    else:
-        model = build_gpt(config.model.gpt())
-    weights = read_weights(checkpoint / WEIGHTS)
-    try:
-        tokenizer = load_tokenizer(checkpoint / TOKENIZER)
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(
-            f"cannot load the tokenizer {checkpoint / TOKENIZER}: {error}; use another checkpoint{see('is-damaged')}"
-        ) from None
-    expected = tensors_of(model)
-    if weights.keys() != expected.keys():
-        odd = sorted(weights.keys() ^ expected.keys())
-        raise CheckpointError(
-            f"checkpoint {checkpoint} does not match its configuration: missing or unexpected tensors "
-            f"{', '.join(odd[:5])}; use another checkpoint"
-        )
-    for name, tensor in expected.items():
-        tensor.data.copy_(weights[name])
-    return model.eval(), tokenizer, config
 
 
 MaskedBatch = tuple[Tensor, Tensor]

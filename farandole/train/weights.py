@@ -1,4 +1,4 @@
-"""Read weights from checkpoints, to generate text or to initialize another run."""
+"""Read models and weights from checkpoints, to generate text or to initialize another run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,60 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from farandole._troubleshooting import see
+from farandole.data.tokenizer import load_tokenizer
+from farandole.models.gpt import build_gpt
+from farandole.models.hf.pretrained import read_config, tensors_of
 from farandole.train.config import ConfigError, TrainConfig, saved_config
-from farandole.train.run_folder import METADATA, CheckpointError, read_metadata, weights_file
+from farandole.train.run_folder import (
+    METADATA,
+    TOKENIZER,
+    WEIGHTS,
+    CheckpointError,
+    read_metadata,
+    weights_file,
+)
+
+
+def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]:
+    """Load the model, tokenizer and configuration from folder `checkpoint`, in one process.
+
+    The weights come from `model.safetensors`.  Pickle files are not read.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged, or the task is neither "text" nor "sft".
+    """
+    config = saved_config(read_metadata(checkpoint).config)
+    if config.task not in ("text", "sft"):
+        raise CheckpointError(
+            f"checkpoint {checkpoint} belongs to task={config.task!r}: expected task='text' or 'sft', "
+            "which can generate text"
+        )
+    if config.model.folder:
+        origin = read_config(checkpoint)
+        model: nn.Sequential = origin.architecture.build(origin.config)
+    else:
+        model = build_gpt(config.model.gpt())
+    weights = read_weights(checkpoint / WEIGHTS)
+    try:
+        tokenizer = load_tokenizer(checkpoint / TOKENIZER)
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(
+            f"cannot load the tokenizer {checkpoint / TOKENIZER}: {error}; use another checkpoint{see('is-damaged')}"
+        ) from None
+    expected = tensors_of(model)
+    if weights.keys() != expected.keys():
+        odd = sorted(weights.keys() ^ expected.keys())
+        raise CheckpointError(
+            f"checkpoint {checkpoint} does not match its configuration: missing or unexpected tensors "
+            f"{', '.join(odd[:5])}; use another checkpoint"
+        )
+    for name, tensor in expected.items():
+        tensor.data.copy_(weights[name])
+    return model.eval(), tokenizer, config
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import farandole
-from farandole.serve.ranks.driver import RanksFailed
+from farandole.serve.ranks.errors import RanksFailed
 from farandole.serve.request import RequestError
 from tests.launch.jobs import all_ended, finish, ours, run, start
 from tests.serve.server import CONTEXT, eventually, write_folder

@@ -21,7 +21,8 @@ from farandole.serve.engine import GenerationEngine, QueueFullError
 from farandole.serve.folder import read_model
 from farandole.serve.http.service import ReplicatedService
 from farandole.serve.metrics import Family, of_replicas, prometheus_text
-from farandole.serve.ranks.driver import RanksFailed, Worker
+from farandole.serve.ranks.driver import Worker
+from farandole.serve.ranks.errors import RanksFailed
 from farandole.serve.ranks.replicas import read_replica
 from farandole.serve.request import RequestError, Sampling
 from farandole.serve.runner import Runner

@@ -13,8 +13,7 @@ from farandole.models.gpt import build_gpt
 from farandole.parallel.lora.peft_adapter import load_adapter
 from farandole.train.config import ConfigError, load_config
 from farandole.train.run_folder import CheckpointError, newest_checkpoint
-from farandole.train.text import load_model
-from farandole.train.weights import load_initial_weights, read_weights
+from farandole.train.weights import load_initial_weights, load_model, read_weights
 from tests.train.command import Command, losses, only_run
 from tests.train.small import overrides
 

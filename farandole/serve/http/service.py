@@ -15,7 +15,7 @@ from typing import Any
 from farandole.serve.engine import GenerationEngine, QueueFullError
 from farandole.serve.http.stats import stats_of
 from farandole.serve.metrics import Family, of_replicas
-from farandole.serve.ranks.driver import RanksFailed
+from farandole.serve.ranks.errors import RanksFailed
 from farandole.serve.request import Output, RequestError, Sampling
 
 log = logging.getLogger(__name__)

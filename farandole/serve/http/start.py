@@ -10,9 +10,10 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farandole._extras import optional_import
 
@@ -22,8 +23,6 @@ with optional_import():
 from farandole.data.wording import counted
 from farandole.launch.monitor import restored_handlers
 from farandole.launch.reports import describe_stop, notify
-from farandole.launch.runtime import Runtime
-from farandole.mesh import Mesh
 from farandole.serve.encoder import read_encoder
 from farandole.serve.engine import GenerationEngine
 from farandole.serve.folder import find_model, read_model
@@ -33,13 +32,14 @@ from farandole.serve.http.embeddings import EmbeddingServer
 from farandole.serve.http.guard import Limits, read_keys
 from farandole.serve.http.service import ReplicatedService, Service
 from farandole.serve.lora import parse_adapters
-from farandole.serve.ranks.driver import Worker
-from farandole.serve.ranks.replicas import read_replica
-from farandole.serve.ranks.shards import check_width, raised_together
 from farandole.serve.request import RequestError
 from farandole.serve.runner import Runner
 from farandole.serve.speculation.draft import read_draft
 from farandole.serve.store import CHUNK
+
+if TYPE_CHECKING:
+    from farandole.launch.runtime import Runtime
+    from farandole.serve.ranks.driver import Worker
 
 GIB = 1 << 30
 
@@ -80,8 +80,16 @@ def start(
         CheckpointError, DataError, FolderError: if the folder cannot be read.
         RanksFailed: if a rank fails.
     """
-    comm = None if runtime is None else runtime.comm
-    with contextlib.nullcontext() if comm is None else raised_together(comm):
+    together: Any = contextlib.nullcontext
+    comm = None
+    if runtime is not None:  # a process that serves alone starts sooner without these imports
+        from farandole.mesh import Mesh
+        from farandole.serve.ranks.replicas import read_replica
+        from farandole.serve.ranks.shards import raised_together
+
+        comm = runtime.comm
+        together = partial(raised_together, comm)
+    with together():
         folder = find_model(folder)
         adapters = parse_adapters(lora)
         if comm is None or comm.rank == 0:
@@ -105,11 +113,11 @@ def start(
         mesh = Mesh.box(comm.size, data=replicas, tensor=comm.size // replicas)
         found, own = read_replica(folder, options, comm, mesh)
         free = min(comm.all_gather_object(_free_memory() // runtime.local_size))
-        runners = [] if isinstance(own, Worker) else own
-    with contextlib.nullcontext() if comm is None else raised_together(comm):
+        runners = own if isinstance(own, list) else []
+    with together():
         # one draft model for each engine, because engines run in threads
         drafts = [None if draft is None else read_draft(draft, found, precision) for _ in runners]
-    if isinstance(own, Worker):
+    if not isinstance(own, list):
         _follow(own)
         return
     limits = Limits(body_bytes=int(max_body * (1 << 20)), request_s=request_timeout)
@@ -212,6 +220,8 @@ def check_start(
     Raises:
         RequestError, CheckpointError, DataError, FolderError: as for `start`.
     """
+    from farandole.serve.ranks.shards import check_width
+
     if api_keys is not None:
         read_keys(api_keys)
     _listen(host, port).close()

@@ -7,4 +7,5 @@ driver.py    sends each step of an engine from the driver to the other ranks
 shards.py    reads each rank's shards of a model
 replicas.py  assigns ranks to replicas and loads their shards
 offline.py   the ranks of `farandole.LLM`
+errors.py    the error of a failed rank
 """

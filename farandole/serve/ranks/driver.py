@@ -27,6 +27,7 @@ from farandole.layout import chunk
 from farandole.models.sequence import Transformer
 from farandole.parallel.tensor import sharded_logits
 from farandole.parallel.tensor.vocabulary import ParallelVocabulary
+from farandole.serve.ranks.errors import RanksFailed
 from farandole.serve.runner import Runner, Span
 from farandole.serve.store import LayerShape, Memory
 from farandole.serve.threads import core_threads
@@ -39,10 +40,6 @@ HEAD = 4096
 _STOP, _PAUSE, _BEAT, _RUN = range(4)
 _RESIZE, _MOVE = range(2)
 _CHANGE = 5  # integers per change: the kind and up to four arguments
-
-
-class RanksFailed(RuntimeError):
-    """Raised on the driver if the ranks can no longer compute together; the message names the failed rank if known."""
 
 
 class ShardedRunner(Runner):

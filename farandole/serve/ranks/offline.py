@@ -19,7 +19,8 @@ from farandole.launch.placement import ALONE, LaunchError
 from farandole.launch.runtime import init
 from farandole.launch.workers import Link, Workers
 from farandole.serve.folder import ModelFolder, read_model
-from farandole.serve.ranks.driver import LocalDriver, RanksFailed, Worker
+from farandole.serve.ranks.driver import LocalDriver, Worker
+from farandole.serve.ranks.errors import RanksFailed
 from farandole.serve.ranks.shards import check_width, raised_together, read_sharded
 from farandole.serve.request import RequestError
 from farandole.serve.runner import Runner
