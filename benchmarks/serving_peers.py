@@ -54,9 +54,17 @@ def convert(folder: Path) -> None:
 
 
 def export(folder: Path) -> None:
-    """Write the models of OpenVINO."""
+    """Write the models and the tokenizer of OpenVINO."""
+    import openvino
+    from openvino_tokenizers import convert_tokenizer
     from optimum.intel import OVModelForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    for name, part in zip(
+        ("tokenizer", "detokenizer"), convert_tokenizer(tokenizer, with_detokenizer=True), strict=True
+    ):
+        openvino.save_model(part, folder / "openvino-tokenizer" / f"openvino_{name}.xml")
     for name, compress in (("openvino", False), ("openvino-int8", True)):
         model = OVModelForCausalLM.from_pretrained(folder, export=True, load_in_8bit=compress, compile=False)
         model.save_pretrained(folder / name)

@@ -61,7 +61,7 @@ def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
     Raises:
         BenchError, LaunchError, SystemExit: as for `measured`.
     """
-    instead = "--flops and --bandwidth"
+    instead = "--flops" if ranks == 1 else "--flops and --bandwidth"
     return Speeds(**measured("farandole.bench.machine", ranks, _FORMAT, instead=instead, remeasure=remeasure))
 
 

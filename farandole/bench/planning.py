@@ -552,9 +552,11 @@ def _speeds(setup: PlanSetup, ranks: int) -> Speeds:
     """Return the speeds of a rank on this machine; speeds that are given in `setup` replace measured speeds.
 
     If `setup` contains both `flops` and `bandwidth`, nothing is measured.  The memory bandwidth and the memory of a
-    process are then typical values.
+    process are then typical values.  One rank sends no messages, so its `bandwidth` is not needed.
     """
     flops, bandwidth = setup.flops, setup.bandwidth
+    if bandwidth is None and ranks == 1:
+        bandwidth = Machine.bandwidth
     if flops is not None and bandwidth is not None and not setup.remeasure:
         accelerated = torch.cuda.is_available()
         return Speeds(

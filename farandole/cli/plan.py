@@ -242,8 +242,8 @@ def plan(
 
     The command lists all plans for a training run, the fastest first.  Plans that do not fit in memory come last.
     Without --check, nothing is trained.  The command measures this machine's speed once, which takes seconds, unless
-    --flops and --bandwidth specify the speed.  The exit status is 1 if no plan fits, or if the peak memory measured by
-    --check differs from the prediction by more than 10 %.
+    --flops and --bandwidth specify the speed; for one rank, --flops suffices.  The exit status is 1 if no plan fits, or
+    if the peak memory measured by --check differs from the prediction by more than 10 %.
 
     \b
       farandole plan                                    the default preset on this machine

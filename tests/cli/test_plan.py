@@ -175,7 +175,7 @@ def test_accelerators_have_published_speeds(words: tuple[str, ...], tmp_path: Pa
 
 
 def test_given_speeds_are_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With --flops and --bandwidth, no rank is launched although the cache is empty."""
+    """With --flops and --bandwidth, no rank is launched although the cache is empty; one rank needs only --flops."""
     monkeypatch.setattr(planning, "speeds", machine.speeds)
     monkeypatch.setattr(machine, "default_cache", lambda: tmp_path / "cache")
     launched: list[str] = []
@@ -189,6 +189,8 @@ def test_given_speeds_are_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path
     found = json.loads((tmp_path / "plans").read_text())["machine"]
     assert (found["flops"]["bf16"], found["stream"], found["bandwidth"]) == (48e9, 4e9, 12e9)
     assert (found["process"], found["libraries"]) == (225 * MIB, 110 * MIB)
+    assert _plan("tiny", "-n", "1", *ONE, "--flops", "48G").exit_code == 0
+    assert launched == ["farandole.bench.machine"]
 
 
 def test_hosts_of_accelerators() -> None:
