@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from filelock import FileLock
@@ -28,7 +28,7 @@ from farandole.data.sources import Source
 
 _log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """The version of the format, increased with every change so that older entries are not used."""
 
 FILES = ("tokenizer.json", "train.bin", "validation.bin")
@@ -44,10 +44,20 @@ def default_cache() -> Path:
     return user_cache_path("farandole", appauthor=False)
 
 
-def content_key(source: Source, settings: dict[str, object], progress: Progress) -> str:
+def content_key(source: Source, settings: Mapping[str, object], progress: Progress) -> str:
     """Return the name of the cache entry for this text and these settings: 32 hexadecimal digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps([FORMAT_VERSION, source.field, settings], sort_keys=True).encode())
+    return entry_key(content_digest(source, progress), settings)
+
+
+def entry_key(content: str, settings: Mapping[str, object]) -> str:
+    """Return the name of the cache entry for the text with digest `content` and these settings."""
+    text = json.dumps([FORMAT_VERSION, content, settings], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def content_digest(source: Source, progress: Progress) -> str:
+    """Return a digest of the names and contents of the text's files, and of the field that contains the text."""
+    digest = hashlib.blake2b(source.field.encode())
     total, done = max(1, source.size), 0
     for path in source.files:
         name = path.relative_to(source.root) if path != source.root else Path(path.name)

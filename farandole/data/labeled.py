@@ -117,7 +117,6 @@ def prepare_labeled(
             f"cannot load the tokenizer {tokenizer}: {error}; check or restore the file"
         ) from None
     encoder.enable_truncation(context)
-    encoder.no_padding()
     source = find_source(path, field)
     settings: dict[str, object] = {
         "labeled": 1,

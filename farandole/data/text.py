@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from farandole.data.cache import Progress, cached_folder, content_key, default_cache
+from farandole.data.cache import Progress, cached_folder, content_digest, default_cache, entry_key
 from farandole.data.errors import DataError
 from farandole.data.sources import STANDARD_LIBRARY, Source, find_source
 from farandole.data.tokenizer import (
@@ -101,7 +101,8 @@ def prepare_text(
         validation_share: the fraction of the text used for validation.
         special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  If the text contains their names,
             the names are encoded as ordinary text.
-        tokenizer: the `tokenizer.json` to use; by default, a tokenizer is trained on the text.
+        tokenizer: the `tokenizer.json` to use; by default, a tokenizer is trained on the text.  If this tokenizer was
+            trained on the same text, the same cache entry is used.
         end: the token that ends a document.
         cache: the cache folder; by default, the user's cache folder.
         progress: a function called with the current activity and its completed fraction.
@@ -122,16 +123,20 @@ def prepare_text(
     settings: dict[str, object] = {"vocabulary": vocabulary, "validation_share": validation_share}
     if special_tokens:  # does not change the keys of entries without special tokens
         settings["special_tokens"] = list(special_tokens)
+    content, root = content_digest(source, progress), (cache or default_cache()) / "tokens"
+    key = entry_key(content, settings)
     if tokenizer is not None:
-        settings["tokenizer"] = _check_tokenizer(tokenizer, vocabulary, (end, *special_tokens))
-        if end != END_OF_TEXT:
-            settings["end"] = end
-    key = content_key(source, settings, progress)
+        given = _check_tokenizer(tokenizer, vocabulary, (end, *special_tokens))
+        if end != END_OF_TEXT or not _is_file_with(root / key / "tokenizer.json", given):
+            settings["tokenizer"] = given
+            if end != END_OF_TEXT:
+                settings["end"] = end
+            key = entry_key(content, settings)
 
     def build(folder: Path) -> None:
         _build(source, folder, vocabulary, validation_share, special_tokens, tokenizer, end, progress)
 
-    folder = cached_folder((cache or default_cache()) / "tokens", key, build, path=path)
+    folder = cached_folder(root, key, build, path=path)
     dtype = _dtype(vocabulary)
     parts = {}
     for name in ("train", "validation"):
@@ -143,6 +148,11 @@ def prepare_text(
             )
         parts[name] = Windows(np.memmap(folder / f"{name}.bin", dtype, "r"), context)
     return Text(folder, load_tokenizer(folder / "tokenizer.json"), parts["train"], parts["validation"])
+
+
+def _is_file_with(path: Path, text: str) -> bool:
+    """Return whether `path` is a file with this content."""
+    return path.is_file() and path.read_text(encoding="utf-8") == text
 
 
 def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str]) -> str:

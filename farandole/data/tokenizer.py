@@ -60,8 +60,11 @@ def check_special_tokens(special_tokens: Sequence[str]) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer from a `tokenizer.json`."""
-    return Tokenizer.from_file(str(path))
+    """Read a tokenizer from a `tokenizer.json`, without the truncation and padding that the file may contain."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()  # transformers saves the settings of the last call
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def split_document(document: str) -> Iterator[str]:

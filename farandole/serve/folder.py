@@ -149,7 +149,7 @@ def _hugging_face(path: Path, precision: str, lazy: bool) -> tuple[Transformer, 
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face folder, with padding and truncation turned off.
+    """Return the tokenizer of a Hugging Face folder.
 
     Raises:
         FolderError: if the file is missing or damaged.
@@ -159,14 +159,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
             f"{path} has no {TOKENIZER}; save the tokenizer with transformers' AutoTokenizer.save_pretrained"
         )
     try:
-        tokenizer = load_tokenizer(path / TOKENIZER)
+        return load_tokenizer(path / TOKENIZER)
     except Exception as error:  # the library raises plain Exception
         raise FolderError(
             f"cannot load the tokenizer {path / TOKENIZER}: {error}; check the file, or download it again"
         ) from None
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 def _end_tokens(path: Path, tokenizer: Tokenizer) -> frozenset[int]:

@@ -71,7 +71,8 @@ class CheckpointWriter:
     ) -> None:
         self._run = run
         self._folder = run / "checkpoints"
-        self._files = dict(files)
+        self._names = list(files)
+        self._contents: dict[str, bytes] = {}
         self._keep = keep
         self._comm = comm
         self._weight_bytes = 0
@@ -88,6 +89,10 @@ class CheckpointWriter:
                 raise CheckpointError(
                     f"cannot write to {self._folder}: {disk_failure(error, run)}"
                 ) from error
+            try:  # now, because a cache or a folder may be deleted during the run
+                self._contents = {name: path.read_bytes() for name, path in files.items()}
+            except OSError as error:
+                raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
         comm.barrier()
 
     def _set_aside(self, step: int) -> None:
@@ -115,7 +120,7 @@ class CheckpointWriter:
             return
         self._saved_step = trainer.step_number
         self._weight_bytes = sum(t.nbytes for t in (*trainer.model.parameters(), *trainer.model.buffers()))
-        text = json.dumps(asdict(_metadata(trainer, self._comm.size, elapsed_s, list(self._files))), indent=1)
+        text = json.dumps(asdict(_metadata(trainer, self._comm.size, elapsed_s, self._names)), indent=1)
         own = {
             name: t.dtype for name, t in (*trainer.model.named_parameters(), *trainer.model.named_buffers())
         }
@@ -153,10 +158,10 @@ class CheckpointWriter:
                 values = {name: file.get_tensor(name) for name in adapter.tensors}
             base = trainer.config.weights or trainer.config.model.folder or None
             write_adapter(adapter, values, folder / ADAPTER, base)
-        for name, path in self._files.items():
-            shutil.copyfile(path, folder / name)
+        for name, content in self._contents.items():
+            (folder / name).write_bytes(content)
         (folder / METADATA).write_text(metadata)
-        for name in (WEIGHTS, *self._files, METADATA, STATE, "."):
+        for name in (WEIGHTS, *self._names, METADATA, STATE, "."):
             flush(folder / name)
         folder.rename(self.newest)
         flush(self._folder)

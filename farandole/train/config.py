@@ -11,6 +11,7 @@ import difflib
 import functools
 import itertools
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -392,8 +393,21 @@ def to_toml(values: Mapping[str, Any]) -> str:
         sorted(values, key=lambda key: "." in key), lambda key: key.rpartition(".")[0]
     ):
         lines += ["", f"[{section}]"] if section else []
-        lines += [f"{key.rpartition('.')[2]} = {json.dumps(values[key])}" for key in keys]
+        lines += [f"{_toml_key(key.rpartition('.')[2])} = {_toml_value(values[key])}" for key in keys]
     return "\n".join(lines).lstrip() + "\n"
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _toml_value(name)
+
+
+def _toml_value(value: Any) -> str:
+    """Return a value as TOML, which differs from JSON in infinite numbers and in characters outside the BMP."""
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def presets() -> dict[str, str]:

@@ -98,19 +98,20 @@ def _warn_context(context: int, trained: int, folder: str) -> None:
 def open_folder_model(config: TrainConfig, classes: int | None = None, **changes: Any) -> Transformer:
     """Create the folder's model, with `changes` to its configuration.
 
-    The model is on the meta device, and `parallelize` later reads the weights.  With `model.pretrained=false`, the
-    model has random weights and is on torch's default device.
+    The model is on the meta device, and `parallelize` later reads the weights.  With `model.pretrained=false` or
+    `weights`, the folder's weights are not used: the model has random weights and is on torch's default device.
 
     Raises:
         ConfigError: if the folder is damaged or incomplete.
     """
     folder = folder_of(config)
     try:
-        origin = read_config(folder, with_weights=config.model.pretrained)
+        reads_weights = config.model.pretrained and not config.weights
+        origin = read_config(folder, with_weights=reads_weights)
         changes = _router_changes(config, origin) | changes
         if config.model.is_restored:
             return _without_weights(with_changes(origin, classes, changes))
-        if config.model.pretrained:
+        if reads_weights:
             return from_pretrained(folder, lazy=True, classes=classes, seed=config.seed, **changes)
         origin = with_changes(origin, classes, changes)
     except FolderError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from typing import Any
 
 import farandole
 from farandole._startup import keep_freed_memory, pause_collection, resume_collection
+from farandole.comm.communicator import Communicator
+from farandole.comm.errors import CommunicationError
 from farandole.launch.runtime import Runtime
 from farandole.train import checkpoint
 from farandole.train.checkpoint import CheckpointWriter
@@ -45,7 +48,8 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
         CheckpointError: if a checkpoint cannot be loaded or saved.
     """
     keep_freed_memory()
-    with _errors_only():  # warnings have been shown when the task was checked
+    # warnings have been shown when the task was checked; on other hosts, the text may be tokenized now
+    with _errors_only(), patient_ranks(runtime.comm):
         task = make_task(task_config(config, resume))
     with StopSignals() as stop, RunLock(run, runtime.comm):
         choice = _precision(config, resume, runtime)
@@ -162,6 +166,49 @@ class StopSignals:
             signal.raise_signal(signal.SIGINT)
 
 
+PATIENCE_S = 1.0
+"""The time in seconds between two exchanges of messages while ranks wait for each other in `patient_ranks`."""
+
+
+@contextmanager
+def patient_ranks(comm: Communicator) -> Iterator[None]:
+    """Return a context in which ranks may wait for each other longer than the timeout of `comm`.
+
+    For example, rank 0 may tokenize a large text for an hour.  A thread of each rank exchanges messages every second,
+    until all ranks have left the context or one of them has failed.  Therefore no call lasts until the timeout, and all
+    ranks find out if a rank dies.  The code in the context must not use `comm`.  Collective call.
+
+    Raises:
+        CommunicationError: if a rank dies.
+    """
+    state, ended = "working", threading.Event()
+    failures: list[CommunicationError] = []
+
+    def exchange() -> None:
+        try:
+            while True:
+                ended.wait(PATIENCE_S)
+                states = comm.all_gather_object(state)
+                if "failed" in states or "working" not in states:
+                    return
+        except CommunicationError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=exchange, name="farandole-patient-ranks", daemon=True)
+    thread.start()
+    try:
+        yield
+        state = "done"
+    except BaseException:
+        state = "failed"
+        raise
+    finally:
+        ended.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
 @contextmanager
 def _errors_only() -> Iterator[None]:
     """Return a context that suppresses this package's warnings."""
@@ -198,15 +245,16 @@ def _agree(request: Request, runtime: Runtime) -> TrainingJobSpec:
     If rank 0 rejects the request, end all ranks.
     """
     text, refused = "", ""
-    if runtime.rank == 0:
-        try:
-            start = check(request, runtime.size)
-            prepared = task_config(start.config, start.checkpoint)
-            check_memory(prepared, runtime.local_size)
-            make_task(prepared)
-            text = job_spec(start).dump()
-        except REFUSALS as refusal:
-            refused = str(refusal)
+    with patient_ranks(runtime.comm):
+        if runtime.rank == 0:
+            try:
+                start = check(request, runtime.size)
+                prepared = task_config(start.config, start.checkpoint)
+                check_memory(prepared, runtime.local_size)
+                make_task(prepared)
+                text = job_spec(start).dump()
+            except REFUSALS as refusal:
+                refused = str(refusal)
     text = runtime.comm.broadcast_object(text)
     if text:
         return TrainingJobSpec.load(text)

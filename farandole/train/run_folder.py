@@ -81,7 +81,7 @@ def new_run(config: TrainConfig) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         run = new_folder(out, f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         try:
-            (run / "config.toml").write_text(config.to_toml())
+            (run / "config.toml").write_text(config.to_toml(), encoding="utf-8")
         except OSError:
             (run / "config.toml").unlink(missing_ok=True)
             run.rmdir()

@@ -35,6 +35,7 @@ from farandole.train.config import (
 )
 from farandole.train.run_folder import (
     BASE,
+    TOKENIZER,
     CheckpointError,
     DiskError,
     check_complete,
@@ -101,12 +102,13 @@ class Start:
 def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
     """Return the configuration for creating a task.
 
-    A resumed run uses the tokenizer of its checkpoint, and its own copies of the model folder's files.  The run can
-    therefore be resumed after the original folders were moved.
+    A resumed run uses the tokenizer of its checkpoint, also if the text has changed since, and its own copies of the
+    model folder's files.  The run can therefore be resumed after the original folders were moved.
     """
     if checkpoint is None:
         return config
-    changes: dict[str, Any] = {"weights": str(checkpoint)} if config.weights else {}
+    has_tokenizer = not config.model.folder and (checkpoint / TOKENIZER).is_file()
+    changes: dict[str, Any] = {"weights": str(checkpoint)} if config.weights or has_tokenizer else {}
     base = checkpoint.parent.parent / BASE
     if config.model.folder and base.is_dir():
         changes["model"] = config.model.restored(base)

@@ -212,6 +212,32 @@ def test_files_of_a_killed_process_are_removed(corpus: Path, cache: Path) -> Non
     assert not list(cache.rglob("*.tmp"))
 
 
+def test_a_tokenizer_trained_on_the_same_text_uses_the_same_entry(
+    corpus: Path, cache: Path, tmp_path: Path
+) -> None:
+    first = _prepare(corpus, cache)
+    file = tmp_path / "tokenizer.json"
+    shutil.copyfile(first.folder / "tokenizer.json", file)
+    assert _prepare(corpus, cache, tokenizer=file).folder == first.folder
+    (corpus / "more.py").write_text("print()\n" * 100)
+    changed = _prepare(corpus, cache, tokenizer=file)
+    assert changed.folder != first.folder
+    assert changed.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(
+    corpus: Path, cache: Path, tmp_path: Path
+) -> None:
+    """transformers saves the settings of its last call in this file."""
+    whole = _prepare(corpus, cache)
+    whole.tokenizer.enable_truncation(16)
+    whole.tokenizer.enable_padding(length=64)
+    file = tmp_path / "tokenizer.json"
+    whole.tokenizer.save(str(file))
+    found = _prepare(corpus, cache, tokenizer=file)
+    assert np.array_equal(found.train.tokens, whole.train.tokens)
+
+
 def test_special_tokens_change_the_cache_key(corpus: Path, cache: Path) -> None:
     settings = {"vocabulary": VOCABULARY, "validation_share": 0.02}
     key = content_key(find_source(str(corpus), "text"), settings, lambda what, share: None)

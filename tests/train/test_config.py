@@ -28,6 +28,16 @@ def test_preset_round_trips_through_toml(name: str) -> None:
     config.micro_batches(2)
 
 
+def test_unusual_values_round_trip_through_toml() -> None:
+    words = [
+        'sample.prompt=\U0001f600 \x7f\u2028"\\',
+        "options.limit=inf",
+        'options.names=["\U0001f600", "b"]',
+    ]
+    config = load_config("tiny", words)
+    assert parse_config(tomllib.loads(config.to_toml())) == config
+
+
 def test_default_preset_has_every_key() -> None:
     values = tomllib.loads(presets()["default"])
     named = [k for k, v in values.items() if not isinstance(v, dict)]
