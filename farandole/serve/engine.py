@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from farandole.data.wording import counted
+from farandole.launch.control_groups import available_memory
 from farandole.models.sequence import Transformer
 from farandole.serve.admission import Admission, Target
 from farandole.serve.constraint import Grammars
@@ -40,7 +41,7 @@ from farandole.serve.sampling import Draw, Sampler, logprobs_of
 from farandole.serve.speculation.draft import DraftModel, DraftProposer
 from farandole.serve.speculation.ngrams import NgramProposer
 from farandole.serve.speculation.speculator import Proposer, Speculation, Speculator
-from farandole.serve.store import STORES, Blocks, Store
+from farandole.serve.store import CHUNK, STORES, Blocks, Store, fitting_positions
 from farandole.serve.text import TextStream
 from farandole.serve.threads import core_threads
 
@@ -100,7 +101,8 @@ class GenerationEngine:
         tokenizer: converts tokens to text; without a tokenizer, outputs have no text.
         end_tokens: the model's end-of-sequence tokens.
         store: "slots" or "pages"; see `store.py`.
-        kv_positions: the size of the KV cache in positions, for all sequences together.
+        kv_positions: the size of the KV cache in positions, for all sequences together.  By default, `max_running`
+            sequences of `context` tokens fit in the cache, but it uses at most half of the free memory.
         max_running: the maximum number of sequences in the batch.
         max_waiting: the maximum number of sequences that wait to join the batch.
         token_budget: the maximum number of tokens per step, at least `max_running`.
@@ -147,7 +149,7 @@ class GenerationEngine:
         self.end_tokens = frozenset(end_tokens)
         self.max_running, self.max_waiting = max_running, max_waiting
         self.admission = Admission(Target(ttft, tpot), max_running, token_budget)
-        positions = kv_positions or max_running * (-(-context // 256) * 256)
+        positions = kv_positions or self._fitting_positions(draft)
         self.store: Store = STORES[store](self.runner.memory(), positions)
         self._speculator: Speculator | None = None
         if speculate != "off":
@@ -167,6 +169,20 @@ class GenerationEngine:
         self._memory_is_full = False
         self._last_step: float | None = None  # the end of the last step, if work remained
         self.metrics = Metrics()
+
+    def _fitting_positions(self, draft: DraftModel | None) -> int:
+        per_position = self.runner.bytes_per_position
+        if draft is not None:
+            per_position += draft.runner.bytes_per_position
+        free = available_memory() // self.runner.ranks
+        positions = fitting_positions(free, self.context, self.max_running, per_position)
+        if positions < CHUNK:
+            raise RequestError(
+                "kv_positions",
+                f"expected memory for at least {CHUNK} token positions of {per_position} bytes, got memory for "
+                f"{positions} positions; free memory on this host",
+            )
+        return positions
 
     @property
     def has_work(self) -> bool:
@@ -255,6 +271,8 @@ class GenerationEngine:
             raise RequestError(
                 "n", f"expected at most max_waiting={self.max_waiting} sequences, got {sampling.n}"
             )
+        if sampling.min_tokens and len(self._ends(sampling)) >= self.vocabulary:
+            raise RequestError("min_tokens", "expected 0, because every token ends the sequence")
         limit = self.context - len(prompt)
         most = limit if sampling.max_tokens is None else sampling.max_tokens
         if most > limit or (sampling.max_tokens is None and limit < 1):
@@ -273,6 +291,11 @@ class GenerationEngine:
             )
         return most
 
+    def _ends(self, sampling: Sampling) -> frozenset[int]:
+        """Return the tokens that end a sequence."""
+        stops = frozenset(sampling.stop_token_ids)
+        return stops if sampling.ignore_eos else stops | self.end_tokens
+
     def add(self, prompt: Sequence[int], sampling: Sampling | None = None) -> int:
         """Add a request, and return its number.
 
@@ -287,8 +310,7 @@ class GenerationEngine:
             raise self.queue_full(len(self._waiting), sampling.n)
         number = self._requests
         self._requests += 1
-        stops = frozenset(sampling.stop_token_ids)
-        ends = stops if sampling.ignore_eos else stops | self.end_tokens
+        ends = self._ends(sampling)
         now = time.monotonic()
         for choice in range(sampling.n):
             text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None

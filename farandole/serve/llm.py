@@ -73,6 +73,8 @@ class LLM:
     starts the other ranks, which exit when this process exits or calls `close`.  While the other ranks exist, this
     process uses the same number of threads as each of them (`torch.set_num_threads`).
 
+    Several streams can be open at the same time; they share the batch.  All calls must come from one thread at a time.
+
     Under a launcher, all ranks of the job run the same program.  The constructor, `generate`, `stream` and `close` are
     then collective calls, which use the prompts and parameters of rank 0 and return the results on every rank.
 
@@ -110,6 +112,8 @@ class LLM:
         lora: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
+        self._results: dict[int, Generation] = {}  # of all open streams, by request number
+        self._unfinished: dict[int, int] = {}  # the number of incomplete sequences
         self._ranks = ranks_for(tensor)
         found = self._ranks.read(
             find_model(folder),
@@ -253,8 +257,7 @@ class LLM:
                 raise RequestError(
                     f"prompts[{number}], {error.field}", str(error).partition(": ")[2]
                 ) from None
-        results: dict[int, Generation] = {}
-        unfinished: dict[int, int] = {}
+        results, unfinished = self._results, self._unfinished
         order: list[int] = []
         next_prompt = next_result = 0
         ahead = min(self.engine.max_running, self.engine.max_waiting)
@@ -269,17 +272,20 @@ class LLM:
                     unfinished[number] = own.n
                     order.append(number)
                     next_prompt += 1
-                outputs = self.engine.step()
-                for output in outputs:
-                    result = results[output.request]
-                    result.completions[output.choice].add(output)
-                    result.prompt_logprobs += output.prompt_logprobs
-                    unfinished[output.request] -= output.finish_reason is not None
-                if progress is not None:
-                    progress(outputs)
                 while next_result < len(order) and unfinished[order[next_result]] == 0:
                     yield results.pop(order[next_result])
                     next_result += 1
+                if next_result < len(encoded):
+                    outputs = self.engine.step()
+                    for output in outputs:  # some may belong to another open stream
+                        result = results[output.request]
+                        result.completions[output.choice].add(output)
+                        result.prompt_logprobs += output.prompt_logprobs
+                        unfinished[output.request] -= output.finish_reason is not None
+                    if progress is not None:
+                        progress(outputs)
         finally:
-            for number in results:
-                self.engine.cancel(number)
+            for number in order:
+                if results.pop(number, None) is not None:
+                    self.engine.cancel(number)
+                del unfinished[number]

@@ -111,8 +111,9 @@ class Sampling:
             ("max_tokens", 0, math.inf),
             ("min_tokens", 0, math.inf),
             ("temperature", 0, 100),
-            ("top_k", 0, math.inf),
+            ("top_k", 0, 2**31 - 1),
             ("min_p", 0, 1),
+            ("repetition_penalty", 0.01, 100),
             ("presence_penalty", -2, 2),
             ("frequency_penalty", -2, 2),
             ("n", 1, MAX_CHOICES),
@@ -125,10 +126,6 @@ class Sampling:
                 raise RequestError(name, f"expected {limit}, got {value}")
         if not 0 < self.top_p <= 1:
             raise RequestError("top_p", f"expected a value above 0 and at most 1, got {self.top_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise RequestError(
-                "repetition_penalty", f"expected a finite value above 0, got {self.repetition_penalty}"
-            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 "min_tokens", f"expected at most max_tokens={self.max_tokens}, got {self.min_tokens}"

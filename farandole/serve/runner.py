@@ -151,6 +151,8 @@ class Runner:
             quantized.
     """
 
+    ranks = 1
+    """The number of ranks that compute one model, and whose KV caches may share the memory of this host."""
     heartbeat_s: float | None = None
     """The seconds after which an idle engine calls `beat`; None for never."""
 

@@ -54,6 +54,7 @@ class _Batch:
 
         self.temperature = column("temperature")
         self.top_k, self.top_p, self.min_p = column("top_k", torch.int64), column("top_p"), column("min_p")
+        self.top_p.clamp_(min=torch.finfo(torch.float32).tiny)  # keep the first token
         self.repetition = column("repetition_penalty")
         self.presence, self.frequency = column("presence_penalty"), column("frequency_penalty")
         samplings = [draw.sampling for draw in self.draws]
@@ -180,6 +181,7 @@ class Sampler:
         total = sums[:, -1:]
         target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
         drawn = torch.searchsorted(sums, target, right=True)[:, 0]
+        drawn.clamp_(max=self._vocabulary - 1)  # logits that are NaN must not affect other sequences
         if greedy is not None:
             drawn = torch.where(batch.temperature[:, 0] == 0, greedy, drawn)
         return drawn

@@ -29,6 +29,15 @@ CHUNK = 256
 """The length of a slot is a multiple of this number of positions."""
 
 
+def fitting_positions(free: int, context: int, sequences: int, per_position: int) -> int:
+    """Return the default number of positions of a KV cache.
+
+    `sequences` sequences of `context` tokens fit in the cache, unless it would use more than half of the `free` bytes.
+    `per_position` is the number of bytes per position.
+    """
+    return min(sequences * _round_up(context, CHUNK), free // 2 // per_position)
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """The sizes of one layer's keys and values at one position."""
@@ -248,10 +257,13 @@ class SlotStore:
         """Enlarge the tensors to at least `slots` slots of `length` positions, and copy the stored positions."""
         if (slots, length) == (self._slots, self.block_length):
             return
+        fitting = self.capacity // max(length, CHUNK)
         if slots > self._slots:
-            slots = max(slots, min(2 * self._slots, self.capacity // max(length, CHUNK)))
+            slots = max(slots, min(2 * self._slots, fitting))
+        elif length > self.block_length:  # fewer, longer slots
+            slots = max(len(self._sequences), min(slots, fitting))
         stored = max((each.stored for each in self._sequences if each is not None), default=0)
-        self.memory.resize(slots, length, self._slots, _round_up(stored, TILE))
+        self.memory.resize(slots, length, min(slots, self._slots), _round_up(stored, TILE))
         self._slots, self.block_length = slots, length
 
 

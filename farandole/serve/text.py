@@ -34,7 +34,11 @@ class TextStream:
         was found, `stopped` is True afterwards.
         """
         self._tokens.append(token)
-        new = self._stream.step(self._tokenizer, token)
+        try:
+            new = self._stream.step(self._tokenizer, token)
+        except Exception:  # with byte fallback, an invalid byte changes the characters before it
+            self._stream = DecodeStream(skip_special_tokens=True)
+            new = self._stream.step(self._tokenizer, token)
         return self._advance(new) if new else ""
 
     @property

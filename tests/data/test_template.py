@@ -30,6 +30,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    "options", ["", "indent=2", "separators=(',', ':'), sort_keys=true", "ensure_ascii=true, sort_keys=true"]
+)
+def test_json_is_written_as_by_transformers(folder: Path, options: str) -> None:
+    template = f"{{{{ messages[0].content | tojson({options}) }}}}"
+    messages = [{"role": "user", "content": {"b": "é<", "a": [1, 2.5, None]}}]
+    theirs = tokenizer_of(folder, template).apply_chat_template(messages, tokenize=False)
+    assert Template(template, TOKENS).render(messages) == theirs
+
+
 @pytest.mark.parametrize("tagged", [True, False])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_conversations_are_rendered_and_marked_as_by_transformers(

@@ -191,6 +191,33 @@ def test_slots_grow_in_chunks() -> None:
     assert store.add([1], 600) is None  # three slots of 768 do not fit
 
 
+def test_slots_do_not_exceed_the_capacity_after_many_short_sequences() -> None:
+    store = SlotStore(Memory(SHAPES), 16 * 256)
+    short = [store.add([1], 200) for _ in range(16)]
+    for blocks in short:
+        store.reserve(blocks, 200)
+        store.commit(blocks, [1], 200)
+    store.memory.values[0][0, :, :200] = 7
+    for blocks in short[1:]:
+        store.release(blocks)
+    store.compact()
+    long = store.add([1], 2048)
+    store.reserve(long, 2048)
+    assert store.blocks * store.block_length <= store.capacity
+    assert (store.memory.values[0][0, :, :200] == 7).all()
+    store.check()
+
+
+def test_the_default_cache_uses_at_most_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = engine_of("llama").runner.bytes_per_position
+    for free, expected in ((2 * each * 256 * 3 + 1, 3 * 256), (1 << 40, 2 * 256)):
+        monkeypatch.setattr("farandole.serve.engine.available_memory", lambda free=free: free)
+        assert engine_of("llama", max_running=4 if free < 1 << 40 else 2).store.capacity == expected
+    monkeypatch.setattr("farandole.serve.engine.available_memory", lambda: each)
+    with pytest.raises(RequestError, match="kv_positions: expected memory for at least 256 token positions"):
+        engine_of("llama")
+
+
 def test_pages_with_the_same_tokens_are_shared() -> None:
     engine = engine_of("llama", max_running=2)
     prompt = random.Random(2).choices(range(vocabulary("llama")), k=40)

@@ -13,7 +13,7 @@ from farandole.cli.main import app
 from farandole.data.errors import DataError
 from farandole.models.hf.fields import FolderError
 from farandole.serve.folder import read_model
-from farandole.serve.request import RequestError
+from farandole.serve.request import RequestError, Sampling
 from tests.cli.test_generate import checkpoint  # noqa: F401 - a fixture
 from tests.serve.server import CONTEXT, write_folder
 
@@ -37,6 +37,24 @@ def test_prompts_are_completed_in_order(folder: Path) -> None:
     assert len(llm.generate(["a"], max_tokens=3, n=4)[0].completions) == 4
     with pytest.raises(RequestError, match=r"prompts\[1\], max_tokens: a prompt of 2 tokens"):
         llm.generate([[1], [1, 1]], max_tokens=CONTEXT - 1)
+    assert not llm.engine.has_work
+
+
+def test_several_streams_can_be_open(folder: Path) -> None:
+    llm = farandole.LLM(folder, max_running=2)
+    prompts, options = [[number, 5, 6] for number in range(1, 8)], {"temperature": 0}
+    expected = [llm.generate([prompt], max_tokens=4 + prompt[0], **options)[0].text for prompt in prompts]
+    sampling = [Sampling(max_tokens=4 + prompt[0], temperature=0) for prompt in prompts]
+    outer, nested = [], []
+    first, second = llm.stream(prompts, sampling), llm.stream(prompts[::-1], sampling[::-1])
+    for one, other in zip(first, second, strict=True):
+        outer.append((one.text, other.text))
+        nested.append(llm.generate([prompts[0]], max_tokens=5, **options)[0].text)
+    assert outer == list(zip(expected, expected[::-1], strict=True))
+    assert nested == [expected[0]] * len(prompts)
+    left = llm.stream(prompts, sampling)
+    next(left)
+    left.close()
     assert not llm.engine.has_work
 
 

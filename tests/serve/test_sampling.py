@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as theirs
 
-from farandole.serve.request import Sampling
+from farandole.serve.request import RequestError, Sampling
 from farandole.serve.sampling import Sampler, logprobs_of
 from tests.serve.models import engine_of, generate, run, tokens_of
 
@@ -50,6 +50,43 @@ def test_distributions_are_those_of_transformers() -> None:
         assert frequency[expected == 0].sum() == 0, name
         deviation = (expected * (1 - expected) / DRAWS).sqrt()
         assert ((frequency - expected).abs() <= 5 * deviation).all(), name
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"top_k": 2**31 - 1},
+        {"top_p": 1e-50},
+        {"min_p": 1e-50},
+        {"temperature": 1e-50},
+        {"repetition_penalty": 100},
+    ],
+    ids=str,
+)
+def test_extreme_values_give_tokens(parameters: dict[str, Any]) -> None:
+    sampler = Sampler(VOCABULARY, 2)
+    draws = [sampler.add(each, 0, [1], []) for each in (Sampling(**parameters), Sampling(temperature=0))]
+    token, greedy = sampler.draw(LOGITS.repeat(2, 1), draws)
+    assert 0 <= token < VOCABULARY and greedy == 0
+    if "top_p" in parameters or "temperature" in parameters:
+        assert token == 0
+
+
+def test_undefined_logits_do_not_affect_other_sequences() -> None:
+    sampler = Sampler(VOCABULARY, 2)
+    draws = [sampler.add(Sampling(top_k=1), 0, [1], []) for _ in range(2)]
+    token, other = sampler.draw(torch.stack([LOGITS * torch.nan, LOGITS]), draws)
+    assert 0 <= token < VOCABULARY and other == 0
+
+
+def test_values_out_of_range_are_refused() -> None:
+    for name, value in (("top_k", 2**31), ("repetition_penalty", 0.001), ("repetition_penalty", torch.inf)):
+        with pytest.raises(RequestError, match=f"{name}: expected a value from"):
+            Sampling(**{name: value})
+    engine = engine_of("llama")
+    every = Sampling(min_tokens=1, stop_token_ids=range(engine.vocabulary))
+    with pytest.raises(RequestError, match="min_tokens: expected 0, because every token ends the sequence"):
+        engine.add([1], every)
 
 
 def test_penalties_and_biases() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from farandole.data.tokenizer import train_tokenizer
 from farandole.serve.text import TextStream
@@ -67,3 +67,25 @@ def test_incomplete_characters_wait() -> None:
 @pytest.mark.parametrize("text", ["the cat", "été 猫", ""])
 def test_parts_join_to_the_text(text: str) -> None:
     assert "".join(stream(text, ())[0]) == text
+
+
+@cache
+def byte_fallback() -> Tokenizer:
+    """Return a tokenizer like that of Llama 2: characters outside its vocabulary are tokens for bytes."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    found = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    found.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return found
+
+
+@given(st.lists(st.sampled_from([*"中é".encode(), 0xF0, 0x80, "▁a", "b", "▁"]), max_size=12))
+@example(["▁a", *"中".encode(), 0xF0, "b"])  # a valid character, a byte that is not one, and text
+def test_invalid_bytes_do_not_end_the_text(tokens: list[int | str]) -> None:
+    own = TextStream(byte_fallback())
+    names = [f"<0x{token:02X}>" if isinstance(token, int) else token for token in tokens]
+    parts = [own.add(byte_fallback().token_to_id(name)) for name in names]
+    text = "".join(parts) + own.finish()
+    assert text.count("b") == tokens.count("b") and text.count("a") == tokens.count("▁a")

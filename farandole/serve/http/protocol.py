@@ -88,7 +88,7 @@ class _Generation(Fields):
     # fields that OpenAI's API does not have
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     min_tokens: Annotated[int, Field(ge=0)] = 0
     stop_token_ids: list[int] = []
     ignore_eos: bool = False

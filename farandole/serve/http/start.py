@@ -6,7 +6,6 @@ With several ranks, rank 0 serves, and the other ranks compute with it (`ranks/d
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ with optional_import():
     import uvicorn
 
 from farandole.data.wording import counted
+from farandole.launch.control_groups import available_memory
 from farandole.launch.monitor import restored_handlers
 from farandole.launch.reports import describe_stop, notify
 from farandole.serve.encoder import read_encoder
@@ -35,7 +35,7 @@ from farandole.serve.lora import parse_adapters
 from farandole.serve.request import RequestError
 from farandole.serve.runner import Runner
 from farandole.serve.speculation.draft import read_draft
-from farandole.serve.store import CHUNK
+from farandole.serve.store import CHUNK, fitting_positions
 
 if TYPE_CHECKING:
     from farandole.launch.runtime import Runtime
@@ -106,13 +106,13 @@ def start(
     if comm is None:
         found = read_model(folder, **options)
         own = runners = [Runner(found.model, **found.runner_options)]
-        free = _free_memory()
+        free = available_memory()
     else:
         assert runtime is not None
         folder = comm.broadcast_object(folder)  # a new checkpoint may appear in the meantime
         mesh = Mesh.box(comm.size, data=replicas, tensor=comm.size // replicas)
         found, own = read_replica(folder, options, comm, mesh)
-        free = min(comm.all_gather_object(_free_memory() // runtime.local_size))
+        free = min(comm.all_gather_object(available_memory() // runtime.local_size))
         runners = own if isinstance(own, list) else []
     with together():
         # one draft model for each engine, because engines run in threads
@@ -124,9 +124,8 @@ def start(
     per_position = runners[0].bytes_per_position
     if drafts[0] is not None:
         per_position += drafts[0].runner.bytes_per_position
-    wanted = max_running * (-(-found.context // CHUNK) * CHUNK)
     if kv_memory is None:
-        positions = min(wanted, free // 2 // per_position)
+        positions = fitting_positions(free, found.context, max_running, per_position)
     else:
         positions = int(kv_memory * GIB) // per_position
     if positions < CHUNK:
@@ -226,11 +225,6 @@ def check_start(
         read_keys(api_keys)
     _listen(host, port).close()
     check_width(read_model(folder, lora=parse_adapters(lora), weights=weights, lazy=True).model, tensor)
-
-
-def _free_memory() -> int:
-    """Return this host's free memory in bytes."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _follow(worker: Worker) -> None:

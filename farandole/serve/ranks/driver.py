@@ -61,7 +61,7 @@ class ShardedRunner(Runner):
         remote: bool = False,
         **options: Any,
     ) -> None:
-        self.comm = comm
+        self.comm, self.ranks = comm, comm.size
         vocabulary: Any = model[-1].vocabulary
         super().__init__(model, **options)
         if isinstance(vocabulary, ParallelVocabulary):
