@@ -91,6 +91,8 @@ class Bucket:
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._shown: list[Tensor] = []
+        self._is_shown = [False] * len(self.parameters)
+        """Whether `.grad` has been a view of the buffer since the last gradient of this step arrived."""
         self._reduced: Tensor | None = None
         self._target: Tensor | None = None
         self._work: dist.Work | None = None
@@ -137,12 +139,31 @@ class Bucket:
             if (
                 gradient.data_ptr() != view.data_ptr() or not view.numel()
             ):  # otherwise it is already in the buffer
-                if self.received[index]:
+                if self.received[index] and not self._is_shown[index]:
                     view.add_(gradient)
-                else:
+                else:  # `.grad` was the sum of all gradients until the program cleared it
                     view.copy_(gradient)
                 parameter.grad = self._gradient_view(index) if self.is_in_place else None
+            self._is_shown[index] = self.is_in_place
         self.received[index] = True
+
+    def discard(self, index: int) -> None:
+        """Discard the gradients of parameter `index` that have not been reduced."""
+        if self.in_flight:
+            self.wait()
+        self.received[index] = self._is_shown[index] = False
+        self._arrived.discard(index)
+
+    def discard_cleared(self) -> None:
+        """Discard the gradients that the program has cleared through `.grad` since they were accumulated."""
+        for index, parameter in enumerate(self.parameters):
+            if self._is_shown[index] and parameter.grad is None:
+                self.discard(index)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Return whether gradients of this step have arrived."""
+        return self._has_result or any(self.received)
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
         """Return whether `gradient` is the `.grad` of parameter `index` that this bucket provides.
@@ -355,6 +376,7 @@ class Bucket:
             if self._stored is not None:
                 self._stored.drop()
         self.received = [False] * len(self.parameters)
+        self._is_shown = [False] * len(self.parameters)
         self.begin_pass()
 
     def resume(self) -> None:
@@ -377,6 +399,7 @@ class Bucket:
             self._acquire().zero_()
             self.reduced.copy_(own)
         self.received = [True] * len(self.parameters)
+        self._is_shown = [False] * len(self.parameters)
 
     def gradient_view(self, index: int) -> Tensor:
         """Return a parameter's gradient in the persistent buffer, for its `.grad`."""

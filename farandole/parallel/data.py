@@ -123,7 +123,7 @@ class GradientReducer:
         self._every_pass, self._norms, self._gatherer = every_pass, norms, gatherer
         self._by_stage = by_stage
         self._loss_parameters = loss_parameters
-        self._accumulating = False
+        self._accumulating = self._marks = False
         self._completing: Collection[int] = ()
         self._in_pass = False
         self._queues: dict[tuple[int, ...], _Queue] = {}
@@ -158,13 +158,16 @@ class GradientReducer:
     # ---- steps ----
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them; see `Engine.no_sync`."""
-        self._accumulating = True
+    def no_sync(self, *, marks: bool = False) -> Iterator[None]:
+        """Accumulate gradients without reducing them; see `Engine.no_sync`.
+
+        With `marks`, the program may clear the `.grad` of parameters between passes.
+        """
+        self._accumulating, self._marks = True, marks
         try:
             yield
         finally:
-            self._accumulating = False
+            self._accumulating = self._marks = False
 
     @contextmanager
     def completing(self, parameters: Collection[int]) -> Iterator[None]:
@@ -191,6 +194,7 @@ class GradientReducer:
     def synchronize(self) -> None:
         """Complete the gradients of the step; see `Engine.synchronize`."""
         if not self.reduced:
+            self._discard_cleared()
             self.end_pass(last=True)
 
     def begin_step(self) -> None:
@@ -204,6 +208,38 @@ class GradientReducer:
             shards.clear()
         self._begin_queues()
         self._events.begin_step()
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether gradients have arrived that are not the final averages of a step."""
+        return not self.reduced and (self._in_pass or any(bucket.holds_gradients for bucket in self.buckets))
+
+    def any_unfinished(self) -> bool:
+        """Return whether the step of any rank is unfinished.  Collective call, unless gradients are averaged."""
+        if self.reduced:
+            return False
+        flag = self._used.new_full((1,), self.is_unfinished)
+        if self._comm.size > 1:
+            self._comm.all_reduce(flag, "max")
+        return bool(flag)
+
+    def discard(self, parameters: Collection[int]) -> None:
+        """Discard gradients of an unfinished step: those of the parameters with the ids `parameters`.
+
+        Earlier passes ran within `no_sync`, or the last pass failed.
+        """
+        if not self.is_unfinished:
+            return
+        if all(id(parameter) in parameters for bucket in self.buckets for parameter in bucket.parameters):
+            self.begin_step()
+            return
+        self._in_pass = False
+        for bucket, shards, used in zip(self.buckets, self.shards, self._used_by_bucket, strict=True):
+            for index, parameter in enumerate(bucket.parameters):
+                if id(parameter) in parameters:
+                    bucket.discard(index)
+                    shards.zero_result(index)
+                    used[index] = 0
 
     @property
     def all_cleared(self) -> bool:
@@ -381,12 +417,25 @@ class GradientReducer:
             self.reduced = False
             for shards, used in zip(self.shards, self._used_by_bucket, strict=True):
                 shards.resume(used)
+        else:
+            self._discard_cleared()
+
+    def _discard_cleared(self) -> None:
+        """Discard the gradients of an unfinished step that the program has cleared through `.grad`."""
+        if cleared := {id(parameter) for shards in self.shards for parameter in shards.cleared_marks()}:
+            self.discard(cleared)
 
     def _passed(self) -> None:
         """Handle the end of a backward pass."""
         if self._reduces:
             self.end_pass(last=not self._accumulating)
         self._in_pass = False
+        if self._marks:
+            for shards, used in zip(self.shards, self._used_by_bucket, strict=True):
+                received = shards.bucket.received
+                shards.mark_unfinished(
+                    [a or b for a, b in zip(received, used.tolist(), strict=True)], self._norms
+                )
 
     # ---- the order of reductions ----
 
@@ -479,6 +528,7 @@ class GradientReducer:
         return None
 
     def _before_reduction(self, number: int) -> None:
+        self.buckets[number].discard_cleared()
         self._mark_used(number)
         self._events.before_reduction(number)
 

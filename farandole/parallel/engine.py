@@ -202,6 +202,7 @@ class Engine:
             rounding=rounding,
             before=self._before_update,
             after=self._after_update,
+            discard=self._reducer.discard,
         )
         del complete
         if pipeline is not None:
@@ -314,8 +315,12 @@ class Engine:
 
         With `zero` >= 2, every backward pass reduces gradients, because no rank has memory for unsharded gradients.
         """
-        with self._reducer.no_sync():
+        with self._reducer.no_sync(marks=True):
             yield
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Return a context like `no_sync` for passes between which the program cannot clear gradients."""
+        return self._reducer.no_sync()
 
     def completing(self, parameters: Collection[int]) -> AbstractContextManager[None]:
         """Return a context within `no_sync` whose backward passes complete the gradients of `parameters`.
@@ -704,7 +709,11 @@ class Engine:
 
         Offloaded gradients are read into memory.  The gradients stay in memory until the next step and can be changed
         in place.
+
+        Raises:
+            RuntimeError: if the last backward pass ran within `no_sync`, so that gradients are not averaged.
         """
+        self._check_averaged("gradients")
         self._norms.clear()
         for bucket in self.buckets:
             if bucket.holds_result:
@@ -714,8 +723,11 @@ class Engine:
     def gradient_norm(self) -> float:
         """Return the global norm of all averaged gradients, equal on all ranks.  This is a collective call.
 
-        With fp16, the norm is infinite or NaN if the step will be skipped.
+        Gradients of passes within `no_sync` are averaged first.  With fp16, the norm is infinite or NaN if the step
+        will be skipped.
         """
+        if self._reducer.any_unfinished():
+            self.synchronize()
         self._steps.norm = self._norms.total()
         return self._steps.norm
 
@@ -734,7 +746,12 @@ class Engine:
         return self._steps.watch.locate(self.comm, outputs)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients by `factor`, unless an overflow was found and the step will be skipped."""
+        """Multiply all gradients by `factor`, unless an overflow was found and the step will be skipped.
+
+        Raises:
+            RuntimeError: if the last backward pass ran within `no_sync`, so that gradients are not averaged.
+        """
+        self._check_averaged("scale_gradients")
         if self._steps.finite:
             self.scale_all(factor)
 
@@ -744,6 +761,13 @@ class Engine:
         for bucket in self.buckets:
             if bucket.holds_result:
                 bucket.scale(factor)
+
+    def _check_averaged(self, name: str) -> None:
+        if self._reducer.is_unfinished:
+            raise RuntimeError(
+                f"engine.{name}: gradients are not averaged yet, because the last backward pass ran within no_sync; call "
+                "engine.synchronize() on all ranks first"
+            )
 
     def clip(self, max_norm: float) -> float:
         """Clip the global norm of the gradients to `max_norm`; return the norm before clipping."""

@@ -95,7 +95,7 @@ class GlobalMean:
                 continue
             sums.append(total.detach().double())
             counts.append(count)
-            with nullcontext() if last else engine.no_sync():
+            with nullcontext() if last else engine.accumulating():
                 # gradients are averaged over the replicas
                 engine.backward(total * (self._replicas / self.expected))
         mean, total_count = self._mean(sums, counts)

@@ -172,6 +172,33 @@ class OptimizerShards:
                 if tensor is not None:
                     self._change(index, Tensor.zero_)
 
+    def mark_unfinished(self, has_gradient: Sequence[bool], norms: GradientNorms) -> None:
+        """After a pass within `no_sync`, set the `.grad` of parameters whose gradients are kept elsewhere to a mark.
+
+        The next pass then notices if the program clears `.grad`.
+        """
+        if self.weights is None:
+            return
+        with unchecked():
+            for index, parameter in enumerate(self.parameters):
+                if has_gradient[index] and parameter.grad is None:
+                    name = self.bucket.plan.names[index]
+                    self._marks[index] = parameter.grad = UnfinishedGradient(parameter, None, norms, name)
+
+    def cleared_marks(self) -> list[nn.Parameter]:
+        """Return the parameters whose marks of an unfinished step the program has cleared."""
+        with unchecked():
+            return [
+                parameter
+                for parameter, mark in zip(self.parameters, self._marks, strict=True)
+                if isinstance(mark, UnfinishedGradient) and parameter.grad is not mark
+            ]
+
+    def zero_result(self, index: int) -> None:
+        """Set this rank's part of a reduced gradient to zero, if there is one."""
+        if self.bucket.holds_result and self.weights is not None and index in self._slices:
+            self._change(index, Tensor.zero_)
+
     def take_accumulated(self, index: int) -> Tensor:
         """Return the gradient that autograd has accumulated for a parameter."""
         gradient = self.parameters[index].grad
@@ -504,6 +531,22 @@ class ShardedGradient(Tensor):
                 "engine.gradients() returns this rank's shards of all gradients"
             )
         return self._norms.of(self._name, float(order))
+
+
+class UnfinishedGradient(ShardedGradient):
+    """A placeholder for a gradient that is not averaged yet, because the last pass ran within `no_sync`."""
+
+    def _change(self, function: Any, rest: Sequence[Any], kwargs: dict[str, Any]) -> ShardedGradient:
+        raise self._refusal()
+
+    def _norm(self, order: float = 2.0) -> Tensor:
+        raise self._refusal()
+
+    def _refusal(self) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of {self._name} is not averaged yet, because the last backward pass ran within no_sync; run the "
+            "last pass of a step outside no_sync, or call engine.synchronize() on all ranks"
+        )
 
 
 def _flat(values: Any) -> Iterator[Any]:

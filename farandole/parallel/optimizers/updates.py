@@ -9,7 +9,7 @@ An optimizer that combines all parameters (LBFGS, Prodigy) needs all of them on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -29,6 +29,9 @@ from farandole.parallel.optimizers.state_dicts import StateDicts, refuse_state_d
 from farandole.parallel.zero.hidden_parameters import unchecked
 from farandole.plan import Place
 
+Discard = Callable[[Collection[int]], None]
+"""A function that discards the gradients of an unfinished step, for the parameters with the given ids."""
+
 _PLAIN = (bool, int, float, str, tuple, type(None))
 """The types of settings that checkpoints contain; a setting that is a tensor is not saved."""
 
@@ -46,6 +49,7 @@ class Updates:
         place: where master weights and states are stored.
         before, after: functions called at the start and at the end of each step; `before` returns False if
             the step is skipped.
+        discard: a function that the optimizers' `zero_grad` calls.
     """
 
     def __init__(
@@ -59,12 +63,13 @@ class Updates:
         rounding: StochasticRounding | None,
         before: Callable[[], bool],
         after: Callable[[], None],
+        discard: Discard,
     ) -> None:
         self.optimizers: list[Optimizer] = []
         self.offloaded: list[OffloadedUpdate] = []
         self._shards, self._comm, self._layouts = shards, comm, layouts
         self._zero, self._place, self._rounding = zero, place, rounding
-        self._before, self._after = before, after
+        self._before, self._after, self._discard = before, after, discard
         self._owned: list[OwnedParameters] = []
         plans = [each.bucket.plan for each in shards]
         self._names = {
@@ -86,7 +91,7 @@ class Updates:
             self._owned.append(owned)
         tensors = self._tensors_of_shards if owned is None else owned.tensors
         given = [group["params"] for group in optimizer.param_groups]
-        use_shards(optimizer, tensors())
+        use_shards(optimizer, tensors(), self._discard)
         state_dicts: StateDicts | None = None
         if self._divided:  # GradScaler then calls `step` in any case, so that all ranks raise an error
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -301,11 +306,14 @@ def _members(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Parameter, int]]) -> None:
+def use_shards(
+    optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Parameter, int]], discard: Discard
+) -> None:
     """Replace the optimizer's parameters with shards, and cut its existing states accordingly.
 
     Args:
         shards: tuples (parameter, shard, first element of the flattened parameter); a whole parameter is also a shard.
+        discard: called by `optimizer.zero_grad` with the ids of the parameters.
     """
     before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = {id(parameter) for parameter in before}
@@ -321,12 +329,13 @@ def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Par
             state = optimizer.state.pop(parameter)
             if id(parameter) in shard_of:
                 optimizer.state[shard] = state_of_shard(state, parameter, shard, start)
-    _clear_parameters_too(optimizer, before)
+    _clear_parameters_too(optimizer, before, discard)
 
 
-def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Make the `zero_grad` of an optimizer that updates shards also clear the `.grad` of the parameters."""
+def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor], discard: Discard) -> None:
+    """Make the `zero_grad` of an optimizer that updates shards also clear the gradients of the parameters."""
     plain = type(optimizer).zero_grad
+    numbers = frozenset(map(id, parameters))
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         """Reset the gradients of the shards and of the model's parameters."""
@@ -335,5 +344,6 @@ def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) ->
             with unchecked():
                 for parameter in parameters:
                     parameter.grad = None
+        discard(numbers)
 
     optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]

@@ -44,7 +44,7 @@ class PipelineMean(GlobalMean):
         most = self._most(len(own_batches))
         expected = self.expected or self._guess(own_batches, inputs)
         try:
-            with engine.no_sync(), engine.scaled_backward() as scale:
+            with engine.accumulating(), engine.scaled_backward() as scale:
                 factor = self._replicas / expected * scale
                 sums, counts = self._run_all(most, own_batches, loss, inputs, train=True, factor=factor)
         except StageError:
