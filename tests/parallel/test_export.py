@@ -143,6 +143,25 @@ def _asynchronous(rank: int, size: int, way: Way, folder: Path) -> None:
     assert (folder / "third" / "engine.json").exists()
 
 
+def _alternating(rank: int, size: int, way: Way, folder: Path) -> None:
+    engines = [_make(way, seed=seed)[0] for seed in (1, 2)]
+    expected = [_contents(engine) for engine in engines]
+    pending = [engines[n % 2].save(folder / str(n), {"n": n}, asynchronous=True) for n in range(6)]
+    for each in pending:
+        each.wait()
+    for n in range(6):
+        engine = engines[1 - n % 2]  # the other engine, which has other weights
+        assert engine.load(folder / str(n)) == {"n": n}
+        for name, value in _contents(engine).items():
+            assert torch.equal(value, expected[n % 2][name]), name
+    for engine in engines:
+        engine.close()
+
+
+def test_two_engines_save_at_the_same_time(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(_alternating, WAYS[2], tmp_path)
+
+
 def _failure(engine: Engine, folder: Path) -> str:
     """Return the error of a checkpoint that cannot be written, which its own call or the next call raises."""
     try:

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -81,15 +81,26 @@ class PendingSave:
         if not background:
             self._write(state, text, on_saved, self._comm.group)
             return
-        group = _background_group(self._comm)
+        writers = _writers_of(self._comm)
         self._thread = threading.Thread(
-            target=self._write, args=(state, text, on_saved, group), name="farandole-checkpoint", daemon=True
+            target=self._write,
+            args=(state, text, on_saved, writers.group, writers.last),
+            name="farandole-checkpoint",
+            daemon=True,
         )
         self._thread.start()
+        writers.last = self._thread
 
     def _write(
-        self, state: State, text: str, on_saved: Callable[[], None] | None, group: dist.ProcessGroup
+        self,
+        state: State,
+        text: str,
+        on_saved: Callable[[], None] | None,
+        group: dist.ProcessGroup,
+        previous: threading.Thread | None = None,
     ) -> None:
+        if previous is not None:
+            previous.join()
         partial = partial_folder(self.folder)
         try:
             self._write_state(state, partial, group)
@@ -116,17 +127,27 @@ class PendingSave:
             self._nbytes = planner.nbytes
 
 
-_background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
+@dataclass
+class _Writers:
+    """A group for the collective calls of the threads that write checkpoints, and the last of these threads.
+
+    Several engines may use the same group.  Each thread waits for the previous one, so that the collective calls have
+    the same order on all ranks: the order of the saves.
+    """
+
+    group: dist.ProcessGroup
+    last: threading.Thread | None = None
 
 
-def _background_group(comm: Communicator) -> dist.ProcessGroup:
-    """Return another group with the same ranks, so that the thread's collectives do not interfere with training."""
-    if comm.group not in _background_groups:
+_writers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Writers] = weakref.WeakKeyDictionary()
+
+
+def _writers_of(comm: Communicator) -> _Writers:
+    """Return another group with the same ranks, so that the threads' collectives do not interfere with training."""
+    if comm.group not in _writers:
         ranks = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
-        _background_groups[comm.group] = local_group(comm.group, ranks)
-    return _background_groups[comm.group]
+        _writers[comm.group] = _Writers(local_group(comm.group, ranks))
+    return _writers[comm.group]
 
 
 def save(
