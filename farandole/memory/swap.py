@@ -74,14 +74,23 @@ def swap_activations(
             raise ValueError(f"{name}={value}: expected at least 0")
     if behind_bytes < 1:
         raise ValueError(f"behind_bytes={behind_bytes}: expected at least 1")
-    if any(wrapper_of(each, Swap) is not None for each in passes or [model]):
-        raise ValueError(
-            "the activations of this model are already swapped; call close() on the existing Swap first"
-        )
-    store = _store(to, device_of(model))
+    store = _checked_store(passes or [model], to, device_of(model))
     if not store.in_memory:
         map_blocks_from(threshold_bytes)
     return Swap(model, store, passes or [model], threshold_bytes, behind_bytes, ahead_bytes)
+
+
+def check_swap(model: nn.Module, to: str, device: torch.device) -> None:
+    """Raise the error that `swap_activations` would raise for a model that computes on `device`."""
+    _checked_store([model], to, device).close()
+
+
+def _checked_store(passes: Sequence[nn.Module], to: str, device: torch.device) -> OffloadStore:
+    if any(wrapper_of(each, Swap) is not None for each in passes):
+        raise ValueError(
+            "the activations of this model are already swapped; call close() on the existing Swap first"
+        )
+    return _store(to, device)
 
 
 def _store(to: str, device: torch.device) -> OffloadStore:

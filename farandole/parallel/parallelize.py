@@ -16,7 +16,7 @@ recomputation, pipeline stages, then data parallelism and ZeRO in the engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from farandole.comm.communicator import Communicator
 from farandole.comm.compression import compression_named
 from farandole.data.wording import counted, size
 from farandole.memory.recompute import apply_recompute
-from farandole.memory.swap import Swap, swap_activations
+from farandole.memory.swap import check_swap, swap_activations
 from farandole.parallel.agreed_errors import agreed_errors
 from farandole.parallel.axes import Layouts, Position, hosts_of
 from farandole.parallel.engine import Engine
@@ -37,7 +37,9 @@ from farandole.parallel.matrix_products import use_fast_products
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.pipeline import apply as pipeline
 from farandole.parallel.pipeline.memory import RankActivations
+from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.precision import TYPES, check_float8, check_float8_sizes, use_float8
+from farandole.parallel.restored_model import restored_after_error
 from farandole.parallel.whole_parameters import check_model
 from farandole.parallel.zero.initial_values import Initialize, broadcast_from_first, is_deferred
 from farandole.parallel.zero.sharding import box_mesh, moves_parameters
@@ -81,7 +83,7 @@ def parallelize(
         report: log a line on rank 0 for each overflow of fp16.
 
     Raises:
-        PlanError: if the plan is not valid for the ranks or the model.
+        PlanError: if the plan is not valid for the ranks or the model.  Another plan can then be applied to the model.
         RuntimeError: if no process group exists.
     """
     plan = plan or Plan()
@@ -93,25 +95,8 @@ def parallelize(
     with agreed_errors(comm):
         sizes = plan.sizes(comm.size)
         _check(model, plan, diagnose=diagnose)
-        if plan.lora is not None:
-            _add_lora(model, plan.lora)
-        converted: list[str] = []
-        if plan.precision == "fp8":
-            check_float8(_device_of(model))
-            converted = use_float8(model)
-    position, layouts = _split(model, plan, comm, sizes)
-    stages = None
-    with agreed_errors(comm):
-        check_float8_sizes(model, converted)
-        # while the model is complete, because a single rank cannot run a model that is divided into stages
-        if plan.pipeline == 1 or plan.recompute != "auto":
-            _recompute(model, plan, example, loss)
-        if plan.pipeline > 1:
-            division = pipeline.measured_division(model, position, plan, example, _compute_type(plan))
-            if plan.recompute == "auto":
-                own = pipeline.activations_of(model, position, plan, division)
-                _recompute(model, plan, example, loss, own)
-            stages = pipeline.apply(model, position, plan, layouts, division)
+    with restored_after_error(model):
+        position, layouts, stages = _convert(model, plan, comm, sizes, example, loss)
     options: dict[str, Any] = {
         "zero": plan.zero,
         "dtype": _compute_type(plan),
@@ -133,7 +118,8 @@ def parallelize(
     _share_generators(position)
     if plan.swap != "none":
         with agreed_errors(comm):
-            engine.swap(_swap(model, plan, () if stages is None else stages.views))
+            passes = () if stages is None else stages.views
+            engine.swap(swap_activations(model, plan.swap, passes=passes))
     return engine
 
 
@@ -161,12 +147,50 @@ def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
             f"diagnose=True requires precision='fp16', got {plan.precision!r}, whose steps are never "
             "skipped; nearest plan: diagnose=False"
         )
+    if plan.swap != "none":
+        _check_swap(model, plan)
     if inner and plan.lora is not None and plan.lora.base is not None:
         axis = next(axis for axis in ("pipeline", *MODEL_AXES) if getattr(plan, axis) > 1)
         raise PlanError(
             f"lora.base={plan.lora.base!r} with {axis}={getattr(plan, axis)}: quantized weights are supported only with data "
             f"parallelism; nearest plan: lora.base=None, or {axis}=1 with more ranks on the data axis"
         )
+
+
+def _convert(
+    model: nn.Module,
+    plan: Plan,
+    comm: Communicator,
+    sizes: dict[str, int],
+    example: Any,
+    loss: Callable[[Any], Tensor] | None,
+) -> tuple[Position, Layouts, Pipeline | None]:
+    """Apply the parts of `plan` that change the modules of `model`.  This is a collective call.
+
+    Returns:
+        This rank's position in the mesh, the layouts of the model's parameters, and the pipeline of its stages.
+    """
+    converted: list[str] = []
+    with agreed_errors(comm):
+        if plan.lora is not None:
+            _add_lora(model, plan.lora)
+        if plan.precision == "fp8":
+            check_float8(_device_of(model))
+            converted = use_float8(model)
+    position, layouts = _split(model, plan, comm, sizes)
+    stages = None
+    with agreed_errors(comm):
+        check_float8_sizes(model, converted)
+        # while the model is complete, because a single rank cannot run a model that is divided into stages
+        if plan.pipeline == 1 or plan.recompute != "auto":
+            _recompute(model, plan, example, loss)
+        if plan.pipeline > 1:
+            division = pipeline.measured_division(model, position, plan, example, _compute_type(plan))
+            if plan.recompute == "auto":
+                own = pipeline.activations_of(model, position, plan, division)
+                _recompute(model, plan, example, loss, own)
+            stages = pipeline.apply(model, position, plan, layouts, division)
+    return position, layouts, stages
 
 
 def _split(
@@ -234,9 +258,9 @@ def _add_lora(model: nn.Module, lora: LoRA) -> None:
         raise PlanError(str(error)) from error
 
 
-def _swap(model: nn.Module, plan: Plan, passes: Sequence[nn.Module]) -> Swap:
+def _check_swap(model: nn.Module, plan: Plan) -> None:
     try:
-        return swap_activations(model, plan.swap, passes=passes)
+        check_swap(model, plan.swap, _device_of(model))
     except ValueError as error:
         raise PlanError(str(error)) from error
 

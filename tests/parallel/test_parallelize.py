@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import farandole
-from farandole import Plan, PlanError
+from farandole import LoRA, Plan, PlanError
+from farandole.models.layers import FeedForward
 from farandole.parallel.engine import Engine
 
 
@@ -54,3 +55,39 @@ def _check_and_train(rank: int, size: int) -> None:
 
 def test_a_plan_is_checked_and_applied_to_a_model(ranks: Any) -> None:
     ranks(2).run(_check_and_train)
+
+
+def _retry(rank: int, size: int, refused: Plan, says: str) -> None:
+    """Apply `refused`, check that the error leaves the model unchanged, and train with another plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(FeedForward(16, 32), FeedForward(16, 1))
+    model[0].down.bias.requires_grad_(False)
+    calls = []
+    handle = model[0].register_forward_hook(lambda *_: calls.append(rank))
+    before = str(model), [(name, p, p.shape, p.requires_grad) for name, p in model.named_parameters()]
+    with pytest.raises((PlanError, RuntimeError), match=says):
+        farandole.parallelize(model, refused)
+    after = str(model), [(name, p, p.shape, p.requires_grad) for name, p in model.named_parameters()]
+    assert after[0] == before[0]
+    for old, new in zip(before[1], after[1], strict=True):
+        assert old[1] is new[1] and old[:1] + old[2:] == new[:1] + new[2:]
+    engine = farandole.parallelize(model, Plan(lora=LoRA(), recompute="block"))
+    engine(torch.ones(3, 16)).sum().backward()
+    assert calls
+    handle.remove()
+    assert not model[0]._forward_hooks
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "refused", "says"),
+    [
+        (1, Plan(swap="host"), "use swap='disk:FOLDER'"),
+        (1, Plan(lora=LoRA(), precision="bf16", swap="disk:/there/is/none"), "the folder does not exist"),
+        (1, Plan(lora=LoRA(), recompute="attention"), "requires an example"),
+        (2, Plan(lora=LoRA(), tensor=2), "1 feed-forward units, which cannot be split over 2 ranks"),
+        (2, Plan(pipeline=2, recompute="attention"), "requires an example"),
+    ],
+)
+def test_another_plan_can_be_applied_after_an_error(ranks: Any, size: int, refused: Plan, says: str) -> None:
+    ranks(size).run(_retry, refused, says)
