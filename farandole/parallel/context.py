@@ -185,6 +185,16 @@ class _ShareSequences:
                 f"expected at least {grid.all.size} positions (one per rank on the context axis), got {length}; "
                 "use longer sequences or a smaller context axis"
             )
+        for name, each in (
+            ("targets", targets),
+            ("documents", info.documents),
+            ("positions", info.positions),
+        ):
+            if each is not None and each.shape[-1] != length:
+                raise ValueError(
+                    f"inputs {tuple(inputs.shape)} do not match {name} {tuple(each.shape)}: expected (..., {length}), "
+                    "one value per position of the inputs"
+                )
         index = grid.index(length, grid.all.rank).to(inputs.device)
         documents = info.documents
         attend = ContextAttention(grid, length, documents)

@@ -126,6 +126,25 @@ def test_a_sequence_shorter_than_the_axis_is_refused(ranks: Any) -> None:
     ranks(2).run(_short)
 
 
+def _mismatched(rank: int, size: int) -> None:
+    engine = farandole.parallelize(build("gpt"), Plan(context=2))
+    tokens, targets = inputs_of("gpt", 0, 0)
+    for count in (8, 10):
+        other = torch.zeros(2, count, dtype=torch.int64)
+        infos = {"documents": SequenceInfo(documents=other), "positions": SequenceInfo(other[0])}
+        for name, info in infos.items():
+            with pytest.raises(ValueError, match=rf"\(2, 9\) do not match {name} .*{count},?\): expected"):
+                engine(tokens, info, targets)
+        with pytest.raises(ValueError, match=rf"\(2, 9\) do not match targets \(2, {count}\): expected"):
+            engine(tokens, None, other)
+    engine(tokens, None, targets)
+    engine.close()
+
+
+def test_arguments_with_another_number_of_positions_are_refused(ranks: Any) -> None:
+    ranks(2).run(_mismatched)
+
+
 def _refused_scaling(rank: int, size: int, rotary: Rotary) -> str:
     model = build_llama(LlamaConfig(20, 1, 2, 16, 8, rotary=rotary))
     with pytest.raises(PlanError) as error:
