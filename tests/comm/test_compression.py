@@ -215,6 +215,29 @@ def test_state_can_be_saved(ranks):
     ranks(2).run(remembered)
 
 
+def loaded_on_other_hosts(rank: int, size: int) -> int:
+    """A state that was saved on two hosts is discarded on four hosts; return the number of warnings."""
+    before, after = (Communicator(hierarchical_group(hosts, rank)) for hosts in ([0, 0, 1, 1], [0, 1, 2, 3]))
+    notices._logged.clear()
+    inputs = everyones(size, 1, (3000,), torch.float32)[rank]
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        for compression in LOSSY:
+            saved, loaded, fresh = (compression.for_tensor(3000) for _ in range(3))
+            before.all_reduce(inputs.clone(), compression=saved)
+            loaded.load(saved.state)
+            for _ in range(2):
+                a, b = inputs.clone(), inputs.clone()
+                after.all_reduce(a, compression=loaded)
+                after.all_reduce(b, compression=fresh)
+                assert torch.equal(a, b), compression
+            assert all(torch.equal(loaded.state[name], value) for name, value in fresh.state.items())
+    return printed.getvalue().count("compression state was saved with another number of hosts")
+
+
+def test_a_state_of_other_hosts_is_discarded_with_one_warning(ranks):
+    assert ranks(4).run(loaded_on_other_hosts) == [1, 0, 1, 0]
+
+
 def refusals(rank: int, size: int) -> None:
     group, other = hierarchical_group([0, 1], rank), hierarchical_group([0, 1], rank)
     comm = Communicator(group)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from farandole.comm.algorithms.steps import Reduce, Steps
+from farandole.comm.notices import warn_once
 from farandole.comm.transport import Transport
 
 Parameters = Sequence[tuple[int, Sequence[int]]]
@@ -125,11 +126,33 @@ class Compressor(ABC):
         if not self._keeps_residuals:
             return None
         name = f"residual.{start}"
-        if name not in self.state:
+        if self.stored(name, share.shape) is None:
             # the residual outlives the call and must not be an inference tensor
             with torch.inference_mode(False):
                 self.state[name] = torch.zeros_like(share)
         return self.state[name]
+
+    def stored(self, name: str, shape: Sequence[int]) -> Tensor | None:
+        """Return the tensor `name` of the state, or None if there is none of this shape in fp32.
+
+        A tensor that does not fit was saved with other shares or settings.  It is discarded, and a warning is logged
+        once.
+        """
+        tensor = self.state.get(name)
+        if tensor is None:
+            return None
+        if (
+            tensor.shape == torch.Size(shape)
+            and tensor.dtype is torch.float32
+            and tensor.device.type == "cpu"
+        ):
+            return tensor
+        warn_once(
+            "the loaded compression state was saved with another number of hosts or ranks or other settings; parts "
+            "that do not fit are discarded"
+        )
+        del self.state[name]
+        return None
 
     def scale_residuals(self, factor: float) -> None:
         """Multiply the residuals by `factor`; call this method when the loss scale is multiplied by `factor`."""
@@ -139,7 +162,9 @@ class Compressor(ABC):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Replace `self.state` with a copy of `state`, which was saved in a checkpoint."""
-        self.state = {name: value.clone() for name, value in state.items()}
+        self.state = {
+            name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()
+        }
 
 
 def compensated(share: Tensor, factor: float, residual: Tensor | None) -> Tensor:
