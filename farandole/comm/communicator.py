@@ -114,7 +114,16 @@ class Communicator:
         """Create a group of the ranks `members`, and return its communicator.
 
         `members` are ranks in this communicator.  Exactly these ranks must call this method.
+
+        Raises:
+            ValueError: if `members` contains a rank twice or a number that is not a rank, or does not contain this rank.
         """
+        ranks = set(members)
+        if len(ranks) < len(members) or self.rank not in ranks or not ranks <= set(range(self.size)):
+            raise ValueError(
+                f"create_group: expected different members between 0 and {self.size - 1}, including this rank "
+                f"({self.rank}), got {list(members)}"
+            )
         group: dist.ProcessGroup | None = getattr(self, "group", None)
         world = [] if group is None else [dist.get_global_rank(group, rank) for rank in members]
         in_order = group is not None and world == sorted(world)

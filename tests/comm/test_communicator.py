@@ -346,6 +346,11 @@ def check_invalid(rank: int, size: int) -> None:
             (lambda comm: comm.broadcast_init(three, size), "expected the root to be between 0 and"),
             (lambda comm: comm.send(three, size), "send: expected the destination to be between"),
             (lambda comm: comm.recv(three, -1), "recv: expected the source to be between .*, got -1"),
+            (lambda comm: comm.create_group([]), r"expected different members between 0 and .*, got \[\]"),
+            (lambda comm: comm.create_group([rank, rank]), rf"expected different members .*, got \[{rank}, {rank}\]"),
+            (lambda comm: comm.create_group([rank, size]), rf"expected different members .*, got \[{rank}, {size}\]"),
+            (lambda comm: comm.create_group([-1, rank]), rf"expected different members .*, got \[-1, {rank}\]"),
+            (lambda comm: comm.create_group([(rank + 1) % size]), rf"including this rank \({rank}\), got"),
             (lambda comm: comm.set_roles(["worker"] * (size + 1)), f"expected a role for each of the {size} ranks, got {size + 1}"),
         ]  # fmt: skip
         for call, saying in cases:
