@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -414,3 +415,39 @@ def _fail_to_read_offloaded(rank: int, size: int, folder: Path) -> None:
 
 def test_failures_to_read_offloaded_states(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(_fail_to_read_offloaded, tmp_path)
+
+
+def _save_and_load_empty(rank: int, size: int, folder: Path) -> None:
+    """Save and load a model with a parameter and a buffer without elements, under other plans."""
+
+    def make(zero: int) -> tuple[Engine, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        model[0].register_parameter("empty", nn.Parameter(torch.empty(0, 3)))
+        model[0].register_buffer("nothing", torch.empty(2, 0))
+        engine = farandole.parallelize(model, Plan(zero=zero))
+        return engine, engine.optimizer(torch.optim.AdamW(model.parameters()))
+
+    def train(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        (engine(torch.ones(2, 3)).sum() + engine.model[0].empty.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for before, after in ((0, 0), (0, 2), (1, 0)):
+        engine, optimizer = make(before)
+        train(engine, optimizer)
+        engine.save(folder / f"state{before}{after}")
+        engine.export(folder / f"weights{before}{after}")
+        expected = engine.state_dict()
+        engine.close()
+        assert set(load_file(folder / f"weights{before}{after}" / "model.safetensors")) == set(expected)
+        engine, optimizer = make(after)
+        for load, name in ((engine.load, "state"), (engine.load_weights, "weights")):
+            load(folder / f"{name}{before}{after}")
+            found = engine.state_dict()
+            assert all(torch.equal(value, found[name]) for name, value in expected.items())
+            train(engine, optimizer)
+        engine.close()
+
+
+def test_parameters_without_elements(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(_save_and_load_empty, tmp_path)

@@ -316,8 +316,8 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
     Raises:
         CheckpointError: if the entries belong to another model.
     """
-    aliases, buffers = _names(engine)
-    known = {alias for names in aliases.values() for alias in names} | buffers
+    aliases, optional = _names(engine)
+    known = {alias for names in aliases.values() for alias in names} | optional
     missing = [name for name, names in aliases.items() if not any(each in entries for each in names)]
     unknown = [name for name in entries if name not in known]
     if missing or unknown:
@@ -330,7 +330,7 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
     for stored in stored_tensors(engine):
         name = next((each for each in aliases.get(stored.name, [stored.name]) if each in entries), None)
         if name is None:
-            continue  # a buffer
+            continue  # it is optional
         entry = entries[name]
         if entry.shape != stored.place.shape:
             raise CheckpointError(
@@ -342,22 +342,28 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
 
 
 def _names(engine: Engine) -> tuple[dict[str, list[str]], set[str]]:
-    """Return all names of each parameter, by its first name, and the names of the buffers.
+    """Return all names of each parameter, by its first name, and the names of the tensors that files need not contain.
+
+    The latter are the buffers and the parameters without elements.
 
     The result covers all pipeline stages.  Files can list a tied parameter under any of its names.  This is a
     collective call.
     """
     names: dict[int, list[str]] = {}
+    own_optional = {name for name, _ in engine.model.named_buffers()}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    own = {found[0]: found for found in names.values()}, {name for name, _ in engine.model.named_buffers()}
+        if parameter.numel():
+            names.setdefault(id(parameter), []).append(name)
+        else:
+            own_optional.add(name)
+    own = {found[0]: found for found in names.values()}, own_optional
     aliases: dict[str, dict[str, None]] = {}
-    buffers: set[str] = set()
+    optional: set[str] = set()
     for of_rank, more in engine.comm.all_gather_object(own):
         for first, found in of_rank.items():
             aliases.setdefault(first, {}).update(dict.fromkeys(found))
-        buffers |= more
-    return {first: list(found) for first, found in aliases.items()}, buffers
+        optional |= more
+    return {first: list(found) for first, found in aliases.items()}, optional
 
 
 def _entries(path: Path) -> dict[str, Entry]:

@@ -112,7 +112,7 @@ def restore(engine: Engine, rank: int, loaded: State) -> None:
     """
     with torch.no_grad():
         pairs = ((stored, loaded.get(f"model.{stored.name}")) for stored in stored_tensors(engine))
-        set_values((stored, new.values) for stored, new in pairs if isinstance(new, Range))
+        set_values((stored, new.values) for stored, new in pairs if isinstance(new, Range) and new.length)
     keys = _keys_of(loaded)
     for stem, _, shard, _, states in _states(engine):
         states.clear()  # they belong to steps after the checkpoint
@@ -168,6 +168,8 @@ def stored_tensors(engine: Engine) -> Iterator[Stored]:
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     in_buckets = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
     in_buckets |= {id(parameter) for weights in engine.weights for parameter in weights.parameters}
+    # the ranks that share a bucket have no part of a parameter without elements
+    in_buckets -= {id(parameter) for parameter in engine.model.parameters() if not parameter.numel()}
 
     def place_of(parameter: nn.Parameter) -> tuple[str, TensorBoxes]:
         name = names[id(parameter)]
@@ -175,7 +177,7 @@ def stored_tensors(engine: Engine) -> Iterator[Stored]:
 
     for shards in engine.shards_of_buckets:
         for index, (parameter, tensor) in enumerate(zip(shards.parameters, shards.tensors, strict=True)):
-            if tensor is not None:
+            if tensor is not None and parameter.numel():
                 values, start = partial(shards.values, index), shards.starts[index]
                 weights = None if shards.has_masters else shards.weights
                 yield Stored(*place_of(parameter), start, values, trained=True, weights=weights)
