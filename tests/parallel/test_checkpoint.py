@@ -451,3 +451,25 @@ def _save_and_load_empty(rank: int, size: int, folder: Path) -> None:
 
 def test_parameters_without_elements(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(_save_and_load_empty, tmp_path)
+
+
+def _save_and_load_settings(rank: int, size: int, folder: Path) -> None:
+    def make(rate: float, beta: float) -> tuple[Engine, torch.optim.Optimizer]:
+        model = nn.Linear(3, 1)
+        engine = farandole.parallelize(model)
+        betas = torch.tensor(beta), torch.tensor(beta)
+        rates = torch.tensor(rate)
+        return engine, engine.optimizer(torch.optim.AdamW(model.parameters(), rates, betas, foreach=False))
+
+    make(0.25, 0.5)[0].save(folder / "state")
+    engine, optimizer = make(0.75, 0.125)
+    [group] = optimizer.param_groups
+    before = group["lr"], *group["betas"]
+    engine.load(folder / "state")
+    after = group["lr"], *group["betas"]
+    assert [value.item() for value in after] == [0.25, 0.5, 0.5]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_settings_that_are_tensors(ranks: Any, tmp_path: Path) -> None:
+    ranks(1).run(_save_and_load_settings, tmp_path)

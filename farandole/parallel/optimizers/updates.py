@@ -32,8 +32,8 @@ from farandole.plan import Place
 Discard = Callable[[Collection[int]], None]
 """A function that discards the gradients of an unfinished step, for the parameters with the given ids."""
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
-"""The types of settings that checkpoints contain; a setting that is a tensor is not saved."""
+_PLAIN = (bool, int, float, str, type(None))
+"""The types of settings that checkpoints contain, also in tuples; a tensor with one element is saved as a number."""
 
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 """Settings that select an implementation without changing the result."""
@@ -161,7 +161,11 @@ class Updates:
         """Return the settings of all parameter groups in each optimizer, for a checkpoint."""
         return [
             [
-                {k: v for k, v in group.items() if isinstance(v, _PLAIN) and k not in _IMPLEMENTATION}
+                {
+                    name: value
+                    for name, value in ((name, _saved(value)) for name, value in group.items())
+                    if _is_plain(value) and name not in _IMPLEMENTATION
+                }
                 for group in optimizer.param_groups
             ]
             for optimizer in self.optimizers
@@ -171,7 +175,7 @@ class Updates:
         """Restore the optimizer settings that `settings` returned."""
         for optimizer, groups in zip(self.optimizers, saved, strict=False):
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
-                group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+                group.update({name: _restored(group.get(name), value) for name, value in settings.items()})
 
     def close(self) -> None:
         """Close the offload stores."""
@@ -299,6 +303,28 @@ class Updates:
         if owned is not None:
             owned.send_back()
         self._after()
+
+
+def _saved(value: Any) -> Any:
+    """Return a setting with numbers in place of tensors that have one element."""
+    if isinstance(value, tuple):
+        return tuple(_saved(each) for each in value)
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
+
+
+def _restored(current: Any, saved: Any) -> Any:
+    """Return a `saved` setting; a tensor in `current` receives the saved number, because CUDA graphs read it."""
+    if isinstance(saved, list | tuple):  # JSON has no tuples
+        own = current if isinstance(current, tuple) and len(current) == len(saved) else [None] * len(saved)
+        return tuple(_restored(*pair) for pair in zip(own, saved, strict=True))
+    if isinstance(current, Tensor) and current.numel() == 1 and saved is not None:
+        with torch.no_grad():
+            return current.fill_(saved)
+    return saved
 
 
 def _members(optimizer: Optimizer) -> set[int]:
