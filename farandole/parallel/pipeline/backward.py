@@ -204,6 +204,24 @@ class SplitBackward:
         return keep
 
 
+def alias(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory and gradient that, unlike a leaf, may be modified in place."""
+    aliased: Tensor = _Alias.apply(tensor) if tensor.requires_grad else tensor
+    return aliased
+
+
+class _Alias(torch.autograd.Function):
+    """The identity.  The output is not a view, because autograd refuses to modify views of leaves in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
+
+
 def _node(tensor: Tensor) -> Node:
     """Return the function that computed a tensor, or that accumulates the gradient of a leaf."""
     edge = torch.autograd.graph.get_gradient_edge(tensor)

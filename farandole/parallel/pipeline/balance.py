@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from farandole.data.wording import size
 from farandole.models.moe import MixtureOfExperts
+from farandole.parallel.pipeline.backward import alias
 from farandole.parallel.pipeline.schedule import ScheduleError
 
 
@@ -185,7 +187,8 @@ def _measure(
 
         started = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = [each for each in tensors_of(block(*inputs, **named)) if each.requires_grad]
+            output = block(*tree_map_only(Tensor, alias, inputs), **named)
+        outputs = [each for each in tensors_of(output) if each.requires_grad]
         wanted = [*parameters, *(each for each in tensors_of(inputs) if each.requires_grad)]
         if outputs and wanted:
             torch.autograd.grad(outputs, wanted, [torch.ones_like(o) for o in outputs], allow_unused=True)

@@ -34,7 +34,7 @@ from farandole.comm.errors import CommunicationError, RankLeft
 from farandole.mesh import Mesh
 from farandole.parallel.axes import AxisCommunicator
 from farandole.parallel.lora.description import Adapter
-from farandole.parallel.pipeline.backward import SavedTensors, SplitBackward
+from farandole.parallel.pipeline.backward import SavedTensors, SplitBackward, alias
 from farandole.parallel.pipeline.balance import tensors_of
 from farandole.parallel.pipeline.batch_norm import BatchNormStatistics
 from farandole.parallel.pipeline.schedule import (
@@ -362,7 +362,8 @@ class _Step:
         saved = SavedTensors() if split else None
         with nullcontext() if saved is None else saved.hooks():
             with self._statistics.of(m):
-                output = self._stages[stage].run(hidden, *self._arguments(m))
+                inputs = tree_map_only(Tensor, alias, hidden)
+                output = self._stages[stage].run(inputs, *self._arguments(m))
             if stage == self._schedule.stages - 1:
                 output = self._loss(output, m)
             else:

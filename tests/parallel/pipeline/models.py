@@ -50,6 +50,18 @@ class Last(nn.Module):
         return self.linear(x + skip / number)
 
 
+class InPlace(nn.Module):
+    """Modifies its input in place before and after it computes something from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu_(x, 0.3)
+        return x.clone().add_(self.linear(x)).mul_(1.5)
+
+
 class Enter(nn.Conv2d):
     """The first block of a U-Net: hidden states without skip connections."""
 
@@ -99,6 +111,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: build_llama(LlamaConfig(WORDS, 6, 4, 16, 20, kv_heads=2)),
     "mixtral": lambda: build_mixtral(MixtralConfig(WORDS, 6, 4, 16, 20, kv_heads=2, experts=4)),
     "tuples": lambda: nn.Sequential(nn.Embedding(WORDS, 6), *(Tuples() for _ in range(6)), Last()),
+    "in_place": lambda: nn.Sequential(
+        nn.Embedding(WORDS, 6),
+        *(InPlace() for _ in range(6)),
+        nn.LeakyReLU(inplace=True),
+        nn.Linear(6, WORDS),
+    ),
     "resnet": lambda: build_resnet(ResNetConfig("basic", (2, 2, 1, 1), 4, CLASSES)),
     "unet": _unet,
 }

@@ -55,6 +55,13 @@ def test_other_models_train_as_one_process(ranks: Any, name: str, schedule: str)
     compare(results, alone(name, 4))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_stages_may_modify_their_inputs_in_place(ranks: Any, schedule: str) -> None:
+    measured = partial(train, example=batches("in_place", 0, 0, 1)[0][0])
+    results = ranks(2).run(measured, "in_place", Plan(pipeline=2, schedule=schedule), 4)
+    compare(results, alone("in_place", 4))
+
+
 def test_the_chunked_loss_of_the_head_runs_on_the_last_stage(ranks: Any) -> None:
     results = ranks(2).run(partial(train, chunked=True), "gpt", Plan(pipeline=2), 4)
     compare(results, alone("gpt", 4))
