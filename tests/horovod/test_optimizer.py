@@ -236,6 +236,40 @@ def test_common_usage_of_the_optimizer(ranks):
     ranks(2).run(common_usage)
 
 
+def later_parameters(rank, size):
+    """Parameters that are unfrozen or added later are reduced from the next step."""
+    with session():
+        for options in ({}, {"groups": 1}, {"names": False}, {"op": hvd.Adasum}):
+            model, added = net(), nn.Linear(13, 13)
+            hvd.broadcast_parameters(added.state_dict(), root_rank=0)
+            names = model.named_parameters() if options.pop("names", True) else None
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=names, **options
+            )
+            for step in range(4):
+                if step == 1:
+                    model.frozen.requires_grad_(True)
+                    optimizer.add_param_group({"params": added.parameters(), "lr": 0.2})
+                optimizer.zero_grad()
+                logits = added(model(batch(step, size).split(SHARE)[rank]))
+                logits.square().mean().backward()
+                own = model.frozen.weight.grad
+                expected = (
+                    None if own is None or options.get("op") else hvd.allreduce(own.clone(), name="own")
+                )
+                optimizer.step()
+                if (
+                    expected is not None and step == 1
+                ):  # later gradients may be reduced during the backward pass
+                    close(model.frozen.weight.grad, expected)
+            for parameter in (*model.parameters(), *added.parameters()):
+                close(hvd.broadcast(parameter.detach(), 0), parameter.detach())
+
+
+def test_parameters_that_are_trainable_later_are_reduced(ranks):
+    ranks(2).run(later_parameters)
+
+
 def states(rank, size):
     with session():
         torch.manual_seed(rank)

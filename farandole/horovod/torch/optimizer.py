@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -70,6 +71,32 @@ def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -
     return [(parameter, names[id(parameter)]) for parameter in parameters]
 
 
+class Trainable:
+    """The parameters of an optimizer that require gradients, or have required gradients in an earlier step.
+
+    Programs may unfreeze parameters and call `add_param_group` after they have created a `DistributedOptimizer`.
+
+    Args:
+        param_groups: The optimizer's parameter groups, with which `find` also finds groups that were added later.
+        named_parameters: The parameter names, or None.  Parameters that were added later have generated names.
+    """
+
+    def __init__(self, param_groups: list[dict[str, Any]], named_parameters: Any) -> None:
+        self._names = dict(name_parameters(param_groups, named_parameters))
+        self._found: set[int] = set()
+
+    def find(self, param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, str]]:
+        """Return the parameters, and their names, that earlier calls have not returned."""
+        found = [
+            (parameter, self._names.setdefault(parameter, f"gradient.{number}.{index}"))
+            for number, group in enumerate(param_groups)
+            for index, parameter in enumerate(group["params"])
+            if parameter.requires_grad and id(parameter) not in self._found
+        ]
+        self._found |= {id(parameter) for parameter, _ in found}
+        return found
+
+
 class DistributedAdasumOptimizer(torch.optim.Optimizer):
     """A mixin for optimizers with op=Adasum: `step` combines the parameter changes of all ranks."""
 
@@ -84,11 +111,8 @@ class DistributedAdasumOptimizer(torch.optim.Optimizer):
         self._compression = compression
         self._process_set = process_set
         self._included = process_set.included()
-        self._names = [
-            (parameter, name)
-            for parameter, name in name_parameters(self.param_groups, named_parameters)
-            if parameter.requires_grad
-        ]
+        self._trainable = Trainable(self.param_groups, named_parameters)
+        self._names = self._trainable.find(self.param_groups)
         reduction(Adasum, None, process_set, [parameter for parameter, _ in self._names])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -105,6 +129,7 @@ class DistributedAdasumOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's gradients, and combine the parameter changes from all ranks."""
+        self._names += self._trainable.find(self.param_groups)
         before = [parameter.clone() for parameter, _ in self._names]
         loss = super().step(closure)
         if not self._included:
@@ -268,27 +293,40 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        names = name_parameters(self.param_groups, named_parameters)
+        self._trainable = Trainable(self.param_groups, named_parameters)
         self.backward_passes_per_step = backward_passes_per_step
         self._synchronized = False
         self._should_synchronize = True
         self._hooks: list[Any] = []
         self._gradient_groups: list[GradientGroup] = []
         _check_groups(groups)
-        if not process_set.included() or size() == 1:
+        self._reduces = process_set.included() and size() > 1
+        if not self._reduces:
             return
         factor = gradient_predivide_factor
         agreed = {"op": op, "prescale": 1.0 / factor, "postscale": factor}
-        slots = [Slot(parameter, name) for parameter, name in names if parameter.requires_grad]
-        self._gradient_groups = [
-            GradientGroup(members, agreed, compression, sparse_as_dense, process_set)
-            for members in _grouped(slots, groups, process_set)
-        ]
-        for group in self._gradient_groups:
-            group.expect(backward_passes_per_step)
-            for slot in group.slots:
-                hook = slot.parameter.register_post_accumulate_grad_hook(_hook(group, slot))
-                self._hooks.append(hook)
+        self._group = partial(
+            GradientGroup,
+            agreed=agreed,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
+        for slots in _grouped(self._new_slots(), groups, process_set):
+            self._add_group(slots)
+
+    def _new_slots(self) -> list[Slot]:
+        """Return slots for the parameters that require gradients and have no slot."""
+        return [Slot(parameter, name) for parameter, name in self._trainable.find(self.param_groups)]
+
+    def _add_group(self, slots: list[Slot]) -> None:
+        """Reduce the gradients of these parameters together."""
+        group = self._group(slots)
+        group.expect(self.backward_passes_per_step)
+        self._gradient_groups.append(group)
+        for slot in slots:
+            hook = slot.parameter.register_post_accumulate_grad_hook(_hook(group, slot))
+            self._hooks.append(hook)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes before each `step`."""
@@ -309,7 +347,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Submit the remaining gradients, and wait until every gradient is reduced.
 
         The program may then clip or inspect `.grad`.
+
+        Parameters that were frozen or missing when this optimizer was created, and now require gradients, are included.
         """
+        if self._reduces:
+            for slot in self._new_slots():
+                self._add_group([slot])
         for group in self._gradient_groups:
             group.launch()
         for group in self._gradient_groups:
