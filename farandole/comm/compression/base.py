@@ -126,13 +126,13 @@ class Compressor(ABC):
         if not self._keeps_residuals:
             return None
         name = f"residual.{start}"
-        if self.stored(name, share.shape) is None:
+        if self._stored(name, share.shape) is None:
             # the residual outlives the call and must not be an inference tensor
             with torch.inference_mode(False):
                 self.state[name] = torch.zeros_like(share)
         return self.state[name]
 
-    def stored(self, name: str, shape: Sequence[int]) -> Tensor | None:
+    def _stored(self, name: str, shape: Sequence[int]) -> Tensor | None:
         """Return the tensor `name` of the state, or None if there is none of this shape in fp32.
 
         A tensor that does not fit was saved with other shares or settings.  It is discarded, and a warning is logged

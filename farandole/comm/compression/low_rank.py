@@ -155,7 +155,7 @@ class PowerSGDCompressor(Compressor):
         If there was no previous call, the factor is random, and rows of zeros are replaced by random rows.  The random
         values are equal on all hosts.
         """
-        q = self.stored(f"right.{matrix.start}", (matrix.rank, matrix.columns))
+        q = self._stored(f"right.{matrix.start}", (matrix.rank, matrix.columns))
         if q is None or not q.any(1).all():
             chance = torch.rand(
                 matrix.rank, matrix.columns, generator=torch.Generator().manual_seed(matrix.start)
