@@ -535,7 +535,8 @@ class Engine:
         """Write the state of the model and its optimizers to a new folder.  This is a collective call.
 
         The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the states of the
-        random number generators, and `extra`.  The folder receives its final name when it is complete.
+        random number generators, and `extra`.  The extra state of modules (`get_extra_state`) is not saved, and a warning
+        names these modules.  The folder receives its final name when it is complete.
 
         Args:
             folder: a folder that does not exist yet, on a file system that all ranks share.

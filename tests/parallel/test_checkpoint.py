@@ -473,3 +473,25 @@ def _save_and_load_settings(rank: int, size: int, folder: Path) -> None:
 
 def test_settings_that_are_tensors(ranks: Any, tmp_path: Path) -> None:
     ranks(1).run(_save_and_load_settings, tmp_path)
+
+
+class _Scaled(nn.Linear):
+    """A layer with a state that is neither a parameter nor a buffer."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": 2.0}
+
+
+def _saves_extra_state(rank: int, size: int, folder: Path) -> list[str]:
+    with mock.patch.object(checkpoint, "warn_once") as warned:
+        engine = farandole.parallelize(nn.Sequential(nn.Linear(2, 2), _Scaled(2, 2)))
+        engine.save(folder)
+        engine.close()
+    return [call.args[0] for call in warned.call_args_list]
+
+
+def test_a_warning_names_the_modules_whose_extra_state_is_not_saved(ranks: Any, tmp_path: Path) -> None:
+    ((text,),) = ranks(1).run(_saves_extra_state, tmp_path / "state")
+    assert text.startswith(
+        "the checkpoint does not contain the extra state (get_extra_state) of 1; pass it as"
+    )

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.fallback import local_group
+from farandole.comm.notices import warn_once
 from farandole.parallel.checkpoint.errors import CheckpointError, UnreadableError
 from farandole.parallel.checkpoint.ranges import Range
 from farandole.parallel.checkpoint.state import State, empty_state, offloaded_states, restore, state_of
@@ -160,6 +161,7 @@ def save(
 ) -> PendingSave:
     """Save the engine to a folder; see `Engine.save`."""
     comm, text, state = engine.comm, "", State()
+    _warn_of_extra_state(engine.model)
     failure: OSError | str = ""
     try:
         text = _json({"version": _VERSION, **engine.metadata(), "extra": dict(extra)})
@@ -177,6 +179,20 @@ def save(
     if not background or any(isinstance(each, Range) and each.held is None for each in state.values()):
         pending.wait()
     return pending
+
+
+def _warn_of_extra_state(model: nn.Module) -> None:
+    """Log a warning if a module has a state that checkpoints do not contain."""
+    names = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+    if names:
+        warn_once(
+            f"the checkpoint does not contain the extra state (get_extra_state) of {', '.join(names[:5])}; pass it as "
+            "engine.save(extra=...), and restore it after engine.load"
+        )
 
 
 def _json(values: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ class ParameterServer:
         timeout_s: the maximum time in seconds between two calls from a worker, and between two messages from a server.
 
     Raises:
-        ValueError: if there is no server or no worker, or `timeout_s` is not positive.
+        ValueError: if there is no server or no worker, `timeout_s` is not positive, or `comm` has no process group.
     """
 
     def __init__(self, comm: Communicator, servers: int = 1, *, timeout_s: float = 600.0) -> None:
@@ -40,6 +40,11 @@ class ParameterServer:
             )
         if timeout_s <= 0:
             raise ValueError(f"expected timeout_s above 0, got {timeout_s:g}")
+        if getattr(comm, "group", None) is None:
+            raise ValueError(
+                "expected a communicator of a torch process group, got one from split or create_group; use "
+                "Communicator(torch.distributed.new_group(ranks))"
+            )
         self.rank = comm.rank
         self.servers = list(range(servers))
         """The ranks that store parameters."""

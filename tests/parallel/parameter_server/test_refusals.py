@@ -26,6 +26,8 @@ def refuse_at_once(rank: int, size: int) -> None:
             ParameterServer(world(), servers)
     with pytest.raises(ValueError, match="timeout_s above 0, got 0"):
         ParameterServer(world(), timeout_s=0)
+    with pytest.raises(ValueError, match="communicator of a torch process group, got one from split"):
+        ParameterServer(world().split(0))
     with ParameterServer(world(), timeout_s=20) as roles:
         model = nn.Linear(2, 2)
         with pytest.raises(ValueError, match="expected mode='sync' or 'async', got 'asynchronous'"):
