@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return  # a worker of pytest-xdist, which has inherited the folder
     usual, folder = tempfile.gettempdir(), tempfile.mkdtemp(prefix="tests-")
+    os.chmod(folder, 0o755)  # some tests become another user
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # pytest removes older `tmp_path` folders itself
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor")  # used again by later sessions

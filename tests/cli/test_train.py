@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from farandole.cli import train as module
 from farandole.cli.main import app
+from farandole.data.tokenizer import train_tokenizer
 from farandole.train.config import load_config
 from farandole.train.start import TrainingJobSpec
 from tests.launch.jobs import run
@@ -119,8 +120,9 @@ def _checkpoint(run: Path, step: int, **facts: Any) -> Path:
     (run / "config.toml").write_text(config.to_toml())
     (folder / "train.json").write_text(json.dumps(values | facts))
     (folder / "state").mkdir()
-    for name in ("state/.metadata", "model.safetensors", "tokenizer.json"):
+    for name in ("state/.metadata", "model.safetensors"):
         (folder / name).touch()
+    train_tokenizer(["a text"], 300).save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -242,7 +242,7 @@ def _fail_to_save(rank: int, size: int, words: list[str], run: Path, failing: in
     writer = _writer(run, trainer)
     dist.barrier()
     if rank == failing:
-        writer._files = {"tokenizer.json": run / "gone.json"}
+        writer._contents = {"no folder/tokenizer.json": b""}
         shutil.rmtree(run / "checkpoints")
         (run / "checkpoints").touch()
     dist.barrier()
@@ -266,7 +266,7 @@ def _abandon(rank: int, size: int, words: list[str], run: Path) -> None:
     writer.save(trainer, 0.0)
     writer.abandon()
     trainer.step()
-    writer._files = {"tokenizer.json": run / "gone.json"}
+    writer._contents = {"no folder/tokenizer.json": b""}
     writer.save(trainer, 0.0)
     writer.abandon()
 
