@@ -123,7 +123,7 @@ class GradientReducer:
         self._every_pass, self._norms, self._gatherer = every_pass, norms, gatherer
         self._by_stage = by_stage
         self._loss_parameters = loss_parameters
-        self._accumulating = self._marks = False
+        self._accumulating = self._sets_marks = False
         self._completing: Collection[int] = ()
         self._in_pass = False
         self._queues: dict[tuple[int, ...], _Queue] = {}
@@ -163,11 +163,11 @@ class GradientReducer:
 
         With `marks`, the program may clear the `.grad` of parameters between passes.
         """
-        self._accumulating, self._marks = True, marks
+        self._accumulating, self._sets_marks = True, marks
         try:
             yield
         finally:
-            self._accumulating = self._marks = False
+            self._accumulating = self._sets_marks = False
 
     @contextmanager
     def completing(self, parameters: Collection[int]) -> Iterator[None]:
@@ -430,7 +430,7 @@ class GradientReducer:
         if self._reduces:
             self.end_pass(last=not self._accumulating)
         self._in_pass = False
-        if self._marks:
+        if self._sets_marks:
             for shards, used in zip(self.shards, self._used_by_bucket, strict=True):
                 received = shards.bucket.received
                 shards.mark_unfinished(

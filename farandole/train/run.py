@@ -49,7 +49,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
     """
     keep_freed_memory()
     # warnings have been shown when the task was checked; on other hosts, the text may be tokenized now
-    with _errors_only(), patient_ranks(runtime.comm):
+    with _errors_only(), without_timeout(runtime.comm):
         task = make_task(task_config(config, resume))
     with StopSignals() as stop, RunLock(run, runtime.comm):
         choice = _precision(config, resume, runtime)
@@ -166,17 +166,17 @@ class StopSignals:
             signal.raise_signal(signal.SIGINT)
 
 
-PATIENCE_S = 1.0
-"""The time in seconds between two exchanges of messages while ranks wait for each other in `patient_ranks`."""
+EXCHANGE_S = 1.0
+"""The time in seconds between two exchanges of messages while ranks wait for each other in `without_timeout`."""
 
 
 @contextmanager
-def patient_ranks(comm: Communicator) -> Iterator[None]:
+def without_timeout(comm: Communicator) -> Iterator[None]:
     """Return a context in which ranks may wait for each other longer than the timeout of `comm`.
 
     For example, rank 0 may tokenize a large text for an hour.  A thread of each rank exchanges messages every second,
-    until all ranks have left the context or one of them has failed.  Therefore no call lasts until the timeout, and all
-    ranks find out if a rank dies.  The code in the context must not use `comm`.  Collective call.
+    until all ranks have left the context or one of them has failed.  Therefore no call lasts until the timeout, and a
+    dead rank is detected.  The code in the context must not use `comm`.  Collective call.
 
     Raises:
         CommunicationError: if a rank dies.
@@ -187,14 +187,14 @@ def patient_ranks(comm: Communicator) -> Iterator[None]:
     def exchange() -> None:
         try:
             while True:
-                ended.wait(PATIENCE_S)
+                ended.wait(EXCHANGE_S)
                 states = comm.all_gather_object(state)
                 if "failed" in states or "working" not in states:
                     return
         except CommunicationError as error:
             failures.append(error)
 
-    thread = threading.Thread(target=exchange, name="farandole-patient-ranks", daemon=True)
+    thread = threading.Thread(target=exchange, name="farandole-waiting-ranks", daemon=True)
     thread.start()
     try:
         yield
@@ -245,7 +245,7 @@ def _agree(request: Request, runtime: Runtime) -> TrainingJobSpec:
     If rank 0 rejects the request, end all ranks.
     """
     text, refused = "", ""
-    with patient_ranks(runtime.comm):
+    with without_timeout(runtime.comm):
         if runtime.rank == 0:
             try:
                 start = check(request, runtime.size)

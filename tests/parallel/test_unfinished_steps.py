@@ -12,24 +12,9 @@ import farandole
 from farandole import Plan
 from farandole.plan import Precision
 from tests.parallel.backends import STAGES_AND_BACKENDS
+from tests.parallel.test_data import Failing
 
 RATE = 0.5
-
-
-class _Failing(torch.autograd.Function):
-    """The identity, whose backward pass fails if `fails` is set."""
-
-    fails = False
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        if _Failing.fails:
-            raise ValueError("no gradient")
-        return gradients[0]
 
 
 class _Net(nn.Module):
@@ -38,7 +23,7 @@ class _Net(nn.Module):
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(_Failing.apply(torch.tanh(self.first(x))))
+        out: Tensor = self.last(Failing.apply(torch.tanh(self.first(x))))
         return out
 
 
@@ -59,6 +44,7 @@ def _expected(
     size: int, numbers: tuple[int, ...], clip: float | None = None
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the gradient norm and the weights after a step of one process on all ranks' samples."""
+    Failing.broken = False
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     for rank in range(size):
@@ -71,14 +57,15 @@ def _expected(
 
 def _abandon(rank: int, size: int, zero: int, precision: Precision, how: str, clear: str) -> Any:
     """Abandon a step, clear the gradients, and return the norm and the weights after the next step."""
+    Failing.broken = False
     model = _model()
     engine = farandole.parallelize(model, Plan(zero=zero, precision=precision))
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), RATE))
     if how == "failed":
-        _Failing.fails = True
-        with pytest.raises(ValueError, match="no gradient"):
+        Failing.broken = True
+        with pytest.raises(ArithmeticError, match="broken"):
             _loss(engine(_samples(rank, 7))).backward()
-        _Failing.fails = False
+        Failing.broken = False
     else:
         with engine.no_sync():
             engine.backward(_loss(engine(_samples(rank, 7))))
@@ -118,6 +105,7 @@ def test_zero_grad_discards_an_abandoned_step(
 
 
 def _clips_without_a_last_pass(rank: int, size: int, zero: int) -> Any:
+    Failing.broken = False
     model = _model()
     engine = farandole.parallelize(model, Plan(zero=zero))
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), RATE))
@@ -149,6 +137,7 @@ def test_gradients_without_a_last_pass_are_averaged_and_clipped(ranks: Any, zero
 
 def _clears_one_of_two(rank: int, size: int, zero: int) -> dict[str, Tensor]:
     """Clear only the gradients of the last layer after a pass within `no_sync`."""
+    Failing.broken = False
     model = _model()
     engine = farandole.parallelize(model, Plan(zero=zero))
     first = engine.optimizer(torch.optim.SGD(model.first.parameters(), RATE))
@@ -166,6 +155,7 @@ def _clears_one_of_two(rank: int, size: int, zero: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("zero", "backend"), STAGES_AND_BACKENDS)
 def test_one_of_two_optimizers_discards_its_gradients(ranks: Any, zero: int, backend: str) -> None:
+    Failing.broken = False
     model = _model()
     for rank in range(2):
         _loss(model(_samples(rank, 0)), 0.5).backward()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from farandole.comm.communicator import Communicator
 from farandole.comm.errors import RankLate
 from farandole.train.checkpoint import CheckpointWriter
-from farandole.train.run import patient_ranks
+from farandole.train.run import without_timeout
 from farandole.train.run_folder import checkpoints
 from tests.models.hf.folders import conversations, model_with_tokenizer, write_jsonl
 from tests.train.small import make_trainer, overrides, train_here, world
@@ -71,7 +71,7 @@ def _waits(rank: int, size: int, patient: bool) -> str:
     """Return the answer of rank 0, which works longer than the timeout of the group."""
     group = dist.new_group(timeout=timedelta(seconds=1.5))
     comm = Communicator(group)
-    with patient_ranks(comm) if patient else nullcontext():
+    with without_timeout(comm) if patient else nullcontext():
         time.sleep(4 if rank == 0 else 0)
     try:
         found: str = comm.broadcast_object("answer" if rank == 0 else "")
@@ -89,7 +89,7 @@ def test_ranks_wait_for_a_slow_rank_longer_than_the_timeout(ranks: Any) -> None:
 def _fails_on_rank_0(rank: int, size: int) -> float:
     began = time.perf_counter()
     try:
-        with patient_ranks(world()):
+        with without_timeout(world()):
             if rank == 0:
                 raise ValueError("no such text")
     except ValueError:

@@ -116,9 +116,8 @@ class Range:
         The local box begins at element `first` of this range.  `slices` select the elements of the global box from the
         local box.
         """
-        if (
-            0 in self.place.shape
-        ):  # one box without elements, so that the tensor has an entry in the checkpoint
+        if 0 in self.place.shape:
+            # one box without elements, so that the tensor has an entry in the checkpoint
             whole = _box_of(self.place.shape)
             yield whole, 0, whole, tuple(slice(start, end) for start, end in whole)
             return
