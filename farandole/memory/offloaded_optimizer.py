@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from farandole.data.wording import counted
 from farandole.memory.disk import Bandwidth, Budget, OffloadError
+from farandole.memory.divided_step import divided_step
 from farandole.memory.record_stream import RecordStream
 
 _ALIGNMENT = 64
@@ -51,8 +52,8 @@ class OffloadedOptimizer:
     """Steps `optimizer`, an elementwise `torch.optim.Optimizer`, one unit at a time.
 
     The results are bitwise identical to those of `optimizer.step()`.  Existing values and state are preserved.
-    Schedulers change `optimizer.param_groups` as usual.  Groups that set none of `fused`, `foreach` and
-    `differentiable` use `fused=True`.
+    Schedulers change `optimizer.param_groups` as usual.  The optimizer's step hooks are not called.  Groups that set
+    none of `fused`, `foreach` and `differentiable` use `fused=True`.
 
     Args:
         units: the optimizer's parameters ("shards": 1-D, floating point, on the CPU), partitioned into units.  Each
@@ -77,7 +78,6 @@ class OffloadedOptimizer:
         weights: bool = True,
     ) -> None:
         self.optimizer = optimizer
-        self._step_all = optimizer.step  # the caller may replace `optimizer.step`
         self.units = [list(unit) for unit in units]
         self.weights = weights
         self._group_of = _check(optimizer, self.units)
@@ -122,10 +122,12 @@ class OffloadedOptimizer:
         ]
         changed: dict[int, dict[str, Any]] = {}
 
-        def work(index: int, record: Tensor) -> None:
-            self._step_unit(index, record, changed, before, after)
+        with divided_step(self.optimizer) as step_part:
 
-        self.stream.update(order, work)
+            def work(index: int, record: Tensor) -> None:
+                self._step_unit(index, record, step_part, changed, before, after)
+
+            self.stream.update(order, work)
         for index, group in changed.items():  # an optimizer may count steps in its groups
             self.optimizer.param_groups[index].update(group)
         self._broken = set()
@@ -245,6 +247,7 @@ class OffloadedOptimizer:
         self,
         index: int,
         record: Tensor,
+        step_part: Callable[[], None],
         changed: dict[int, dict[str, Any]],
         before: Callable[[int], None] | None,
         after: Callable[[int], None] | None,
@@ -269,7 +272,7 @@ class OffloadedOptimizer:
             }
             self._broken = set(range(len(self.units)))  # until all units are stepped
             with _restricted_to(self.optimizer, [groups[key] for key in sorted(groups)], state):
-                self._step_all()
+                step_part()
                 for shard, place in pairs:
                     self._keep(shard, place, record, self.optimizer.state.get(shard, {}))
             for (number, _), group in groups.items():
@@ -380,7 +383,8 @@ def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
         shard.grad = torch.zeros_like(shard)
         with _restricted_to(optimizer, [{**group, "params": [shard]}], {}):
             try:
-                optimizer.step()
+                with divided_step(optimizer, keep=False) as step_part:
+                    step_part()
             except Exception as error:
                 raise OffloadError(
                     f"{name} cannot update one flattened shard at a time ({type(error).__name__}: {error}); use an elementwise "

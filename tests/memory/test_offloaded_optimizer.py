@@ -300,6 +300,59 @@ def test_a_failure_before_the_first_change_has_no_effect(records: Any) -> None:
     pair.offloaded.close()
 
 
+def test_counts_in_attributes_work_and_hooks_are_not_called(records: Any) -> None:
+    class Counting(SGD):
+        """Counts steps in attributes, one of which it creates in the first step."""
+
+        count = 0
+
+        def __init__(self, groups: Any, lr: float) -> None:
+            super().__init__(groups, lr, momentum=0.9)
+            self.rates: list[float] = []
+
+        def step(self, closure: Any = None) -> Any:
+            self.count += 1
+            self.rates.append(0.1 / self.count)
+            for group in self.param_groups:
+                group["lr"] = self.rates[-1]
+            return super().step(closure)
+
+    pair = Pair(partial(Counting, lr=0.1), records)
+    optimizer: Any = pair.offloaded.optimizer
+    assert "count" not in vars(optimizer)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    hook = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for _ in range(3):
+        pair.step()
+    assert optimizer.count == 3
+    assert optimizer.rates == [0.1 / count for count in (1, 2, 3)]
+    pair.check()
+    pair.offloaded.close()
+    assert not calls
+    hook.remove()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_failed_step_does_not_change_attributes() -> None:
+    class Counting(SGD):
+        count = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.count += 1
+            return super().step(closure)
+
+    pair = Pair(partial(Counting, lr=0.1), host_records)
+
+    def fail(unit: int) -> None:
+        raise RuntimeError(f"unit {unit}")
+
+    with pytest.raises(RuntimeError, match="unit 0"):
+        pair.offloaded.step(lambda unit: None, fail)
+    assert "count" not in vars(pair.offloaded.optimizer)
+    pair.offloaded.close()
+
+
 def test_optimizers_that_cannot_step_shards_are_refused() -> None:
     shard, matrix = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,6 +130,60 @@ def _adam(rank: int, size: int, folder: str, zero: int) -> None:
 def test_adam_and_schedules(ranks: Any, tmp_path: Path) -> None:
     for zero in STAGES:
         ranks(2).run(_adam, str(tmp_path), zero)
+
+
+class _Counting(torch.optim.SGD):
+    """Counts its steps in an attribute, and derives its learning rate from the count."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / self.count)
+
+
+def _counts(rank: int, size: int, folder: str) -> None:
+    """A step calls the hooks once and is counted once, also if it updates one bucket at a time."""
+    learned = []
+    for plan in (
+        Plan(zero=1, offload="host"),
+        Plan(zero=1, offload=f"disk:{folder}"),
+        Plan(zero=1),
+        Plan(precision="bf16", rounding="stochastic"),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 4))
+        engine = farandole.parallelize(model, plan)
+        assert len(engine.buckets) > 1
+        optimizer = _Counting(model.parameters(), lr=0.1)
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        engine.optimizer(optimizer)
+        assert not calls
+        with warnings.catch_warnings(action="error"):
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 1024)).float().square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        assert calls == ["before", "after"] * 2
+        assert optimizer.count == 2
+        learned.append(engine.state_dict())
+        world().barrier()
+        engine.close()
+    for name, value in learned[2].items():
+        assert torch.equal(learned[0][name], value), name
+        assert torch.equal(learned[1][name], value), name
+
+
+def test_hooks_and_counts_of_steps(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(_counts, str(tmp_path))
 
 
 def _auto(rank: int, size: int, precision: Any) -> tuple[int, float]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import MethodType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from torch import nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.host import host_identity
 from farandole.memory.disk import OffloadError, require_space
+from farandole.memory.divided_step import replace_step
 from farandole.memory.offload_store import DiskStore, HostStore, OffloadStore
 from farandole.memory.offloaded_optimizer import OffloadedOptimizer, ShardState
 from farandole.memory.offloaded_tensor import OffloadedTensors
@@ -123,8 +123,7 @@ def _together(comm: Communicator, make: Callable[[], T]) -> T:
 class OffloadedUpdate:
     """Updates this rank's shards with `optimizer`, whose master weights and states are stored in offloaded records.
 
-    `optimizer.step` becomes a step of the engine: `before` completes the averaged gradients, `after` distributes the
-    updated weights, and `mean` averages the loss of a closure over all ranks.
+    The optimizer's step hooks complete the averaged gradients before an update, and distribute the updated weights.
     """
 
     def __init__(
@@ -132,9 +131,6 @@ class OffloadedUpdate:
         optimizer: torch.optim.Optimizer,
         shards: Sequence[OptimizerShards],
         records: Records,
-        before: Callable[[], object],
-        after: Callable[[], None],
-        mean: Callable[[Any], Any],
     ) -> None:
         own = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
         self._shards: list[OptimizerShards] = []
@@ -150,28 +146,21 @@ class OffloadedUpdate:
         self._brings = self._elsewhere or any(each.bucket.is_offloaded for each in self._shards)
         # contexts of offloaded gradients and values, during the update of a unit
         self._in_place = ExitStack()
-        replaced = optimizer.step
         with memory_tag("masters and states"):
             self.state = OffloadedOptimizer(optimizer, units, records, weights=apart or self._elsewhere)
         for weight in weights:
             if self.state.weights:
                 weight.master = None
-        self._before, self._after = before, after
-        # a bound method, which schedulers expect
-        step = MethodType(_step_of(self, mean), optimizer)
-        step.__func__.__dict__.update(getattr(replaced, "__dict__", {}))
-        optimizer.step = step  # type: ignore[method-assign]
+        replace_step(optimizer, self.step)
 
     def step(self) -> None:
-        """Average gradients, update all shards, and distribute the updated weights to all ranks."""
-        self._before()
+        """Update all shards; `optimizer.step` calls this method."""
         with memory_tag("masters and states"):
             if any(shard.grad is not None for unit in self.state.units for shard in unit):
                 for shards in self._shards[:_AHEAD]:
                     shards.prefetch()
                 with self._in_place:  # `_end_unit` closes it, unless a unit fails
                     self.state.step(self._begin_unit if self._brings else None, self._end_unit)
-        self._after()
 
     def check(self, unit: int, states: Sequence[ShardState]) -> None:
         """Raise ValueError if the states do not match the shards of a unit."""
@@ -212,14 +201,3 @@ class OffloadedUpdate:
         if self.state.weights:
             self._shards[unit].update_weights(self.state.units[unit])
         self._in_place.close()
-
-
-def _step_of(update: OffloadedUpdate, mean: Callable[[Any], Any]) -> Callable[..., Any]:
-    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shards, whose states are offloaded; return the mean loss of `closure` over all ranks."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        update.step()
-        return mean(loss)
-
-    return step

@@ -14,15 +14,15 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from farandole.memory.divided_step import divided_step, replace_step
 from farandole.parallel.optimizers.shards import OptimizerShards
 
 _CHUNK = 1 << 16
@@ -70,38 +70,26 @@ class StochasticRounding:
 
         The optimizer's hooks are called once per step, not once per bucket.
         """
-        cls: Any = type(optimizer)
-        # torch wraps the method of every optimizer class, for hooks and the profiler
-        plain: Callable[[Optimizer], Any] = getattr(cls.step, "__wrapped__", cls.step)
+        replace_step(optimizer, lambda: self._step(optimizer, shards))
 
-        def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            with torch.enable_grad():
-                loss = None if closure is None else closure()
-            self._step(self_, plain, shards)
-            return loss
-
-        # PyTorch's schedulers expect a bound method
-        optimizer.step = MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
-
-    def _step(
-        self, optimizer: Optimizer, plain: Callable[[Optimizer], Any], shards: Sequence[OptimizerShards]
-    ) -> None:
+    def _step(self, optimizer: Optimizer, shards: Sequence[OptimizerShards]) -> None:
         whole = optimizer.param_groups
         group_of = {id(tensor): number for number, group in enumerate(whole) for tensor in group["params"]}
         changed: dict[int, dict[str, Any]] = {}
         try:
-            for number, bucket in enumerate(shards):
-                members: dict[int, list[Tensor]] = {}
-                for tensor in bucket.tensors:
-                    if tensor is not None and tensor.grad is not None and id(tensor) in group_of:
-                        members.setdefault(group_of[id(tensor)], []).append(tensor)
-                if not members:
-                    continue
-                groups = {at: {**whole[at], "params": params} for at, params in sorted(members.items())}
-                optimizer.param_groups = list(groups.values())
-                with self._masters(bucket, number):
-                    plain(optimizer)
-                changed |= groups
+            with divided_step(optimizer) as step_part:
+                for number, bucket in enumerate(shards):
+                    members: dict[int, list[Tensor]] = {}
+                    for tensor in bucket.tensors:
+                        if tensor is not None and tensor.grad is not None and id(tensor) in group_of:
+                            members.setdefault(group_of[id(tensor)], []).append(tensor)
+                    if not members:
+                        continue
+                    groups = {at: {**whole[at], "params": params} for at, params in sorted(members.items())}
+                    optimizer.param_groups = list(groups.values())
+                    with self._masters(bucket, number):
+                        step_part()
+                    changed |= groups
         finally:
             optimizer.param_groups = whole
         for at, group in changed.items():  # an optimizer may count steps in its groups

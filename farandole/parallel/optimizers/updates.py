@@ -98,24 +98,15 @@ class Updates:
         if self._place.kind == "none":
             if self._rounding is not None:
                 self._rounding.drive(optimizer, self._shards)
-            optimizer.register_step_pre_hook(partial(self._before_step, owned))
-            optimizer.register_step_post_hook(lambda *_: self._end_step(owned))
             comm = self._comm if self._divided else None
             state_dicts = StateDicts(optimizer, given, tensors, self._names, comm, elementwise=owned is None)
         else:
             cuda = any(p.is_cuda for each in self._shards for p in each.parameters)
             records = records_at(self._place, self._comm, pinned=cuda)
-            self.offloaded.append(
-                OffloadedUpdate(
-                    optimizer,
-                    self._shards,
-                    records,
-                    before=partial(self._begin_checked, optimizer),
-                    after=self._end_step,
-                    mean=self._mean,
-                )
-            )
+            self.offloaded.append(OffloadedUpdate(optimizer, self._shards, records))
             refuse_state_dicts(optimizer)
+        optimizer.register_step_pre_hook(partial(self._before_step, owned))
+        optimizer.register_step_post_hook(lambda *_: self._end_step(owned))
         self._replace_add_param_group(optimizer, state_dicts if owned is None else None)
         self.optimizers.append(optimizer)
         return optimizer

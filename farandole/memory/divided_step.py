@@ -1,0 +1,89 @@
+"""A step of a torch optimizer that is divided into parts, each of which updates some of the parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_SEPARATE = ("param_groups", "state", *_HOOKS)
+"""The attributes that differ between the parts of a step."""
+
+
+def replace_step(optimizer: Optimizer, update: Callable[[], None]) -> None:
+    """Make `optimizer.step()` call `update` after its closure; step hooks are called once."""
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the optimizer's parameters; return the loss of `closure`."""
+        self._opt_called = True  # type: ignore[attr-defined]  # checked by schedulers that were created earlier
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        update()
+        return loss
+
+    hooked: Any = Optimizer.profile_hook_step(step)
+    # schedulers mark the `step` that they have replaced, and expect a bound method
+    vars(hooked).update({**getattr(optimizer.step, "__dict__", {}), **vars(hooked)})
+    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+
+@contextmanager
+def divided_step(optimizer: Optimizer, *, keep: bool = True) -> Iterator[Callable[[], None]]:
+    """Return a context that yields a function, which steps the current `param_groups` of `optimizer`: a part of the step.
+
+    Step hooks are not called.  An optimizer may count its steps in an attribute.  Therefore each part starts with the
+    numbers, strings and containers of such values that the attributes had before the step.
+
+    Args:
+        keep: whether the attributes have the values of the last part after the context.  If the context raises an
+            exception, they have the values from before the step in any case.
+    """
+    cls: Any = type(optimizer)
+    # torch wraps the method of every optimizer class, for hooks and the profiler
+    plain = cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step
+    before = copy.deepcopy(_plain_attributes(optimizer))
+    hooks = {name: vars(optimizer)[name] for name in _HOOKS}
+    vars(optimizer).update(
+        {name: OrderedDict() for name in _HOOKS}
+    )  # for a `step` that calls `super().step()`
+
+    def step_part() -> None:
+        _restore(optimizer, before)
+        plain(optimizer)
+
+    try:
+        yield step_part
+    except BaseException:
+        keep = False
+        raise
+    finally:
+        if not keep:
+            _restore(optimizer, before)
+        vars(optimizer).update(hooks)
+
+
+def _restore(optimizer: Optimizer, before: dict[str, Any]) -> None:
+    current = _plain_attributes(optimizer)
+    for name in current.keys() - before.keys():
+        delattr(optimizer, name)
+    changed = {name: value for name, value in before.items() if name not in current or current[name] != value}
+    vars(optimizer).update(copy.deepcopy(changed))
+
+
+def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {k: v for k, v in vars(optimizer).items() if k not in _SEPARATE and _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return _is_plain([*value, *value.values()])
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | complex | str | None)
