@@ -28,7 +28,7 @@ from farandole.parallel.pipeline.memory import RankActivations
 from farandole.parallel.pipeline.schedule import Action, Backward, BackwardInput, Forward
 from farandole.parallel.pipeline.simulate import Costs, Timeline, simulate
 from farandole.parallel.pipeline.stage import Stage, shallow_copy, split
-from farandole.parallel.pipeline.transfers import Message, Shapes, messages_between
+from farandole.parallel.pipeline.transfers import Message, OutputShape, messages_between
 from farandole.plan import Plan, PlanError
 from farandole.planner.stage_trace import ActionTrace, Memory, StageTrace, StageTracer
 from farandole.planner.trace import Trace
@@ -94,20 +94,18 @@ def simulate_step(
     schedule = schedule_of(plan, workload.micro_batches)
     recomputed = _recomputed(staged, plan)
     stages: list[StageTrace] = []
-    outputs: list[Shapes] = []
-    shapes, single = Shapes(), True
+    outputs: list[OutputShape] = []
     for number in range(schedule.stages):
-        found, shapes, single = tracer.trace(
+        found, output = tracer.trace(
             workload,
             plan,
             staged.stages[number],
-            shapes,
-            single,
+            outputs[-1] if outputs else None,
             splits=schedule.splits_backward,
             recomputed=recomputed,
         )
         stages.append(found)
-        outputs.append(shapes)
+        outputs.append(output)
 
     def seconds(action: ActionTrace) -> float:
         between = sum(nbytes / machine.bandwidth_among(group, ranks) for group, nbytes in action.sent.items())
@@ -115,7 +113,7 @@ def simulate_step(
 
     holders = [staged.ranks[rank].rank for rank in schedule.placement[0]]
     send = [
-        Memory.of(outputs[s]).total / machine.bandwidth_among(holders[s : s + 2], ranks)
+        Memory.of(outputs[s].tensors).total / machine.bandwidth_among(holders[s : s + 2], ranks)
         for s in range(schedule.stages - 1)
     ]
     costs = Costs(
@@ -157,7 +155,7 @@ def _recomputed(staged: StagedModel, plan: Plan) -> dict[str, str]:
     return found
 
 
-def _sent(timeline: Timeline, outputs: Sequence[Shapes]) -> tuple[int, ...]:
+def _sent(timeline: Timeline, outputs: Sequence[OutputShape]) -> tuple[int, ...]:
     schedule, found = timeline.schedule, [0.0] * timeline.schedule.ranks
     for rank in range(schedule.ranks):
         for peer in set(range(schedule.ranks)) - {rank}:
@@ -167,16 +165,16 @@ def _sent(timeline: Timeline, outputs: Sequence[Shapes]) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
-def _message(message: Message, outputs: Sequence[Shapes]) -> Memory:
+def _message(message: Message, outputs: Sequence[OutputShape]) -> Memory:
     """Return the size of a message: an output, or the gradients of an output."""
     code, stage, _ = message
     if code == "F":
-        return Memory.of(outputs[stage - 1])
-    return Memory.of([shape for shape in outputs[stage] if shape is not None and shape.requires_grad])
+        return Memory.of(outputs[stage - 1].tensors)
+    return Memory.of(outputs[stage].gradients)
 
 
 def _trace_of(
-    rank: int, timeline: Timeline, stages: Sequence[StageTrace], outputs: Sequence[Shapes]
+    rank: int, timeline: Timeline, stages: Sequence[StageTrace], outputs: Sequence[OutputShape]
 ) -> Trace:
     """Return the memory of a rank in the step, and the rank's mean work per micro-batch."""
     held, saved, peak, resident = Memory(), 0.0, 0.0, Memory()
@@ -193,7 +191,7 @@ def _trace_of(
         passed = Memory()
         receives = isinstance(action, Forward) and action.stage > 0
         if receives and schedule.rank_of(action.stage - 1, action.micro_batch) == rank:
-            passed = Memory.of(outputs[action.stage - 1])
+            passed = Memory.of(outputs[action.stage - 1].tensors)
         base = held + waiting.at(polled, action) - passed
         saved, left = max(saved, base.total), max(left, base.total - away)
         peak = max(peak, base.total + trace.peak)
@@ -201,7 +199,7 @@ def _trace_of(
         held += trace.kept - passed
         follows = isinstance(action, Backward | BackwardInput) and action.stage + 1 < schedule.stages
         if follows and schedule.rank_of(action.stage + 1, action.micro_batch) == rank:
-            held += Memory.of(outputs[action.stage])
+            held += Memory.of(outputs[action.stage].tensors)
         away, swapped = away + trace.swappable, swapped + trace.swappable
         if isinstance(action, Backward | BackwardInput):
             away -= stages[action.stage].forward.swappable
@@ -235,7 +233,7 @@ def _traced(action: Action, stages: Sequence[StageTrace]) -> ActionTrace:
 class _Received:
     """The tensors that a rank has received from other ranks (`pipeline.transfers`) but has not used yet."""
 
-    def __init__(self, timeline: Timeline, rank: int, outputs: Sequence[Shapes]) -> None:
+    def __init__(self, timeline: Timeline, rank: int, outputs: Sequence[OutputShape]) -> None:
         schedule = timeline.schedule
         ends = {
             (type(s.action), s.action.stage, s.action.micro_batch): s.end for r in timeline.spans for s in r

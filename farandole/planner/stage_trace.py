@@ -29,7 +29,7 @@ from farandole.parallel.pipeline.apply import MEASURED
 from farandole.parallel.pipeline.backward import SavedTensors, SplitBackward
 from farandole.parallel.pipeline.balance import tensors_of
 from farandole.parallel.pipeline.stage import Stage
-from farandole.parallel.pipeline.transfers import Shapes, TensorShape
+from farandole.parallel.pipeline.transfers import OutputShape, TensorShape
 from farandole.plan import MODEL_AXES, Plan, PlanError
 from farandole.planner.repeats import Run, extrapolated, find_runs, signature
 from farandole.planner.trace import clear_gradient, note, note_gradient
@@ -51,9 +51,9 @@ class Memory:
     mapped: float = 0
 
     @classmethod
-    def of(cls, shapes: Shapes) -> Memory:
+    def of(cls, shapes: Sequence[TensorShape]) -> Memory:
         """Return the memory of tensors with these shapes."""
-        sizes = [shape.nbytes for shape in shapes if shape is not None]
+        sizes = [shape.nbytes for shape in shapes]
         heap = sum(size for size in sizes if size < MAPPED_FROM_BYTES)
         return cls(heap, sum(sizes) - heap)
 
@@ -113,30 +113,29 @@ class StageTracer:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[dict[Any, float], Shapes, bool]] = {}
+        self._known: dict[str, tuple[dict[Any, float], OutputShape]] = {}
 
     def trace(
         self,
         workload: Workload,
         plan: Plan,
         stage: Stage,
-        shapes: Shapes,
-        single: bool,
+        received: OutputShape | None,
         *,
         splits: bool,
         recomputed: Mapping[str, str] | None = None,
-    ) -> tuple[StageTrace, Shapes, bool]:
-        """Return the trace of a stage, the shapes of its output, and whether the output is a single tensor.
+    ) -> tuple[StageTrace, OutputShape]:
+        """Return the trace of a stage, and the shape of its output.
 
         Args:
             workload: a workload whose model contains all blocks, with the shards of the plan's other axes.
-            shapes, single: the input of the stage, which the first stage ignores.
+            received: the shape of the previous stage's output; None for the first stage.
             splits: whether to trace the halves of the backward pass.
             recomputed: the mode of recomputation for each module, by name, if the modules were chosen for the complete
                 model.
         """
         runs = [] if plan.recompute == "auto" else find_runs(stage.view)
-        after: list[tuple[Shapes, bool]] = []
+        after: list[OutputShape] = []
         own = set(stage.blocks)
         names = {name: block for name, block in stage.view._modules.items() if block in own}
         places = {name: place for place, name in enumerate(names)}
@@ -144,21 +143,21 @@ class StageTracer:
         chosen = sorted(
             (places[name.partition(".")[0]], name.partition(".")[2], m) for name, m in modes.items()
         )
-        around = (*_conditions(workload, plan), stage.is_first, stage.is_last, shapes, single, splits, chosen)
+        around = (*_conditions(workload, plan), stage.is_first, stage.is_last, received, splits, chosen)
 
         def measure() -> dict[Any, float]:
             present = [signature(block) for block in names.values()]
             key = repr((present, around))
             if key not in self._known:
-                self._known[key] = _measure(workload, plan, stage, shapes, single, splits, runs)
-            numbers, output, alone = self._known[key]
-            after.append((output, alone))
+                self._known[key] = _measure(workload, plan, stage, received, splits, runs)
+            numbers, output = self._known[key]
+            after.append(output)
             return numbers
 
         with _recomputing(stage, plan, modes):
             found = extrapolated(runs, measure)
         actions = {name: _action(found, name, len(runs)) for name in (FORWARD, BACKWARD, INPUT, WEIGHT)}
-        return StageTrace(**actions), *after[0]
+        return StageTrace(**actions), after[0]
 
 
 def _conditions(workload: Workload, plan: Plan) -> tuple[object, ...]:
@@ -177,11 +176,10 @@ def _measure(
     workload: Workload,
     plan: Plan,
     stage: Stage,
-    shapes: Shapes,
-    single: bool,
+    received: OutputShape | None,
     splits: bool,
     runs: Sequence[Run],
-) -> tuple[dict[Any, float], Shapes, bool]:
+) -> tuple[dict[Any, float], OutputShape]:
     model, numbers = stage.view, dict[Any, float]()
     with ExitStack() as stack:
         where = device_of(model)
@@ -194,9 +192,9 @@ def _measure(
         living = (*model.parameters(), *model.buffers(), *tree_leaves(fake))
         arguments = call_arguments(fake)
         for halves in (False, True) if splits else (False,):
-            passed = _Pass(workload, plan, stage, shapes, single, runs, living, where)
-            output, alone = passed.run(arguments, numbers, halves)
-    return numbers, output, alone
+            passed = _Pass(workload, plan, stage, received, runs, living, where)
+            output = passed.run(arguments, numbers, halves)
+    return numbers, output
 
 
 class _Pass:
@@ -207,24 +205,19 @@ class _Pass:
         workload: Workload,
         plan: Plan,
         stage: Stage,
-        shapes: Shapes,
-        single: bool,
+        received: OutputShape | None,
         runs: Sequence[Run],
         living: Sequence[Any],
         device: torch.device,
     ) -> None:
         self._workload, self._stage, self._scaled = workload, stage, _is_scaled(workload, plan)
-        self._shapes, self._single, self._runs, self._living = shapes, single, runs, living
+        self._received, self._runs, self._living = received, runs, living
         self._device = device
 
     def run(
         self, arguments: tuple[Any, dict[str, Any]], numbers: dict[Any, float], halves: bool
-    ) -> tuple[Shapes, bool]:
-        """Run the actions, and record their memory and work in `numbers`.
-
-        Returns:
-            The shapes of the stage's output, and whether the output is a single tensor.
-        """
+    ) -> OutputShape:
+        """Run the actions, record their memory and work in `numbers`, and return the shape of the stage's output."""
         stage, sent, scaled = self._stage, self._workload.sent, self._scaled
         with ExitStack() as stack:
             tracker = stack.enter_context(MemoryTracker(self._living))
@@ -234,7 +227,7 @@ class _Pass:
                 stack.callback(run.first.register_forward_pre_hook(hook, with_kwargs=True).remove)
             recorder = _Recorder(tracker, ends, len(self._runs), numbers, [] if sent is None else sent)
             with recorder.action(FORWARD):
-                hidden = None if stage.is_first else self._received(self._shapes, self._single)
+                hidden = None if self._received is None else self._input(self._received)
                 saved = SavedTensors()
                 with saved.hooks() if halves else nullcontext():
                     output = stage.run(hidden, *arguments)
@@ -245,11 +238,9 @@ class _Pass:
                     numbers[FORWARD, "swappable"] = sum(swappable.values())
                     if stage.is_last:
                         output = _loss(self._workload.loss, output)
-                result = [TensorShape.of(each) for each in tensors_or_none(output)]
-                alone = isinstance(output, Tensor)
+                result = OutputShape.of(output)
                 outputs = [each for each in tensors_of(output) if each.requires_grad]
                 inputs = [each for each in tensors_of(hidden) if each.requires_grad]
-                shapes = [TensorShape.of(each) for each in outputs]
                 del output, hidden
 
             def gradients() -> list[Tensor]:
@@ -258,7 +249,7 @@ class _Pass:
                         torch.tensor(0.5 if scaled else 1.0, dtype=o.dtype, device=self._device)
                         for o in outputs
                     ]
-                return [shape.empty(self._device) for shape in shapes if shape is not None]
+                return [shape.empty(self._device) for shape in result.gradients]
 
             if not halves:
                 with recorder.action(BACKWARD):
@@ -279,14 +270,12 @@ class _Pass:
                     if split is not None:
                         split.weight_gradients()
                     del split
-        return result, alone
+        return result
 
-    def _received(self, shapes: Shapes, single: bool) -> Any:
-        tensors = [
-            None if shape is None else shape.empty(self._device).requires_grad_(shape.requires_grad)
-            for shape in shapes
-        ]
-        return tensors[0] if single else tuple(tensors)
+    def _input(self, shape: OutputShape) -> Any:
+        return shape.filled(
+            [each.empty(self._device).requires_grad_(each.requires_grad) for each in shape.tensors]
+        )
 
 
 class _Recorder:
@@ -349,11 +338,6 @@ def _loss(loss: Callable[[Any], Tensor] | None, output: Any) -> Tensor:
     if loss is not None:
         return loss(output)
     return torch.stack([each.sum() for each in tensors_of(output) if each.is_floating_point()]).sum()
-
-
-def tensors_or_none(output: Any) -> list[Tensor | None]:
-    """Return the elements of a stage's output as a list; a single tensor is the only element."""
-    return list(output) if isinstance(output, tuple) else [output]
 
 
 @contextmanager

@@ -217,10 +217,11 @@ def parameter_costs(model: nn.Sequential) -> list[float]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in `value`, which is a tensor or consists of nested tuples and lists."""
+    """Return the different tensors in `value`, which is a tensor or consists of nested tuples and lists."""
     if isinstance(value, Tensor):
         return [value]
-    return [each for part in value for each in tensors_of(part)] if isinstance(value, tuple | list) else []
+    parts = value if isinstance(value, tuple | list) else ()
+    return list({id(each): each for part in parts for each in tensors_of(part)}.values())
 
 
 def _leaf(value: Any) -> Any:

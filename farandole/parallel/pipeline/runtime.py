@@ -362,7 +362,7 @@ class _Step:
         saved = SavedTensors() if split else None
         with nullcontext() if saved is None else saved.hooks():
             with self._statistics.of(m):
-                inputs = tree_map_only(Tensor, alias, hidden)
+                inputs = tree_map_only(Tensor, functools.cache(alias), hidden)
                 output = self._stages[stage].run(inputs, *self._arguments(m))
             if stage == self._schedule.stages - 1:
                 output = self._loss(output, m)
@@ -442,6 +442,9 @@ def _check_output(output: Any, stage: int) -> None:
 
 def _leaves(output: Any) -> Any:
     """Return the tensors in `output` as new leaves, so that the next stage has a separate graph."""
-    if isinstance(output, Tensor):
-        return output.detach().requires_grad_(output.requires_grad)
-    return tuple(None if part is None else _leaves(part) for part in output)
+
+    @functools.cache  # a tensor that occurs twice remains one tensor
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(Tensor, leaf, output)

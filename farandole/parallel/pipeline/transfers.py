@@ -1,9 +1,9 @@
 """Send and receive tensors between stages during one step.
 
 Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank
-of the previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an output.  A gradient
-has the shapes of the output, which the receiver of the gradient knows.  A flag with each gradient says whether the
-gradient is valid.
+of the previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an output.  A tensor that
+occurs twice in an output is sent once, and its gradient also.  A gradient has the shapes of the output, which the
+receiver of the gradient knows.  A flag with each gradient says whether the gradient is valid.
 
 A rank that has failed sends an empty tuple as each further output, and invalid gradients (`stage_error`).
 
@@ -34,9 +34,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.parallel.axes import AxisCommunicator
+from farandole.parallel.pipeline.balance import tensors_of
 from farandole.parallel.pipeline.schedule import Action, Backward, BackwardInput, Forward, Schedule
 
-HEADER = 64
+HEADER_LENGTH = 256
 """The length of a header in int64 numbers."""
 
 TYPES = (
@@ -47,19 +48,16 @@ TYPES = (
 
 @dataclass(frozen=True)
 class TensorShape:
-    """The dtype and shape of a tensor, and whether the tensor requires a gradient.
-
-    A None in an output is described by None.
-    """
+    """The dtype and shape of a tensor, and whether the tensor requires a gradient."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor | None) -> TensorShape | None:
-        """Return the dtype and shape of `tensor`, or None for None."""
-        return None if tensor is None else cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+    def of(cls, tensor: Tensor) -> TensorShape:
+        """Return the dtype and shape of `tensor`."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +69,74 @@ class TensorShape:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-Shapes = list[TensorShape | None]
 Message = tuple[str, int, int]
 """The key of a message: "F" (an output) or "I" (a gradient), the stage that receives it, and the micro-batch."""
+
+
+@dataclass(frozen=True)
+class OutputShape:
+    """The shape of a stage's output, which is a tensor, or a tuple of tensors and None."""
+
+    tensors: list[TensorShape]
+    """The shapes of the different tensors in the output."""
+    parts: list[int]
+    """For each part of the output, the index of its tensor in `tensors`, or -1 for None."""
+    single: bool = False
+    """Whether the output is a tensor instead of a tuple."""
+
+    @classmethod
+    def of(cls, output: Any) -> OutputShape:
+        """Return the shape of `output`."""
+        parts = (output,) if isinstance(output, Tensor) else output
+        tensors = tensors_of(output)
+        index = {id(tensor): number for number, tensor in enumerate(tensors)}
+        return cls(
+            list(map(TensorShape.of, tensors)),
+            [index.get(id(part), -1) for part in parts],
+            single=isinstance(output, Tensor),
+        )
+
+    @property
+    def gradients(self) -> list[TensorShape]:
+        """The shapes of the gradients of the output."""
+        return [shape for shape in self.tensors if shape.requires_grad]
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the output that consists of `tensors`."""
+        parts = tuple(None if number < 0 else tensors[number] for number in self.parts)
+        return parts[0] if self.single else parts
+
+    def encode(self) -> Tensor:
+        """Return the shape as a header of `HEADER_LENGTH` numbers.
+
+        Raises:
+            TypeError: if the header is too short, or a dtype is not supported.
+        """
+        numbers = [int(self.single), len(self.parts), *self.parts, len(self.tensors)]
+        for shape in self.tensors:
+            if shape.dtype not in TYPES:
+                raise TypeError(
+                    f"a stage's output has dtype {shape.dtype}; expected one of {', '.join(map(str, TYPES))}"
+                )
+            numbers += [TYPES.index(shape.dtype), int(shape.requires_grad), len(shape.shape), *shape.shape]
+        if len(numbers) > HEADER_LENGTH:
+            raise TypeError(
+                f"a stage's output has {len(self.parts)} tensors, whose shapes need {len(numbers)} numbers, more than "
+                f"{HEADER_LENGTH}; return fewer tensors from a block"
+            )
+        return torch.tensor(numbers + [0] * (HEADER_LENGTH - len(numbers)))
+
+    @classmethod
+    def decode(cls, header: Tensor) -> OutputShape:
+        """Return the shape in `header`, which `encode` returned."""
+        numbers = iter(header.tolist())
+        single = bool(next(numbers))
+        parts = [next(numbers) for _ in range(next(numbers))]
+        shapes = []
+        for _ in range(next(numbers)):
+            dtype, requires_grad, dims = TYPES[next(numbers)], bool(next(numbers)), next(numbers)
+            shapes.append(TensorShape(dtype, tuple(next(numbers) for _ in range(dims)), requires_grad))
+        return cls(shapes, parts, single)
 
 
 @dataclass
@@ -81,11 +144,11 @@ class _Receive:
     """A posted receive, and the tensors that it fills."""
 
     works: list[dist.Work]
-    tensors: list[Tensor | None]
-    shapes: Shapes
-    single: bool
+    tensors: list[Tensor]
+    shape: OutputShape | None = None
+    """The shape of an output; None for gradients."""
     valid: Tensor | None = None
-    """The flag that says whether a gradient is valid; None for an output."""
+    """The flag that says whether gradients are valid; None for an output."""
 
 
 class Transfers:
@@ -112,7 +175,7 @@ class Transfers:
         self.failed = False
         """Whether a message from a failed rank has arrived."""
         self._sends: list[tuple[dist.Work, Tensor]] = []
-        self._gradients: dict[Message, Shapes] = {}
+        self._gradients: dict[Message, list[TensorShape]] = {}
         self._posted: dict[Message, _Receive] = {}
         self._headers: dict[int, tuple[dist.Work, Tensor]] = {}
         self._queues = {
@@ -123,18 +186,13 @@ class Transfers:
 
     def send_output(self, stage: int, m: int, output: Any) -> None:
         """Send the output of a forward pass to the next stage."""
-        single = isinstance(output, Tensor)
-        tensors = [output] if single else list(output)
-        shapes = [TensorShape.of(tensor) for tensor in tensors]
+        shape = OutputShape.of(output)
         message = ("F", stage + 1, m)
         peer = self._schedule.rank_of(stage + 1, m)
-        self._send(encode(shapes, single=single).to(self._device), peer, self._tag(message, header=True))
-        for tensor in tensors:
-            if tensor is not None:
-                self._send(tensor.detach().contiguous(), peer, self._tag(message))
-        self._gradients["I", stage, m] = [
-            shape for shape in shapes if shape is not None and shape.requires_grad
-        ]
+        self._send(shape.encode().to(self._device), peer, self._tag(message, header=True))
+        for tensor in tensors_of(output):
+            self._send(tensor.detach().contiguous(), peer, self._tag(message))
+        self._gradients["I", stage, m] = shape.gradients
 
     def send_gradients(self, stage: int, m: int, gradients: Sequence[Tensor], *, valid: bool = True) -> None:
         """Send the gradients of a stage's inputs to the previous stage."""
@@ -159,14 +217,14 @@ class Transfers:
         for work in received.works:
             work.wait()
         self.waited_s += time.perf_counter() - started
-        if received.valid is None:
-            self.failed |= not received.shapes
-        else:
-            self.failed |= not received.valid
-        for tensor, shape in zip(received.tensors, received.shapes, strict=True):
-            if code == "F" and tensor is not None and shape is not None and shape.requires_grad:
-                tensor.requires_grad_()
-        return received.tensors[0] if received.single else tuple(received.tensors)
+        output = received.shape
+        if output is None:
+            self.failed |= received.valid is not None and not received.valid
+            return received.tensors
+        self.failed |= not output.parts
+        for tensor, shape in zip(received.tensors, output.tensors, strict=True):
+            tensor.requires_grad_(shape.requires_grad)
+        return output.filled(received.tensors)
 
     def poll(self) -> None:
         """Post the receives whose headers have arrived, and release sent tensors."""
@@ -189,7 +247,7 @@ class Transfers:
 
     def _header(self, peer: int, message: Message) -> tuple[dist.Work, Tensor]:
         if peer not in self._headers:
-            header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
+            header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._device)
             self._headers[peer] = (
                 self._comm.irecv(header, self._places[peer], self._tag(message, header=True)),
                 header,
@@ -199,7 +257,7 @@ class Transfers:
     def _post(self, peer: int) -> None:
         """Post the receive of a peer's next message."""
         message = self._queues[peer].popleft()
-        single, valid, works = False, None, []
+        output, valid, works = None, None, []
         if message[0] == "I":
             shapes = self._gradients.pop(message)
             if shapes:
@@ -209,13 +267,12 @@ class Transfers:
             work, header = self._header(peer, message)
             work.wait()
             del self._headers[peer]
-            shapes, single = decode(header.cpu())
-        tensors = [None if shape is None else shape.empty(self._device) for shape in shapes]
+            output = OutputShape.decode(header.cpu())
+            shapes = output.tensors
+        tensors = [shape.empty(self._device) for shape in shapes]
         tag = self._tag(message)
-        works += [
-            self._comm.irecv(tensor, self._places[peer], tag) for tensor in tensors if tensor is not None
-        ]
-        self._posted[message] = _Receive(works, tensors, shapes, single, valid)
+        works += [self._comm.irecv(tensor, self._places[peer], tag) for tensor in tensors]
+        self._posted[message] = _Receive(works, tensors, output, valid)
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> None:
         self._sends.append((self._comm.isend(tensor, self._places[peer], tag), tensor))
@@ -237,42 +294,3 @@ def messages_between(schedule: Schedule, peer: int, rank: int) -> list[Message]:
         return None
 
     return [message for action in schedule.actions[peer] if (message := of(action)) is not None]
-
-
-def encode(shapes: Shapes, *, single: bool) -> Tensor:
-    """Return the header of an output.
-
-    Raises:
-        TypeError: if the shapes do not fit in a header, or a dtype is not supported.
-    """
-    numbers = [int(single), len(shapes)]
-    for shape in shapes:
-        if shape is None:
-            numbers.append(-1)
-            continue
-        if shape.dtype not in TYPES:
-            raise TypeError(
-                f"a stage's output has dtype {shape.dtype}; expected one of {', '.join(map(str, TYPES))}"
-            )
-        numbers += [TYPES.index(shape.dtype), int(shape.requires_grad), len(shape.shape), *shape.shape]
-    if len(numbers) > HEADER:
-        raise TypeError(
-            f"a stage's output has {len(shapes)} tensors, whose shapes need {len(numbers)} numbers, more than {HEADER}; "
-            "return fewer tensors from a block"
-        )
-    return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
-
-
-def decode(header: Tensor) -> tuple[Shapes, bool]:
-    """Return the shapes in a header, and whether the output is a single tensor instead of a tuple."""
-    numbers = deque(header.tolist())
-    single, count = bool(numbers.popleft()), numbers.popleft()
-    shapes: Shapes = []
-    for _ in range(count):
-        kind = numbers.popleft()
-        if kind < 0:
-            shapes.append(None)
-            continue
-        requires_grad, dims = bool(numbers.popleft()), numbers.popleft()
-        shapes.append(TensorShape(TYPES[kind], tuple(numbers.popleft() for _ in range(dims)), requires_grad))
-    return shapes, single

@@ -62,6 +62,20 @@ class InPlace(nn.Module):
         return x.clone().add_(self.linear(x)).mul_(1.5)
 
 
+class Twice(nn.Module):
+    """Returns one tensor twice; the next block modifies it in place and uses both."""
+
+    def __init__(self, words: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, words)
+
+    def forward(self, inputs: Any) -> Any:
+        first, second = inputs if isinstance(inputs, tuple) else (inputs, inputs)
+        F.leaky_relu_(first, 0.3)
+        x = self.linear(first + second * second)
+        return x if x.shape[-1] == WORDS else (x, x)
+
+
 class Enter(nn.Conv2d):
     """The first block of a U-Net: hidden states without skip connections."""
 
@@ -106,6 +120,13 @@ def _unet() -> nn.Module:
     return nn.Sequential(Enter(3, 3, 3, padding=1), *down, *up, Leave(3, CLASSES, 1))
 
 
+def _frozen() -> nn.Module:
+    """Return a model whose first blocks are frozen, so that some stages neither compute nor receive gradients."""
+    model = nn.Sequential(nn.Embedding(WORDS, 6), *(InPlace() for _ in range(6)), nn.Linear(6, WORDS))
+    model[:5].requires_grad_(False)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: build_gpt(GPTConfig(WORDS, 16, 6, 4, 16, positions="learned")),
     "llama": lambda: build_llama(LlamaConfig(WORDS, 6, 4, 16, 20, kv_heads=2)),
@@ -117,6 +138,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.LeakyReLU(inplace=True),
         nn.Linear(6, WORDS),
     ),
+    "twice": lambda: nn.Sequential(nn.Embedding(WORDS, 6), *(Twice() for _ in range(6)), Twice(WORDS)),
+    "frozen": _frozen,
     "resnet": lambda: build_resnet(ResNetConfig("basic", (2, 2, 1, 1), 4, CLASSES)),
     "unet": _unet,
 }

@@ -55,11 +55,18 @@ def test_other_models_train_as_one_process(ranks: Any, name: str, schedule: str)
     compare(results, alone(name, 4))
 
 
+@pytest.mark.parametrize("name", ["in_place", "twice"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_stages_may_modify_their_inputs_in_place(ranks: Any, schedule: str) -> None:
-    measured = partial(train, example=batches("in_place", 0, 0, 1)[0][0])
-    results = ranks(2).run(measured, "in_place", Plan(pipeline=2, schedule=schedule), 4)
-    compare(results, alone("in_place", 4))
+def test_stages_may_modify_their_inputs_in_place(ranks: Any, name: str, schedule: str) -> None:
+    measured = partial(train, example=batches(name, 0, 0, 1)[0][0])
+    results = ranks(2).run(measured, name, Plan(pipeline=2, schedule=schedule), 4)
+    compare(results, alone(name, 4))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_the_blocks_of_some_stages_are_frozen(ranks: Any, schedule: str) -> None:
+    results = ranks(2).run(train, "frozen", Plan(pipeline=2, schedule=schedule), 4)
+    compare(results, alone("frozen", 4))
 
 
 def test_the_chunked_loss_of_the_head_runs_on_the_last_stage(ranks: Any) -> None:
