@@ -1,4 +1,4 @@
-"""Build the C core, and tag wheels that contain it.
+"""Build the C core, add the troubleshooting page to the package, and tag wheels that contain the core.
 
 `farandole/native/_core.so` is an ordinary shared library that Python loads with ctypes.  The library does not use Python.h, so it can be
 built without Python's header files, and one wheel works with every supported version of Python.  The core is optional: without a
@@ -12,6 +12,7 @@ from glob import glob
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
 
@@ -21,6 +22,15 @@ class BuildCore(build_ext):
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"
+
+
+class Package(build_py):
+    """Adds the troubleshooting page to the package, for `farandole explain`."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            self.copy_file("docs/troubleshooting.md", os.path.join(self.build_lib, "farandole"))
 
 
 class Wheel(bdist_wheel):
@@ -38,4 +48,4 @@ core = Extension(
     extra_link_args=["-pthread", "-Wl,-z,defs"],
     optional="FARANDOLE_REQUIRE_CORE" not in os.environ,
 )
-setup(ext_modules=[core], cmdclass={"build_ext": BuildCore, "bdist_wheel": Wheel})
+setup(ext_modules=[core], cmdclass={"build_ext": BuildCore, "build_py": Package, "bdist_wheel": Wheel})

@@ -1,35 +1,44 @@
-"""Links from error messages and warnings to the sections of docs/troubleshooting.md."""
+"""References from error messages and warnings to docs/troubleshooting.md, whose sections `farandole explain` prints."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 PAGE = "docs/troubleshooting.md"
 
-_LINK = re.compile(rf"(?:;? |\n)[sS]ee {re.escape(PAGE)}#([\w-]+)")
+_REFERENCE = re.compile(r"(?:;? |\n)[sS]ee 'farandole explain ([\w-]+)'")
 
 
 def see(section: str) -> str:
-    """Return a link to `section` of the troubleshooting page, in the form "; see ...", to append to a message."""
-    return f"; see {PAGE}#{section}"
+    """Return a reference to `section` of the troubleshooting page, in the form "; see ...", to append to a message."""
+    return f"; see 'farandole explain {section}'"
+
+
+def page() -> str:
+    """Return the troubleshooting page; wheels contain a copy in the package."""
+    package = Path(__file__).parent
+    copy = package / Path(PAGE).name
+    return (copy if copy.exists() else package.parent / PAGE).read_text(encoding="utf-8")
 
 
 class Documented:
-    """A base class for exceptions whose messages end with a link to the troubleshooting page.
+    """A base class for exceptions whose messages end with a reference to the troubleshooting page.
 
-    The link refers to the section `_section`.  If the message already contains links, for example in the quoted message
-    of another error, the first of them is moved to the end of the message instead, and the others are removed.
+    The message refers to the section `_section`.  If the message already contains references, for example in the quoted
+    message of another error, the first of them is moved to the end of the message instead, and the others are removed.
     """
 
     _section = ""
 
     def __str__(self) -> str:
         message = super().__str__()
-        links = _LINK.findall(message)
-        section = links[0] if links else self._section
+        references = _REFERENCE.findall(message)
+        section = references[0] if references else self._section
         if not message or not section:
             return message
-        message = _LINK.sub("", message)
+        message, reference = _REFERENCE.sub("", message), see(section)
+        sentence = reference.removeprefix("; ").capitalize()
         if "\n" in message:
-            return f"{message}\nSee {PAGE}#{section}"
-        return f"{message} See {PAGE}#{section}" if message.endswith(("?", ".")) else message + see(section)
+            return f"{message}\n{sentence}"
+        return f"{message} {sentence}" if message.endswith(("?", ".")) else message + reference

@@ -14,6 +14,7 @@ from farandole._extras import explain_missing
 from farandole._startup import leave
 from farandole.cli.bench import app as bench
 from farandole.cli.config import app as config
+from farandole.cli.explain import explain
 from farandole.cli.generate import generate
 from farandole.cli.info import info
 from farandole.cli.launch import LaunchCommand, launch
@@ -39,6 +40,7 @@ HELP = """Parallel computing with PyTorch, on a laptop's cores or on a cluster.
   farandole bench serving runs              measure a server
   farandole tune                            find the fastest algorithms between hosts
   farandole info                            show versions and hardware
+  farandole explain rankdied                explain an error message
 
 farandole COMMAND --help describes a command, with examples.
 """
@@ -65,6 +67,7 @@ app.command(cls=Command)(serve)
 # options end at the program name; later words are the program's arguments
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 app.command(cls=Command)(info)
+app.command(cls=Command)(explain)
 app.add_typer(config, name="config")
 app.add_typer(bench, name="bench")
 app.command(cls=Command)(tune)

@@ -43,7 +43,7 @@ def test_a_late_rank_is_named_within_five_seconds(size, hosts):
             rf"rank 0 .* has waited \d s for {rank} in all_reduce\(sum, 5 x float32\); host1 responds", line
         )
     ), line
-    assert re.search(r"; the wait fails after \d+ s; see docs/troubleshooting.md#has-waited$", line), line
+    assert re.search(r"; the wait fails after \d+ s; see 'farandole explain has-waited'$", line), line
 
 
 def send_in_a_cycle(rank: int, size: int, tell: Callable) -> None:
@@ -95,6 +95,6 @@ def test_a_late_message_is_named_within_five_seconds():
         assert re.fullmatch(
             rf"farandole: rank 1 \(process {job.pid(1)}\) has waited \d s in recv\(3 x float32, from rank 0\); "
             rf"the message from rank 0 \(process {job.pid(0)}\) has not arrived; the wait fails after \d+ s; "
-            r"see docs/troubleshooting.md#has-waited\n",
+            r"see 'farandole explain has-waited'\n",
             line,
         ), line

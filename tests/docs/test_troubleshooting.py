@@ -9,6 +9,7 @@ import re
 import pytest
 
 from farandole._troubleshooting import PAGE, Documented, see
+from farandole.cli.explain import name_of
 from tests.docs.prose import ROOT, tracked
 
 TEXT = (ROOT / PAGE).read_text()
@@ -23,11 +24,6 @@ NOT_LINKED = {
     "The training is slower than with Gloo": "no message reports that a run is slow",
 }
 """Sections to which no message refers."""
-
-
-def anchor(heading: str) -> str:
-    """Return the anchor of a heading on GitHub and on the site."""
-    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
 
 
 @functools.cache
@@ -52,14 +48,14 @@ def test_a_message_exists(heading: str) -> None:
 
 
 def test_every_link_in_the_code_leads_to_a_section() -> None:
-    anchors = {anchor(heading) for heading in HEADINGS}
-    missing = {section: place for section, place in linked_sections().items() if section not in anchors}
+    names = {name_of(heading) for heading in HEADINGS}
+    missing = {section: place for section, place in linked_sections().items() if section not in names}
     assert not missing
 
 
 def test_every_section_is_linked_from_a_message() -> None:
     linked = linked_sections()
-    assert {heading for heading in HEADINGS if anchor(heading) not in linked} == NOT_LINKED.keys()
+    assert {heading for heading in HEADINGS if name_of(heading) not in linked} == NOT_LINKED.keys()
 
 
 def test_sections_are_ordered_and_listed_by_message() -> None:
@@ -67,7 +63,7 @@ def test_sections_are_ordered_and_listed_by_message() -> None:
         headings = re.findall(r"^### (.*)", area, re.MULTILINE)
         assert headings == sorted(headings, key=str.lower), area.partition("\n")[0]
     assert re.findall(r"^\| \[(.*?)\]\(#(.*?)\)", TEXT, re.MULTILINE) == [
-        (heading, anchor(heading)) for heading in sorted(HEADINGS, key=str.lower)
+        (heading, name_of(heading)) for heading in sorted(HEADINGS, key=str.lower)
     ]
 
 
@@ -78,12 +74,12 @@ class _Error(Documented, ValueError):
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ("wrong", "wrong; see docs/troubleshooting.md#configerror"),
-        ("line 1\nline 2", "line 1\nline 2\nSee docs/troubleshooting.md#configerror"),
-        ("key or word?", "key or word? See docs/troubleshooting.md#configerror"),
-        (f"full{see('dataerror')}", "full; see docs/troubleshooting.md#dataerror"),
-        (f"full{see('dataerror')} (rank 1)", "full (rank 1); see docs/troubleshooting.md#dataerror"),
-        (f"plan: {_Error('wrong')}", "plan: wrong; see docs/troubleshooting.md#configerror"),
+        ("wrong", "wrong; see 'farandole explain configerror'"),
+        ("line 1\nline 2", "line 1\nline 2\nSee 'farandole explain configerror'"),
+        ("key or word?", "key or word? See 'farandole explain configerror'"),
+        (f"full{see('dataerror')}", "full; see 'farandole explain dataerror'"),
+        (f"full{see('dataerror')} (rank 1)", "full (rank 1); see 'farandole explain dataerror'"),
+        (f"plan: {_Error('wrong')}", "plan: wrong; see 'farandole explain configerror'"),
         ("", ""),
     ],
 )

@@ -62,7 +62,7 @@ def test_oversubscribed_ranks_are_not_pinned_next_to_another_job():
     division = divide_cores(4, EIGHT[:2], reserved={1})
     assert not any(share.processors for share in division.shares)
     assert division.summary.endswith(
-        "not pinned: other jobs have reserved 1 core; see docs/troubleshooting.md#not-pinned-other-jobs"
+        "not pinned: other jobs have reserved 1 core; see 'farandole explain not-pinned-other-jobs'"
     )
 
 
@@ -115,7 +115,7 @@ def test_without_enough_free_cores_no_rank_is_pinned():
     assert division.processors == frozenset()
     assert division.summary == (
         "2 ranks on 2 cores: 1 thread each, not pinned: other jobs have reserved 1 core; "
-        "see docs/troubleshooting.md#not-pinned-other-jobs"
+        "see 'farandole explain not-pinned-other-jobs'"
     )
 
 

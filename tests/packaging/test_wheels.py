@@ -67,7 +67,10 @@ def test_a_wheel_contains_exactly_the_files_of_the_package(machine: str) -> None
         names = wheel.namelist()
     tracked = run(["git", "ls-files", "farandole"], ROOT).stdout.split()
     shipped = {name for name in tracked if name.endswith((".py", ".toml", ".json", "py.typed"))}
-    assert {name for name in names if ".dist-info/" not in name} == shipped | {"farandole/native/_core.so"}
+    assert {name for name in names if ".dist-info/" not in name} == shipped | {
+        "farandole/native/_core.so",
+        "farandole/troubleshooting.md",
+    }
 
 
 def test_a_wheel_needs_no_compiler(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def _asynchronous(rank: int, size: int, way: Way, folder: Path) -> None:
     with mock.patch.object(storage.dcp, "save", side_effect=full):
         message = _failure(engine, folder)
     assert message.endswith(
-        "full: [Errno 28] No space left on device (rank 0); see docs/troubleshooting.md#checkpointerror"
+        "full: [Errno 28] No space left on device (rank 0); see 'farandole explain checkpointerror'"
     )
     engine.save(folder / "third", asynchronous=True)
     engine.close()

@@ -103,5 +103,5 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest(ranks: Any) -> No
     (message,) = set(ranks(3).run(_refused, "gpt", Plan(tensor=2)))
     assert message == (
         "tensor=2: expected a multiple of 2 ranks, got 3; nearest plan: data=1 with 2 ranks; "
-        "see docs/troubleshooting.md#planerror"
+        "see 'farandole explain planerror'"
     )

@@ -69,14 +69,14 @@ def test_incomplete_configurations_are_refused() -> None:
         ("stps=3", "unknown key stps; did you mean steps?"),
         ("modle.width=3", "unknown key modle.width; did you mean model.width?"),
         ("learning_rate=1", "unknown key learning_rate; did you mean optimizer.learning_rate?"),
-        ("model=3", "model.folder=3: expected a string; see docs/troubleshooting.md#configerror"),
+        ("model=3", "model.folder=3: expected a string; see 'farandole explain configerror'"),
         ("lr=1", "unknown key lr; did you mean optimizer.learning_rate?"),
         ("optimizer.name=lion", "unknown key optimizer.name; optimizer has learning_rate, "),
         ("data.zero=1", "unknown key data.zero; did you mean plan.zero?"),
         ("n_layer=3", "unknown key n_layer; did you mean model.layers?"),
         (
             "steps=many",
-            "steps='many': expected an integer, at least 1; see docs/troubleshooting.md#configerror",
+            "steps='many': expected an integer, at least 1; see 'farandole explain configerror'",
         ),
         ("steps=0", "steps=0: expected an integer, at least 1; see"),
         ("plan.swap=tape", "plan.swap='tape': expected 'none', 'host' or 'disk:FOLDER'"),
@@ -127,7 +127,7 @@ def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as error:
         load_config("tiny", ["steps=0", "batch=0", "model.layers=0"])
     *mistakes, link = str(error.value).splitlines()
-    assert len(mistakes) == 3 and link == "See docs/troubleshooting.md#configerror"
+    assert len(mistakes) == 3 and link == "See 'farandole explain configerror'"
 
 
 def test_missing_and_invalid_sources_are_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_full_disk_is_reported_and_the_run_resumes_with_more_space(tmp_path: Pat
     saved = Path("disk") / run.name / "checkpoints" / "step-000005"
     assert f"{saved.with_name('step-000010')}: no space left on the disk (about " in command.output
     assert (
-        f" free); the last good checkpoint is {saved}; see docs/troubleshooting.md#no-space-left-on-the-disk\n"
+        f" free); the last good checkpoint is {saved}; see 'farandole explain no-space-left-on-the-disk'\n"
         in command.output
     )
     assert f"step-000005 is saved; to resume: farandole train --resume disk/{run.name}\n" in command.output

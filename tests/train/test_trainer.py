@@ -256,7 +256,7 @@ def test_failed_save_raises_on_all_ranks(ranks: Any, words: list[str], tmp_path:
     for message in ranks(2).run(_fail_to_save, words, tmp_path / "run", 0):
         assert f"cannot write checkpoint {tmp_path / 'run' / 'checkpoints' / 'step-000000'}: " in message
         assert "Traceback" not in message
-        assert message.endswith("there is no earlier checkpoint; see docs/troubleshooting.md#checkpointerror")
+        assert message.endswith("there is no earlier checkpoint; see 'farandole explain checkpointerror'")
 
 
 def _abandon(rank: int, size: int, words: list[str], run: Path) -> None:

@@ -288,7 +288,7 @@ def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     first, *meanwhile, last = [line for line in errors.splitlines() if " has waited " in line]
     process = r"\(process \d+\)"
     absent = rf"rank {{}} {process} has not recorded its arrival"
-    link = r"; the wait fails after \d+ s; see docs/troubleshooting.md#has-waited"
+    link = r"; the wait fails after \d+ s; see 'farandole explain has-waited'"
     assert re.fullmatch(
         rf"farandole: rank 0 {process} has waited \d s in all_reduce\(sum, 5 x float32\), call number 1 of the default group; "
         + absent.format(2)

@@ -1,0 +1,84 @@
+"""The command `farandole explain`: print the sections of the troubleshooting page about an error message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from farandole._troubleshooting import page
+from farandole.cli.mistakes import nearest
+
+
+def complete_sections(incomplete: str) -> list[str]:
+    """Return the names of the sections that begin with `incomplete`; used for shell completion."""
+    return [name for name in map(name_of, sections()) if name.startswith(incomplete)]
+
+
+def explain(
+    message: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MESSAGE",
+            help="An error message or a part of it, or a name that a message ends with.  Without a message, list all "
+            "explained messages.",
+            show_default=False,
+            autocompletion=complete_sections,
+        ),
+    ] = None,
+) -> None:
+    """Explain an error message or a warning of farandole.
+
+    The command prints the causes of the message, and what to do.
+
+    \b
+      farandole explain                                     list the messages
+      farandole explain rankdied
+      farandole explain "rank 1 has waited 4 s in all_reduce"
+    """
+    from rich.console import Console
+    from rich.markdown import Markdown
+    from rich.table import Column, Table
+
+    console = Console(highlight=False, markup=False)
+    if not message:
+        table = Table.grid(Column(no_wrap=True), "", padding=(0, 2))
+        for title, cause in causes().items():
+            table.add_row(name_of(title), cause)
+        console.print(table)
+        return
+    explained = sections()
+    found = matching(" ".join(message), explained)
+    if not found:
+        names = nearest(name_of(" ".join(message)), list(map(name_of, explained)))
+        hint = f"did you mean {' or '.join(names)}?" if names else "farandole explain lists all sections"
+        typer.echo(f"farandole explain: no section explains {' '.join(message)!r}; {hint}", err=True)
+        raise typer.Exit(2)
+    for title in found:
+        console.print(Markdown(f"## {title}\n\n{explained[title]}"))
+
+
+def sections() -> dict[str, str]:
+    """Return the text of each section of the troubleshooting page by its title, a part of the message; without links."""
+    text = re.sub(r"\[(.+?)\]\([^)\s]+\)", r"\1", re.sub(r"\n## .*", "", page()))
+    titled = (section.partition("\n") for section in text.split("\n### ")[1:])
+    return {title.strip(): body.strip() for title, _, body in titled}
+
+
+def causes() -> dict[str, str]:
+    """Return the cause of each message in one sentence, by the title of its section."""
+    rows = re.findall(r"^\| \[(.+?)\]\(#.+?\) \| (.+?) \|$", page(), re.MULTILINE)
+    return {title: cause.replace("`", "") for title, cause in rows}
+
+
+def name_of(title: str) -> str:
+    """Return the name of a section in messages, which is also its anchor on the page."""
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
+
+
+def matching(message: str, titles: Iterable[str]) -> list[str]:
+    """Return the titles of the sections that `message` names or contains."""
+    named = [title for title in titles if name_of(title) == name_of(message)]
+    return named or [title for title in titles if title.lower() in message.lower()]
