@@ -18,7 +18,7 @@ from farandole.parallel.pipeline.batch_norm import BatchNormStatistics, tracking
 from farandole.parallel.pipeline.memory import AUTO, RankActivations, block_sizes, steady
 from farandole.parallel.pipeline.runtime import Pipeline
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError, build
-from farandole.parallel.pipeline.stage import divide, shallow_copy, split, stages_of
+from farandole.parallel.pipeline.stage import COMPILED, divide, shallow_copy, split, stages_of
 from farandole.parallel.pipeline.stage_peers import StagePeers
 from farandole.parallel.zero.initial_values import is_deferred
 from farandole.plan import MODEL_AXES, Plan, PlanError
@@ -194,6 +194,15 @@ def _sequential(model: nn.Module) -> nn.Sequential:
 
 
 def _check_model(model: nn.Sequential, plan: Plan) -> None:
+    if model._compiled_call_impl is not None:
+        raise PlanError(COMPILED)
+    inside = {id(tensor) for block in model for tensor in (*block.parameters(), *block.buffers())}
+    for name, tensor in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)):
+        if id(tensor) not in inside:
+            raise PlanError(
+                f"{name} belongs to the model itself, not to a block, so no stage contains it; move it into a block, or use "
+                "pipeline=1"
+            )
     if plan.deferred_batch_norm and not any(isinstance(m, _BatchNorm) for m in tracking_layers(model)):
         raise PlanError(
             "deferred_batch_norm=True: the model has no BatchNorm with running statistics; nearest plan: "

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from farandole.data.wording import size
+from farandole.memory.dry_run import call_arguments
 from farandole.models.moe import MixtureOfExperts
 from farandole.parallel.pipeline.backward import alias
 from farandole.parallel.pipeline.schedule import ScheduleError
@@ -142,13 +143,13 @@ def _least_memory(size: Sequence[Sequence[float]], blocks: int) -> float:
 def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list[BlockCost]:
     """Measure the forward and the backward pass of each block of `model` on one micro-batch.
 
-    Gradients and changes of buffers are discarded.
+    Gradients, changes of buffers and the use of random numbers have no effect after the measurement.
 
     Args:
-        example: the input of the model: a tensor, or a tuple of arguments.
+        example: the input of the model, as for `call_arguments`.
         repeats: the number of measurements, of which the minimum is used.
     """
-    arguments = example if isinstance(example, tuple) else (example,)
+    arguments, named = call_arguments(example)
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def remember(block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -156,14 +157,16 @@ def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list
 
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     handles = [block.register_forward_pre_hook(remember, with_kwargs=True) for block in model]
-    try:
-        with torch.no_grad():
-            model(*arguments)
-    finally:
-        for handle in handles:
-            handle.remove()
-    blocks = [(name, block) for name, block in model._modules.items() if block is not None]
-    costs = [_measure(name, block, *calls[block], repeats) for name, block in blocks]
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices):
+        try:
+            with torch.no_grad():
+                model(*arguments, **named)
+        finally:
+            for handle in handles:
+                handle.remove()
+        blocks = [(name, block) for name, block in model._modules.items() if block is not None]
+        costs = [_measure(name, block, *calls[block], repeats) for name, block in blocks]
     for buffer, before in buffers:
         buffer.copy_(before)
     return costs

@@ -50,7 +50,7 @@ from farandole.parallel.pipeline.simulate import Span, simulate
 from farandole.parallel.pipeline.stage import Stage
 from farandole.parallel.pipeline.stage_error import StageError, StageFailure, raise_on_all
 from farandole.parallel.pipeline.stage_peers import StagePeers
-from farandole.parallel.pipeline.transfers import Transfers
+from farandole.parallel.pipeline.transfers import OutputShape, Transfers
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The positional and the named arguments of the model for a micro-batch."""
@@ -374,28 +374,36 @@ class _Step:
 
     def _backward(self, action: Action) -> None:
         stage, m = action.stage, action.micro_batch
-        gradients = self._output_gradients(stage, m)
         found = self._passes.pop((stage, m))
-        if found.outputs:
-            self._compute(action, lambda: torch.autograd.backward(found.outputs, gradients), None)
+        outputs, gradients = self._output_gradients(stage, m, found.outputs)
+        if outputs:
+            self._compute(action, lambda: torch.autograd.backward(outputs, gradients), None)
         self._send_gradients(stage, m, found.inputs, [each.grad for each in found.inputs])
 
     def _backward_input(self, action: Action) -> None:
         stage, m = action.stage, action.micro_batch
-        gradients = self._output_gradients(stage, m)
         found = self._passes[stage, m]
-        inputs = found.inputs
+        outputs, gradients = self._output_gradients(stage, m, found.outputs)
+        inputs, found.outputs, found.inputs = found.inputs, [], []
         own: list[Tensor | None] = [None] * len(inputs)
-        if found.outputs:
-            split = found.split = SplitBackward(found.outputs, inputs, found.saved)
-            found.outputs, found.inputs = [], []
+        if outputs:
+            split = found.split = SplitBackward(outputs, inputs, found.saved)
             own = self._compute(action, lambda: split.input_gradients(gradients), own)
         self._send_gradients(stage, m, inputs, own)
 
-    def _output_gradients(self, stage: int, m: int) -> list[Tensor]:
+    def _output_gradients(
+        self, stage: int, m: int, outputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the outputs that have gradients, and these gradients.
+
+        The next stage may not have used an output.  The parameters that lead only to this output have no gradient, as in
+        one process.
+        """
         if stage == self._schedule.stages - 1:
-            return [torch.ones_like(output) for output in self._passes[stage, m].outputs]
-        return list(self._receive("I", stage, m, stage + 1))
+            return list(outputs), [torch.ones_like(output) for output in outputs]
+        received = self._receive("I", stage, m, stage + 1)
+        pairs = [pair for pair in zip(outputs, received, strict=False) if pair[1] is not None]
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 
     # ---- messages ----
 
@@ -421,23 +429,23 @@ class _Step:
     ) -> None:
         if not stage:
             return
-        complete = [
-            torch.zeros_like(tensor) if gradient is None else gradient
-            for tensor, gradient in zip(inputs, gradients, strict=True)
-        ]
         if self._is_local(stage - 1, m):
-            self._local["I", stage - 1, m] = complete
+            self._local["I", stage - 1, m] = gradients
         else:
-            self._transfers.send_gradients(stage, m, complete, valid=not self._failed)
+            self._transfers.send_gradients(stage, m, inputs, gradients, valid=not self._failed)
 
 
 def _check_output(output: Any, stage: int) -> None:
-    parts = list(output) if isinstance(output, tuple) else [output]
+    """Raise TypeError if the output cannot be sent."""
+    parts = (
+        list(output) if type(output) is tuple else [output]
+    )  # the receiver does not know the fields of a named tuple
     if not parts or not all(part is None or isinstance(part, Tensor) for part in parts):
         kinds = ", ".join(type(part).__name__ for part in parts) or "an empty tuple"
         raise TypeError(
             f"stage {stage} returned {kinds}; expected a tensor, or a tuple of tensors and None, between blocks"
         )
+    OutputShape.of(output).encode()
 
 
 def _leaves(output: Any) -> Any:

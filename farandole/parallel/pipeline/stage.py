@@ -17,23 +17,29 @@ losses.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from farandole.layout import Layout
 from farandole.models.moe import MixtureOfExperts
 from farandole.models.router_losses import RouterLosses
 from farandole.models.sequence import SequenceInfo
 from farandole.parallel.axes import Layouts
-from farandole.parallel.pipeline.balance import Balance, balance, parameter_costs
+from farandole.parallel.pipeline.balance import Balance, balance, parameter_costs, tensors_of
 from farandole.parallel.pipeline.batch_norm import tracking_layers
 from farandole.parallel.pipeline.schedule import Schedule, ScheduleError
 from farandole.parallel.zero.hidden_parameters import hide
 from farandole.plan import PlanError
 
+COMPILED = (
+    "model.compile() is not supported with pipeline parallelism, because each rank runs only some blocks; compile the "
+    "blocks instead: for block in model: block.compile()"
+)
 ELSEWHERE = (
     "the parameter belongs to a pipeline stage of another rank; instead of an L2 penalty in the loss, use the optimizer's "
     "weight_decay"
@@ -71,13 +77,37 @@ class Stage:
             arguments, named: the arguments of the complete model for the micro-batch.
         """
         self._before.received = hidden
-        self.view.training = self._model.training
+        self._update_view()
         try:
             return self.view(*arguments, **named)
         except _StageEnd as end:
-            return end.hidden
+            return self._independent(end.hidden)
         finally:
             self._before.received = None
+
+    def _update_view(self) -> None:
+        """Copy the model's attributes, such as `training`, which the program may have changed, to `view`."""
+        attributes = self._model.__dict__
+        if attributes.get("_compiled_call_impl") is not None:
+            raise RuntimeError(COMPILED)
+        self.view.__dict__ |= {k: v for k, v in attributes.items() if k not in ("_modules", "forward")}
+
+    def _independent(self, output: Any) -> Any:
+        """Return `output` with copies of buffers, which the next forward pass may change before they are used."""
+        if all(tensor.requires_grad for tensor in tensors_of(output)):
+            return output
+        buffers = {_memory_of(buffer) for block in self.blocks for buffer in block.buffers()}
+
+        @functools.cache  # a tensor that occurs twice remains one tensor
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.clone() if _memory_of(tensor) in buffers else tensor
+
+        return tree_map_only(Tensor, copy, output)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return a number that tensors have in common if they share memory; also for fake tensors."""
+    return tensor.untyped_storage()._cdata
 
 
 class _StageEnd(Exception):

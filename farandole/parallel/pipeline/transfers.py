@@ -3,7 +3,7 @@
 Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank
 of the previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an output.  A tensor that
 occurs twice in an output is sent once, and its gradient also.  A gradient has the shapes of the output, which the
-receiver of the gradient knows.  A flag with each gradient says whether the gradient is valid.
+receiver of the gradient knows.  A byte with each gradient contains its state: a gradient may not exist, or be invalid.
 
 A rank that has failed sends an empty tuple as each further output, and invalid gradients (`stage_error`).
 
@@ -68,6 +68,9 @@ class TensorShape:
         """Return an uninitialized tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
+
+_INVALID, _PRESENT, _ABSENT = range(3)
+"""The states of a gradient: the sender has failed; the gradient exists; the stage has computed no gradient."""
 
 Message = tuple[str, int, int]
 """The key of a message: "F" (an output) or "I" (a gradient), the stage that receives it, and the micro-batch."""
@@ -147,8 +150,8 @@ class _Receive:
     tensors: list[Tensor]
     shape: OutputShape | None = None
     """The shape of an output; None for gradients."""
-    valid: Tensor | None = None
-    """The flag that says whether gradients are valid; None for an output."""
+    states: Tensor | None = None
+    """The states of gradients, one byte each; None for an output, and if there are no gradients."""
 
 
 class Transfers:
@@ -194,19 +197,30 @@ class Transfers:
             self._send(tensor.detach().contiguous(), peer, self._tag(message))
         self._gradients["I", stage, m] = shape.gradients
 
-    def send_gradients(self, stage: int, m: int, gradients: Sequence[Tensor], *, valid: bool = True) -> None:
-        """Send the gradients of a stage's inputs to the previous stage."""
+    def send_gradients(
+        self,
+        stage: int,
+        m: int,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        *,
+        valid: bool = True,
+    ) -> None:
+        """Send the gradients of a stage's inputs, or None for each input without a gradient, to the previous stage."""
         message, peer = ("I", stage - 1, m), self._schedule.rank_of(stage - 1, m)
-        for gradient in gradients:
-            self._send(gradient.contiguous(), peer, self._tag(message))
-        if gradients:
-            flag = torch.tensor([valid], dtype=torch.uint8, device=self._device)
-            self._send(flag, peer, self._tag(message, header=True))
+        for own, gradient in zip(inputs, gradients, strict=True):
+            sent = torch.zeros_like(own) if gradient is None else gradient.contiguous()
+            self._send(sent, peer, self._tag(message))
+        if inputs:
+            states = [_INVALID if not valid else _ABSENT if each is None else _PRESENT for each in gradients]
+            sent = torch.tensor(states, dtype=torch.uint8, device=self._device)
+            self._send(sent, peer, self._tag(message, header=True))
 
     def receive(self, code: str, stage: int, m: int) -> Any:
         """Return the input of a pass: the previous stage's output ("F") or the gradients of this stage's output ("I").
 
-        Outputs are leaves that require gradients if the sent tensors did.  `failed` is set if the sender has failed.
+        Outputs are leaves that require gradients if the sent tensors did.  A gradient that does not exist is None.
+        `failed` is set if the sender has failed.
         """
         started = time.perf_counter()
         message = (code, stage, m)
@@ -219,8 +233,10 @@ class Transfers:
         self.waited_s += time.perf_counter() - started
         output = received.shape
         if output is None:
-            self.failed |= received.valid is not None and not received.valid
-            return received.tensors
+            states = [] if received.states is None else received.states.tolist()
+            self.failed |= _INVALID in states
+            pairs = zip(received.tensors, states, strict=True)
+            return [None if state == _ABSENT else tensor for tensor, state in pairs]
         self.failed |= not output.parts
         for tensor, shape in zip(received.tensors, output.tensors, strict=True):
             tensor.requires_grad_(shape.requires_grad)
@@ -257,12 +273,12 @@ class Transfers:
     def _post(self, peer: int) -> None:
         """Post the receive of a peer's next message."""
         message = self._queues[peer].popleft()
-        output, valid, works = None, None, []
+        output, states, works = None, None, []
         if message[0] == "I":
             shapes = self._gradients.pop(message)
             if shapes:
-                valid = torch.empty(1, dtype=torch.uint8, device=self._device)
-                works = [self._comm.irecv(valid, self._places[peer], self._tag(message, header=True))]
+                states = torch.empty(len(shapes), dtype=torch.uint8, device=self._device)
+                works = [self._comm.irecv(states, self._places[peer], self._tag(message, header=True))]
         else:
             work, header = self._header(peer, message)
             work.wait()
@@ -272,7 +288,7 @@ class Transfers:
         tensors = [shape.empty(self._device) for shape in shapes]
         tag = self._tag(message)
         works += [self._comm.irecv(tensor, self._places[peer], tag) for tensor in tensors]
-        self._posted[message] = _Receive(works, tensors, output, valid)
+        self._posted[message] = _Receive(works, tensors, output, states)
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> None:
         self._sends.append((self._comm.isend(tensor, self._places[peer], tag), tensor))

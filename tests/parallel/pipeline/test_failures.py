@@ -198,7 +198,7 @@ def test_an_exception_is_raised_on_all_ranks_and_the_next_step_works(
     for number, (kind, what) in enumerate(zip(passes, errors, strict=True)):
         found = [each[0][number] for each in results]
         pattern = (
-            rf"rank (\d): the ({kind}) of micro-batch \d failed in stage (\d): .*_Broken: {what}; see docs/"
+            rf"rank (\d): the ({kind}) of micro-batch \d failed in stage (\d): .*_Broken: {what}; see 'farandole explain"
         )
         matches = [re.match(pattern, text) for text in found]
         assert all(matches), found
