@@ -38,7 +38,8 @@ def test_error_names_the_widest_model_that_fits() -> None:
         check_memory(config, 3)
     assert "has 24.0 T parameters, which need 1.8 PiB on 3 ranks (" in str(error.value)
     found = re.search(
-        r"this host's free memory is [\d.]+ [MGT]iB; try model.width=(\d+); see docs/\S+$", str(error.value)
+        r"this host's free memory is [\d.]+ [MGT]iB; try model.width=(\d+); see 'farandole explain does-not-fit'$",
+        str(error.value),
     )
     assert found
     width = int(found[1])

@@ -197,9 +197,7 @@ def test_an_exception_is_raised_on_all_ranks_and_the_next_step_works(
     last = {"1f1b": stages - 1, "gems": stages - 1, "zb-v": 2 * stages - 1}[schedule]
     for number, (kind, what) in enumerate(zip(passes, errors, strict=True)):
         found = [each[0][number] for each in results]
-        pattern = (
-            rf"rank (\d): the ({kind}) of micro-batch \d failed in stage (\d): .*_Broken: {what}; see 'farandole explain"
-        )
+        pattern = rf"rank (\d): the ({kind}) of micro-batch \d failed in stage (\d): .*_Broken: {what}; see 'farandole "
         matches = [re.match(pattern, text) for text in found]
         assert all(matches), found
         assert len({match[0] for match in matches if match}) == 1, found
