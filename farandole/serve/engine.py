@@ -101,8 +101,9 @@ class GenerationEngine:
         tokenizer: converts tokens to text; without a tokenizer, outputs have no text.
         end_tokens: the model's end-of-sequence tokens.
         store: "slots" or "pages"; see `store.py`.
-        kv_positions: the size of the KV cache in positions, for all sequences together.  By default, `max_running`
-            sequences of `context` tokens fit in the cache, but it uses at most half of the free memory.
+        kv_positions: the size of the KV cache in positions, for all sequences together, at least 16 for pages and 256
+            for slots.  By default, `max_running` sequences of `context` tokens fit in the cache, but it uses at most
+            half of the free memory.
         max_running: the maximum number of sequences in the batch.
         max_waiting: the maximum number of sequences that wait to join the batch.
         token_budget: the maximum number of tokens per step, at least `max_running`.
@@ -150,6 +151,10 @@ class GenerationEngine:
         self.max_running, self.max_waiting = max_running, max_waiting
         self.admission = Admission(Target(ttft, tpot), max_running, token_budget)
         positions = kv_positions or self._fitting_positions(draft)
+        if positions < (least := STORES[store].unit):
+            raise RequestError(
+                "kv_positions", f"expected at least {least} positions with store={store!r}, got {positions}"
+            )
         self.store: Store = STORES[store](self.runner.memory(), positions)
         self._speculator: Speculator | None = None
         if speculate != "off":

@@ -171,6 +171,7 @@ def start(
     shown, number = _accept(listener)
     ranks = "" if comm is None else f"{counted(replicas, 'replica')} on {comm.size} ranks, "
     kinds = f"{precision}, {weights} weights" if weights else precision
+    positions = engines[0].store.capacity
     memory = positions * per_position / GIB
     each = "" if replicas == 1 else " in each replica"
     notify(
