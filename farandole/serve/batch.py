@@ -28,7 +28,7 @@ from farandole.serve.llm import LLM, Generation, Prompt
 from farandole.serve.request import Output, RequestError, Sampling
 
 OWN = ("id", "prompt", "messages")
-_ALLOWED = {field.name for field in fields(Sampling)} - {"logprobs", "prompt_logprobs"}
+_ALLOWED = {field.name for field in fields(Sampling)} - {"logprobs", "prompt_logprobs", "continues"}
 
 
 def generate_file(
@@ -121,7 +121,7 @@ def _parse(llm: LLM, record: dict[str, Any], defaults: Sampling, where: str) -> 
             changes["stop"] = (changes["stop"],)
         if "logit_bias" in changes:
             changes["logit_bias"] = {int(token): bias for token, bias in changes["logit_bias"].items()}
-        sampling = replace(defaults, **changes)
+        sampling = replace(defaults, **changes, continues="prompt" in record)
         prompt: Any = llm.render(record["messages"]) if "messages" in record else record["prompt"]
         is_text = isinstance(prompt, str)
         if not is_text and not (isinstance(prompt, list) and all(type(each) is int for each in prompt)):

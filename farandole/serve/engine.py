@@ -317,8 +317,9 @@ class GenerationEngine:
         self._requests += 1
         ends = self._ends(sampling)
         now = time.monotonic()
+        before = prompt if sampling.continues else ()
         for choice in range(sampling.n):
-            text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
+            text = TextStream(self.tokenizer, sampling.stop, before) if self.tokenizer is not None else None
             self._waiting.append(
                 _Sequence(
                     number,

@@ -71,6 +71,8 @@ class Sampling:
             `json_schema`, `regex` and `grammar` is allowed.  A constrained text that reaches `max_tokens` can be
             incomplete.
         lora: the name of the LoRA adapter with which the model computes; None for the base model.
+        continues: whether the output continues the text of the prompt.  If it starts a new text, such as a chat message,
+            tokenizers such as SentencePiece remove the space before its first word.
 
     Raises:
         RequestError: if a value is out of range.
@@ -97,6 +99,7 @@ class Sampling:
     regex: str | None = None
     grammar: str | None = None
     lora: str | None = None
+    continues: bool = True
 
     def __post_init__(self) -> None:
         for name in (*_INTEGERS, *_NUMBERS):

@@ -12,10 +12,11 @@ import farandole
 from farandole.cli.main import app
 from farandole.data.errors import DataError
 from farandole.models.hf.fields import FolderError
+from farandole.serve.batch import generate_file
 from farandole.serve.folder import read_model
 from farandole.serve.request import RequestError, Sampling
 from tests.cli.test_generate import checkpoint  # noqa: F401 - a fixture
-from tests.serve.server import CONTEXT, write_folder
+from tests.serve.server import CONTEXT, write_folder, write_sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,20 @@ def test_a_run_of_farandole_train(checkpoint: Path) -> None:  # noqa: F811
     with pytest.raises(DataError, match="no chat template"):
         llm.render([{"role": "user", "content": "a"}])
     assert farandole.LLM(run, precision="bf16").generate(["import "], max_tokens=8)[0].text
+
+
+def test_a_continuation_keeps_the_space_at_its_start(tmp_path: Path) -> None:
+    fields = write_sentencepiece(tmp_path)
+    llm = farandole.LLM(tmp_path)
+    sampling = fields | {"logit_bias": {int(token): bias for token, bias in fields["logit_bias"].items()}}
+    messages = [{"role": "user", "content": "a c"}]
+    assert llm.generate(["a c"], **sampling)[0].text == " b b b"
+    assert llm.generate([llm.render(messages)], continues=False, **sampling)[0].text == "b b b"
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    records = [fields | {"prompt": "a c"}, fields | {"messages": messages}]
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    generate_file(llm, prompts, out, Sampling())
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == [" b b b", "b b b"]
 
 
 def test_folders_that_cannot_be_served_are_named(folder: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from farandole.models.hf import from_pretrained
 from farandole.serve.http.guard import Limits
 from farandole.serve.http.service import Service
 from farandole.serve.llm import LLM
-from tests.serve.server import CONTEXT, NAME, command, eventually, serving, write_folder
+from tests.serve.server import CONTEXT, NAME, command, eventually, serving, write_folder, write_sentencepiece
 
 ROOT = Path(__file__).parents[2]
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 12}
@@ -108,6 +108,25 @@ def test_echo_with_logprobs_scores_a_prompt(client: openai.OpenAI, llm: LLM, fol
         assert logprobs.text_offset is not None and logprobs.top_logprobs is not None
         for token, offset in list(zip(logprobs.tokens, logprobs.text_offset, strict=True))[: len(tokens)]:
             assert found.text[offset:].startswith(token)
+
+
+def test_a_completion_keeps_the_space_at_its_start(tmp_path: Path) -> None:
+    greedy = {"model": NAME, **write_sentencepiece(tmp_path)}
+    with serving(tmp_path) as (address, _):
+
+        def choice(path: str, **fields: Any) -> Any:
+            return post(address, path, greedy | fields)[1]["choices"][0]
+
+        prompt = "a中 c"
+        assert choice("/v1/completions", prompt=prompt)["text"] == " b b b"
+        found = choice("/v1/completions", prompt=prompt, echo=True, logprobs=0)
+        assert found["text"] == "a中 c b b b"
+        assert found["logprobs"]["text_offset"] == [0, 1, 1, 1, 2, 4, 6, 8]
+        found = choice("/v1/completions", prompt=prompt, stop=" b")
+        assert (found["text"], found["finish_reason"]) == ("", "stop")
+        assert choice("/v1/completions", prompt=prompt, regex="( b)+")["text"] == " b b b"
+        messages = [{"role": "user", "content": prompt}]
+        assert choice("/v1/chat/completions", messages=messages)["message"]["content"] == "b b b"
 
 
 def test_chat(client: openai.OpenAI, llm: LLM) -> None:
