@@ -99,7 +99,7 @@ class GenerationEngine:
         model: a decoder on the CPU, or its runner.
         context: the maximum number of tokens of a sequence, including its prompt.
         tokenizer: converts tokens to text; without a tokenizer, outputs have no text.
-        end_tokens: the model's end-of-sequence tokens.
+        end_tokens: the model's end-of-sequence tokens; tokens outside the vocabulary are ignored.
         store: "slots" or "pages"; see `store.py`.
         kv_positions: the size of the KV cache in positions, for all sequences together, at least 16 for pages and 256
             for slots.  By default, `max_running` sequences of `context` tokens fit in the cache, but it uses at most
@@ -147,7 +147,7 @@ class GenerationEngine:
         self.runner = model if isinstance(model, Runner) else Runner(model)
         self.vocabulary = self.runner.vocabulary
         self.context, self.tokenizer = context, tokenizer
-        self.end_tokens = frozenset(end_tokens)
+        self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < self.vocabulary)
         self.max_running, self.max_waiting = max_running, max_waiting
         self.admission = Admission(Target(ttft, tpot), max_running, token_budget)
         positions = kv_positions or self._fitting_positions(draft)

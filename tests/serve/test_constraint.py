@@ -106,6 +106,17 @@ def test_invalid_constraints(llm: LLM, parameters: dict[str, Any], field: str, t
     assert found.value.field.endswith(field)
 
 
+def test_end_tokens_outside_the_vocabulary_are_ignored(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 32000]}')
+    llm = LLM(tmp_path)
+    assert llm.engine.end_tokens == {1}
+    samplings = [Sampling(max_tokens=5, min_tokens=2), Sampling(max_tokens=5, regex="[a-c]{2}")]
+    found = [each.completions[0] for each in llm.stream(["say", "say"], samplings)]
+    assert len(found[0].tokens) >= 2
+    assert re.fullmatch("[a-c]{2}", found[1].text)
+
+
 def test_response_format(folder: Path) -> None:
     with (
         serving(folder) as (address, _),
