@@ -73,8 +73,9 @@ class TextStream:
         if found:
             self.stopped = True
             end = min(found)
-        else:
-            end = len(self._decoded) - max((overlap(self._decoded, stop) for stop in self._stop), default=0)
+        else:  # no stop string begins in the text that the caller has received
+            left = self._decoded[searched:]
+            end = len(self._decoded) - max((overlap(left, stop) for stop in self._stop), default=0)
         start, self._sent = self._sent, max(self._sent, end)
         return self._decoded[start : self._sent]
 

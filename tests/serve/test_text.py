@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from farandole.data.tokenizer import train_tokenizer
-from farandole.serve.text import TextStream
+from farandole.serve.text import TextStream, overlap
 from tests.serve.sentencepiece import sentencepiece
 
 
@@ -53,6 +53,31 @@ def test_nothing_that_could_be_a_stop_string_is_shown() -> None:
     shown = "".join(own.add(token) for token in tokenizer().encode("the do").ids)
     assert shown == "the "
     assert shown + own.finish() == "the do"
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
+def test_all_text_that_cannot_begin_a_stop_string_is_shown(text: str, stop: list[str]) -> None:
+    own, shown = TextStream(tokenizer(), stop), ""
+    for end in range(1, len(text) + 1):
+        shown += own.add(*tokenizer().encode(text[end - 1]).ids)
+        if own.stopped:
+            break
+        assert shown == text[: end - max(overlap(text[:end], each) for each in stop)]
+
+
+def test_stop_strings_are_compared_only_with_text_that_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+
+    def compare(text: str, stop: str) -> int:
+        lengths.append(len(text))
+        return overlap(text, stop)
+
+    monkeypatch.setattr("farandole.serve.text.overlap", compare)
+    own = TextStream(tokenizer(), ("cat" + "t" * 1000,))
+    for token in tokenizer().encode("the cat and the dog " * 20).ids:
+        own.add(token)
+    assert own.length == 400
+    assert max(lengths) < 30
 
 
 def test_incomplete_characters_wait() -> None:
