@@ -85,7 +85,8 @@ def generate_file(
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # bytes, because str.splitlines also divides text at characters such as U+2028
+        lines = [line.decode() for line in path.read_bytes().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}; expected a file with a JSON object per line") from None
     records = []
@@ -104,6 +105,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             raise DataError(
                 f"{path}, line {number}: expected a JSON object, got {type(record).__name__}; correct the line"
             )
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{path}, line {number}: expected Unicode text, got an unpaired surrogate; correct the line"
+            ) from None
         records.append(record)
     return records
 

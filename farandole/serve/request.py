@@ -133,6 +133,9 @@ class Sampling:
             raise RequestError(
                 "min_tokens", f"expected at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
+        is_sequence = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
+        if not is_sequence or not all(isinstance(each, str) for each in self.stop):
+            raise RequestError("stop", f"expected a list of strings, got {self.stop!r:.100}")
         if "" in self.stop:
             raise RequestError("stop", "expected non-empty strings, got an empty string")
         for token, bias in self.logit_bias.items():

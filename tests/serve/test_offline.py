@@ -128,6 +128,21 @@ def test_a_file_is_completed_in_order_and_resumed(folder: Path, tmp_path: Path) 
     assert "wrote 0 results" in command(folder, *options, "--output", again).output
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_only_line_ends_divide_a_file(folder: Path, tmp_path: Path, separator: str) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    records = [{"prompt": "a", "id": f"b{separator}c"}, {"prompt": "d", "stop": f"e{separator}"}]
+    lines = [json.dumps(record, ensure_ascii=False).encode() for record in records]
+    file.write_bytes(b"\r\n".join(lines))
+    assert "wrote 2 results" in command(folder, "--input", file, "--output", out, "--tokens", 2).output
+    assert json.loads(out.read_bytes().split(b"\n")[0])["id"] == f"b{separator}c"
+
+
+def test_one_string_is_no_list_of_stop_strings() -> None:
+    with pytest.raises(RequestError, match="stop: expected a list of strings, got 'END'"):
+        Sampling(stop="END")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -139,6 +154,9 @@ def test_a_file_is_completed_in_order_and_resumed(folder: Path, tmp_path: Path) 
         ('{"prompt": "a", "max_tokens": 100000}', "does not fit in the context"),
         ('{"prompt": "a", "temperature": "hot"}', "temperature: expected a number"),
         ('{"messages": "a"}', "messages"),
+        ('{"prompt": "a", "stop": [1]}', "stop: expected a list of strings, got [1]"),
+        ('{"prompt": "a", "stop": ["b", ""]}', "stop: expected non-empty strings"),
+        ('{"prompt": "a", "id": "\\ud83d"}', "expected Unicode text, got an unpaired surrogate"),
         ("[1]", "expected a JSON object, got list"),
         ("{", "expected a JSON object"),
     ],
