@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -492,3 +493,20 @@ def test_the_command_sleeps_when_idle_and_drains_on_sigterm(folder: Path) -> Non
         assert process.read_stderr().splitlines()[-1] == "stopped by SIGTERM"
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
+
+
+def test_a_second_ctrl_c_ends_the_command_quietly(tmp_path: Path) -> None:
+    write_folder(tmp_path, context=32768)
+    body = {**GREEDY, "prompt": "say", "max_tokens": 32000, "ignore_eos": True, "stream": True}
+    with (
+        command(tmp_path, "--name", NAME, "--kv-memory", "0.1") as (address, process),
+        requests.post(address + "/v1/completions", json=body, stream=True, timeout=30) as response,
+    ):
+        lines = response.iter_lines()  # a discarded iterator closes the connection
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 128 + signal.SIGINT
+        assert process.read_stderr().splitlines()[1:] == ["stopped by Ctrl-C (SIGINT)"]

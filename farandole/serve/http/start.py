@@ -6,6 +6,7 @@ With several ranks, rank 0 serves, and the other ranks compute with it (`ranks/d
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Sequence
@@ -190,7 +191,10 @@ def _run(web: uvicorn.Server, listener: socket.socket, *, reports_stop: bool) ->
 
     Uvicorn raises the signal that has stopped the server again after the running requests are complete.  If
     `reports_stop` is True, the signal is then printed.
+
+    After a second SIGINT, uvicorn does not wait for the requests, and logs a traceback for each; these are not printed.
     """
+    logging.getLogger("uvicorn.error").addFilter(lambda _: not web.force_exit)
     with restored_handlers():
         if reports_stop:
             for number in (signal.SIGTERM, signal.SIGINT):
