@@ -113,30 +113,27 @@ def generate(
         chosen = newest_checkpoint(checkpoint)
 
         from farandole.models.generate import generate as tokens_after
+        from farandole.serve.text import TextStream
         from farandole.train.weights import load_model
 
         model, tokenizer, config = load_model(chosen)
     except (CheckpointError, ConfigError) as refusal:
         _refuse(refusal)
-    given = tokenizer.encode("def" if prompt is None else prompt).ids
+    prompt = "def" if prompt is None else prompt
+    given = tokenizer.encode(prompt).ids
     if not given:
         typer.echo("farandole generate: the prompt is empty; expected at least one character", err=True)
         raise typer.Exit(2)
     if chosen != checkpoint:
         typer.echo(f"from {chosen}", err=True)
-    written = list(given)
-    shown = ""
+    text = TextStream(tokenizer, prompt=given)
+    sys.stdout.write(prompt)
     for token in tokens_after(
         model, given, tokens, context=config.model.context, temperature=temperature, top_k=top_k, seed=seed
     ):
-        written.append(token)
-        text = tokenizer.decode(written)
-        if text.endswith("�"):  # the last character is incomplete
-            continue
-        sys.stdout.write(text[len(shown) :])
+        sys.stdout.write(text.add(token))
         sys.stdout.flush()
-        shown = text
-    sys.stdout.write("\n")
+    sys.stdout.write(text.finish() + "\n")
 
 
 def _generate_together(

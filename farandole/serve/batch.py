@@ -28,7 +28,7 @@ from farandole.serve.llm import LLM, Generation, Prompt
 from farandole.serve.request import Output, RequestError, Sampling
 
 OWN = ("id", "prompt", "messages")
-_ALLOWED = {field.name for field in fields(Sampling)} - {"logprobs", "prompt_logprobs"}
+_ALLOWED = {field.name for field in fields(Sampling)} - {"logprobs", "prompt_logprobs", "continues"}
 
 
 def generate_file(
@@ -85,7 +85,8 @@ def generate_file(
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # bytes, because str.splitlines also divides text at characters such as U+2028
+        lines = [line.decode() for line in path.read_bytes().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}; expected a file with a JSON object per line") from None
     records = []
@@ -104,6 +105,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             raise DataError(
                 f"{path}, line {number}: expected a JSON object, got {type(record).__name__}; correct the line"
             )
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{path}, line {number}: expected Unicode text, got an unpaired surrogate; correct the line"
+            ) from None
         records.append(record)
     return records
 
@@ -121,7 +128,7 @@ def _parse(llm: LLM, record: dict[str, Any], defaults: Sampling, where: str) -> 
             changes["stop"] = (changes["stop"],)
         if "logit_bias" in changes:
             changes["logit_bias"] = {int(token): bias for token, bias in changes["logit_bias"].items()}
-        sampling = replace(defaults, **changes)
+        sampling = replace(defaults, **changes, continues="prompt" in record)
         prompt: Any = llm.render(record["messages"]) if "messages" in record else record["prompt"]
         is_text = isinstance(prompt, str)
         if not is_text and not (isinstance(prompt, list) and all(type(each) is int for each in prompt)):

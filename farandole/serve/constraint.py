@@ -68,7 +68,7 @@ class Grammars:
         """Return the matcher of a new sequence.
 
         Raises:
-            RequestError: if the grammar is invalid or not supported.
+            RequestError: if the grammar is invalid or not supported, or accepts no text.
         """
         with self._lock:
             if self._tokens is None:
@@ -80,6 +80,14 @@ class Grammars:
             if core.is_error():
                 reason = " ".join(core.get_error().split())
                 raise RequestError(name, f"expected a supported {name}: {reason}")
+            first = core.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                reason = first.get_error().partition("\n")[0]
+                raise RequestError(
+                    name,
+                    f"expected a {name} that accepts a text, but no text can begin with any token ({reason})",
+                )
         with self._lock:
             core = self._compiled.setdefault(grammar, core)
             self._compiled.move_to_end(grammar)

@@ -99,10 +99,11 @@ class GenerationEngine:
         model: a decoder on the CPU, or its runner.
         context: the maximum number of tokens of a sequence, including its prompt.
         tokenizer: converts tokens to text; without a tokenizer, outputs have no text.
-        end_tokens: the model's end-of-sequence tokens.
+        end_tokens: the model's end-of-sequence tokens; tokens outside the vocabulary are ignored.
         store: "slots" or "pages"; see `store.py`.
-        kv_positions: the size of the KV cache in positions, for all sequences together.  By default, `max_running`
-            sequences of `context` tokens fit in the cache, but it uses at most half of the free memory.
+        kv_positions: the size of the KV cache in positions, for all sequences together, at least 16 for pages and 256
+            for slots.  By default, `max_running` sequences of `context` tokens fit in the cache, but it uses at most
+            half of the free memory.
         max_running: the maximum number of sequences in the batch.
         max_waiting: the maximum number of sequences that wait to join the batch.
         token_budget: the maximum number of tokens per step, at least `max_running`.
@@ -146,10 +147,14 @@ class GenerationEngine:
         self.runner = model if isinstance(model, Runner) else Runner(model)
         self.vocabulary = self.runner.vocabulary
         self.context, self.tokenizer = context, tokenizer
-        self.end_tokens = frozenset(end_tokens)
+        self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < self.vocabulary)
         self.max_running, self.max_waiting = max_running, max_waiting
         self.admission = Admission(Target(ttft, tpot), max_running, token_budget)
         positions = kv_positions or self._fitting_positions(draft)
+        if positions < (least := STORES[store].unit):
+            raise RequestError(
+                "kv_positions", f"expected at least {least} positions with store={store!r}, got {positions}"
+            )
         self.store: Store = STORES[store](self.runner.memory(), positions)
         self._speculator: Speculator | None = None
         if speculate != "off":
@@ -312,8 +317,9 @@ class GenerationEngine:
         self._requests += 1
         ends = self._ends(sampling)
         now = time.monotonic()
+        before = prompt if sampling.continues else ()
         for choice in range(sampling.n):
-            text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
+            text = TextStream(self.tokenizer, sampling.stop, before) if self.tokenizer is not None else None
             self._waiting.append(
                 _Sequence(
                     number,

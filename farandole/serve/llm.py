@@ -163,6 +163,8 @@ class LLM:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the tokens of a conversation, up to the start of the assistant's next message.
 
+        Generate the message with `continues=False`.
+
         Args:
             variables: further variables of the chat template, such as `enable_thinking=False`.
 

@@ -71,6 +71,8 @@ class Sampling:
             `json_schema`, `regex` and `grammar` is allowed.  A constrained text that reaches `max_tokens` can be
             incomplete.
         lora: the name of the LoRA adapter with which the model computes; None for the base model.
+        continues: whether the output continues the text of the prompt.  If it starts a new text, such as a chat message,
+            tokenizers such as SentencePiece remove the space before its first word.
 
     Raises:
         RequestError: if a value is out of range.
@@ -97,6 +99,7 @@ class Sampling:
     regex: str | None = None
     grammar: str | None = None
     lora: str | None = None
+    continues: bool = True
 
     def __post_init__(self) -> None:
         for name in (*_INTEGERS, *_NUMBERS):
@@ -130,6 +133,9 @@ class Sampling:
             raise RequestError(
                 "min_tokens", f"expected at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
+        is_sequence = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
+        if not is_sequence or not all(isinstance(each, str) for each in self.stop):
+            raise RequestError("stop", f"expected a list of strings, got {self.stop!r:.100}")
         if "" in self.stop:
             raise RequestError("stop", "expected non-empty strings, got an empty string")
         for token, bias in self.logit_bias.items():

@@ -114,6 +114,8 @@ class Store(Protocol):
     """Stores the keys and values of running sequences."""
 
     memory: Memory
+    unit: int
+    """The capacity is a multiple of this number of positions."""
     block_length: int
     """The number of positions per block."""
     moves: int
@@ -177,11 +179,13 @@ class SlotStore:
 
     Args:
         memory: the tensors.
-        positions: the number of positions that fit in memory.
+        positions: the number of positions that fit in memory; the capacity is rounded down to a multiple of `CHUNK`.
     """
 
+    unit = CHUNK
+
     def __init__(self, memory: Memory, positions: int) -> None:
-        self.memory, self.capacity = memory, positions
+        self.memory, self.capacity = memory, positions // CHUNK * CHUNK
         self._sequences: list[Blocks | None] = []
         self.block_length, self._slots, self.moves = 0, 0, 0
 
@@ -278,6 +282,8 @@ class PageStore:
         positions: the number of positions that fit in memory.
         sharing: whether sequences share pages.
     """
+
+    unit = TILE
 
     def __init__(self, memory: Memory, positions: int, *, sharing: bool = True) -> None:
         self._pages = positions // TILE
@@ -419,5 +425,5 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-STORES = {"slots": SlotStore, "pages": PageStore}
+STORES: dict[str, type[SlotStore] | type[PageStore]] = {"slots": SlotStore, "pages": PageStore}
 """The classes of stores, keyed by the value of the option `store`."""

@@ -17,11 +17,14 @@ class TextStream:
 
     Args:
         stop: strings that end the sequence.
+        prompt: the tokens whose text the sequence continues; empty if the sequence starts a text.  Tokenizers such as
+            SentencePiece remove the space at the start of a text, but not at the start of a continuation.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._context = _last_complete(tokenizer, prompt)
+        self._stream = self._new_stream()
         self._tokens: list[int] = []
         self._decoded = ""  # all text from the stream
         self._sent = 0  # characters that the caller has received
@@ -37,7 +40,7 @@ class TextStream:
         try:
             new = self._stream.step(self._tokenizer, token)
         except Exception:  # with byte fallback, an invalid byte changes the characters before it
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = self._new_stream()
             new = self._stream.step(self._tokenizer, token)
         return self._advance(new) if new else ""
 
@@ -50,9 +53,13 @@ class TextStream:
         """Return the text that is still held back after the last token."""
         return "" if self.stopped else self._rest()
 
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(ids=self._context, skip_special_tokens=True)
+
     def _rest(self) -> str:
-        complete = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        rest = complete[len(self._decoded) :] if complete.startswith(self._decoded) else ""
+        known = self._tokenizer.decode(self._context, skip_special_tokens=True) + self._decoded
+        complete = self._tokenizer.decode([*self._context, *self._tokens], skip_special_tokens=True)
+        rest = complete[len(known) :] if complete.startswith(known) else ""
         text = self._advance(rest) if rest else ""
         if self.stopped:
             return text
@@ -66,10 +73,20 @@ class TextStream:
         if found:
             self.stopped = True
             end = min(found)
-        else:
-            end = len(self._decoded) - max((overlap(self._decoded, stop) for stop in self._stop), default=0)
+        else:  # no stop string begins in the text that the caller has received
+            left = self._decoded[searched:]
+            end = len(self._decoded) - max((overlap(left, stop) for stop in self._stop), default=0)
         start, self._sent = self._sent, max(self._sent, end)
         return self._decoded[start : self._sent]
+
+
+def _last_complete(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """Return the last token of `prompt` that has text without incomplete characters, or an empty list."""
+    for token in reversed(prompt):
+        text = tokenizer.decode([token], skip_special_tokens=True)
+        if text and "\ufffd" not in text:
+            return [token]
+    return []
 
 
 def overlap(text: str, stop: str) -> int:

@@ -12,7 +12,9 @@ from typer.testing import CliRunner, Result
 from farandole.cli.main import app
 from farandole.data.tokenizer import train_tokenizer
 from farandole.models.gpt import build_gpt
+from farandole.serve.text import TextStream
 from farandole.train.config import load_config
+from tests.serve.sentencepiece import sentencepiece
 
 
 def _generate(*words: str) -> Result:
@@ -38,6 +40,17 @@ def test_a_seed_gives_the_same_text(checkpoint: Path) -> None:
     texts = [_generate(str(checkpoint), *options, "--seed", seed).output for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith("import ") for text in texts)
+
+
+def test_the_text_is_that_of_the_serving_engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = sentencepiece()
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    tokens = [tokenizer.token_to_id(name) for name in ("▁b", "<0xE4>")]
+    monkeypatch.setattr("farandole.models.generate.generate", lambda *_, **__: iter(tokens))
+    text = TextStream(tokenizer, prompt=tokenizer.encode("a  c").ids)
+    expected = "".join(text.add(token) for token in tokens) + text.finish()
+    assert expected == " b�"
+    assert _generate(str(checkpoint), "--prompt", "a  c").output == f"a  c{expected}\n"
 
 
 @pytest.mark.parametrize("up", [0, 2, 3])

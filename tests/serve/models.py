@@ -74,7 +74,7 @@ def greedy(family: str, prompt: list[int], count: int) -> list[int]:
 
 
 def engine_of(family: str, **options: Any) -> GenerationEngine:
-    return GenerationEngine(models(family)[1], context=CONTEXT, **options)
+    return GenerationEngine(models(family)[1], **{"context": CONTEXT, **options})
 
 
 def run(engine: GenerationEngine) -> dict[tuple[int, int], list[Output]]:

@@ -26,6 +26,7 @@ from tests.forked_python import ForkedPython
 from tests.launch.jobs import environment
 from tests.models.hf.families import folder_of, reference, rope
 from tests.models.hf.folders import add_tokenizer
+from tests.serve.sentencepiece import sentencepiece
 
 CONTEXT = 2048
 NAME = "small"
@@ -56,6 +57,14 @@ def write_folder(
         (folder / "chat_template.jinja").write_text(template)
     (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
     return folder
+
+
+def write_sentencepiece(folder: Path) -> dict[str, Any]:
+    """Write the model of `write_folder` with a SentencePiece tokenizer, and return fields that select "▁b" each time."""
+    write_folder(folder, "{% for message in messages %}{{ message.content }}{% endfor %}")
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    sentencepiece().save(str(folder / "tokenizer.json"))
+    return {"temperature": 0, "max_tokens": 3, "logit_bias": {str(sentencepiece().token_to_id("▁b")): 100}}
 
 
 @contextmanager

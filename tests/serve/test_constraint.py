@@ -95,6 +95,10 @@ def test_the_best_allowed_token_is_selected(llm: LLM) -> None:
         ({"json_schema": {"type": "objectx"}}, "json_schema", "objectx"),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, "json_schema", "uniqueItems"),
         ({"grammar": "start: x"}, "grammar", "x"),
+        ({"grammar": "start: start"}, "grammar", "expected a grammar that accepts a text"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema", "expected a json_schema that accepts a text"),
+        ({"regex": r"[^\s\S]"}, "regex", "expected a regex that accepts a text"),
+        ({"regex": r"a[^\s\S]"}, "regex", "expected a regex that accepts a text"),
         ({"regex": "a", "grammar": 'start: "a"'}, "grammar", "regex"),
         ({"regex": "a", "min_tokens": 1}, "min_tokens", "regex"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "regex"),
@@ -104,6 +108,23 @@ def test_invalid_constraints(llm: LLM, parameters: dict[str, Any], field: str, t
     with pytest.raises(RequestError, match=text) as found:
         llm.generate(["say"], **parameters)
     assert found.value.field.endswith(field)
+
+
+@pytest.mark.parametrize("constraint", [{"regex": ""}, {"grammar": 'start: ""'}])
+def test_a_constraint_can_require_the_empty_text(llm: LLM, constraint: dict[str, str]) -> None:
+    result = llm.generate(["say"], max_tokens=5, **constraint)[0]
+    assert (result.text, result.completions[0].finish_reason) == ("", "stop")
+
+
+def test_end_tokens_outside_the_vocabulary_are_ignored(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 32000]}')
+    llm = LLM(tmp_path)
+    assert llm.engine.end_tokens == {1}
+    samplings = [Sampling(max_tokens=5, min_tokens=2), Sampling(max_tokens=5, regex="[a-c]{2}")]
+    found = [each.completions[0] for each in llm.stream(["say", "say"], samplings)]
+    assert len(found[0].tokens) >= 2
+    assert re.fullmatch("[a-c]{2}", found[1].text)
 
 
 def test_response_format(folder: Path) -> None:

@@ -208,6 +208,26 @@ def test_slots_do_not_exceed_the_capacity_after_many_short_sequences() -> None:
     store.check()
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_a_sequence_that_never_fits_is_refused(store: str) -> None:
+    engine = engine_of("gpt2", store=store, kv_positions=300, context=512)
+    with pytest.raises(RequestError, match="prompt: 301 token positions do not fit"):
+        engine.add([1] * 301, Sampling(max_tokens=1))
+    longest = engine.store.capacity
+    assert longest == (256 if store == "slots" else 288)
+    with pytest.raises(RequestError, match=f"do not fit in the KV cache of {longest} positions"):
+        engine.add([1] * longest, Sampling(max_tokens=2))
+    assert engine.check([1] * longest, Sampling(max_tokens=1)) == 1
+    assert engine.store.add([1] * longest, longest) is not None
+
+
+@pytest.mark.parametrize(("store", "least"), [("slots", 256), ("pages", 16)])
+def test_a_cache_without_room_for_a_block_is_refused(store: str, least: int) -> None:
+    with pytest.raises(RequestError, match=f"kv_positions: expected at least {least} positions"):
+        engine_of("gpt2", store=store, kv_positions=least - 1)
+    assert engine_of("gpt2", store=store, kv_positions=least).store.capacity == least
+
+
 def test_the_default_cache_uses_at_most_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     each = engine_of("llama").runner.bytes_per_position
     for free, expected in ((2 * each * 256 * 3 + 1, 3 * 256), (1 << 40, 2 * 256)):

@@ -12,10 +12,11 @@ import farandole
 from farandole.cli.main import app
 from farandole.data.errors import DataError
 from farandole.models.hf.fields import FolderError
+from farandole.serve.batch import generate_file
 from farandole.serve.folder import read_model
 from farandole.serve.request import RequestError, Sampling
 from tests.cli.test_generate import checkpoint  # noqa: F401 - a fixture
-from tests.serve.server import CONTEXT, write_folder
+from tests.serve.server import CONTEXT, write_folder, write_sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,20 @@ def test_a_run_of_farandole_train(checkpoint: Path) -> None:  # noqa: F811
     assert farandole.LLM(run, precision="bf16").generate(["import "], max_tokens=8)[0].text
 
 
+def test_a_continuation_keeps_the_space_at_its_start(tmp_path: Path) -> None:
+    fields = write_sentencepiece(tmp_path)
+    llm = farandole.LLM(tmp_path)
+    sampling = fields | {"logit_bias": {int(token): bias for token, bias in fields["logit_bias"].items()}}
+    messages = [{"role": "user", "content": "a c"}]
+    assert llm.generate(["a c"], **sampling)[0].text == " b b b"
+    assert llm.generate([llm.render(messages)], continues=False, **sampling)[0].text == "b b b"
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    records = [fields | {"prompt": "a c"}, fields | {"messages": messages}]
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    generate_file(llm, prompts, out, Sampling())
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == [" b b b", "b b b"]
+
+
 def test_folders_that_cannot_be_served_are_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(FolderError, match=r"has no tokenizer.json"):
@@ -113,6 +128,21 @@ def test_a_file_is_completed_in_order_and_resumed(folder: Path, tmp_path: Path) 
     assert "wrote 0 results" in command(folder, *options, "--output", again).output
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_only_line_ends_divide_a_file(folder: Path, tmp_path: Path, separator: str) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    records = [{"prompt": "a", "id": f"b{separator}c"}, {"prompt": "d", "stop": f"e{separator}"}]
+    lines = [json.dumps(record, ensure_ascii=False).encode() for record in records]
+    file.write_bytes(b"\r\n".join(lines))
+    assert "wrote 2 results" in command(folder, "--input", file, "--output", out, "--tokens", 2).output
+    assert json.loads(out.read_bytes().split(b"\n")[0])["id"] == f"b{separator}c"
+
+
+def test_one_string_is_no_list_of_stop_strings() -> None:
+    with pytest.raises(RequestError, match="stop: expected a list of strings, got 'END'"):
+        Sampling(stop="END")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -124,6 +154,9 @@ def test_a_file_is_completed_in_order_and_resumed(folder: Path, tmp_path: Path) 
         ('{"prompt": "a", "max_tokens": 100000}', "does not fit in the context"),
         ('{"prompt": "a", "temperature": "hot"}', "temperature: expected a number"),
         ('{"messages": "a"}', "messages"),
+        ('{"prompt": "a", "stop": [1]}', "stop: expected a list of strings, got [1]"),
+        ('{"prompt": "a", "stop": ["b", ""]}', "stop: expected non-empty strings"),
+        ('{"prompt": "a", "id": "\\ud83d"}', "expected Unicode text, got an unpaired surrogate"),
         ("[1]", "expected a JSON object, got list"),
         ("{", "expected a JSON object"),
     ],

@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from farandole.models.hf import from_pretrained
 from farandole.serve.http.guard import Limits
 from farandole.serve.http.service import Service
 from farandole.serve.llm import LLM
-from tests.serve.server import CONTEXT, NAME, command, eventually, serving, write_folder
+from tests.serve.server import CONTEXT, NAME, command, eventually, serving, write_folder, write_sentencepiece
 
 ROOT = Path(__file__).parents[2]
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 12}
@@ -108,6 +109,25 @@ def test_echo_with_logprobs_scores_a_prompt(client: openai.OpenAI, llm: LLM, fol
         assert logprobs.text_offset is not None and logprobs.top_logprobs is not None
         for token, offset in list(zip(logprobs.tokens, logprobs.text_offset, strict=True))[: len(tokens)]:
             assert found.text[offset:].startswith(token)
+
+
+def test_a_completion_keeps_the_space_at_its_start(tmp_path: Path) -> None:
+    greedy = {"model": NAME, **write_sentencepiece(tmp_path)}
+    with serving(tmp_path) as (address, _):
+
+        def choice(path: str, **fields: Any) -> Any:
+            return post(address, path, greedy | fields)[1]["choices"][0]
+
+        prompt = "a中 c"
+        assert choice("/v1/completions", prompt=prompt)["text"] == " b b b"
+        found = choice("/v1/completions", prompt=prompt, echo=True, logprobs=0)
+        assert found["text"] == "a中 c b b b"
+        assert found["logprobs"]["text_offset"] == [0, 1, 1, 1, 2, 4, 6, 8]
+        found = choice("/v1/completions", prompt=prompt, stop=" b")
+        assert (found["text"], found["finish_reason"]) == ("", "stop")
+        assert choice("/v1/completions", prompt=prompt, regex="( b)+")["text"] == " b b b"
+        messages = [{"role": "user", "content": prompt}]
+        assert choice("/v1/chat/completions", messages=messages)["message"]["content"] == "b b b"
 
 
 def test_chat(client: openai.OpenAI, llm: LLM) -> None:
@@ -473,3 +493,20 @@ def test_the_command_sleeps_when_idle_and_drains_on_sigterm(folder: Path) -> Non
         assert process.read_stderr().splitlines()[-1] == "stopped by SIGTERM"
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
+
+
+def test_a_second_ctrl_c_ends_the_command_quietly(tmp_path: Path) -> None:
+    write_folder(tmp_path, context=32768)
+    body = {**GREEDY, "prompt": "say", "max_tokens": 32000, "ignore_eos": True, "stream": True}
+    with (
+        command(tmp_path, "--name", NAME, "--kv-memory", "0.1") as (address, process),
+        requests.post(address + "/v1/completions", json=body, stream=True, timeout=30) as response,
+    ):
+        lines = response.iter_lines()  # a discarded iterator closes the connection
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 128 + signal.SIGINT
+        assert process.read_stderr().splitlines()[1:] == ["stopped by Ctrl-C (SIGINT)"]

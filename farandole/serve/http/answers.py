@@ -19,9 +19,6 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._is_byte_level = "ByteLevel" in str(tokenizer.decoder)
-        self._special = {
-            number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
 
     def bytes_of(self, token: int) -> bytes:
         """Return a token's bytes."""
@@ -43,10 +40,6 @@ class TokenTexts:
             return found.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
-
-    def is_special(self, token: int) -> bool:
-        """Return whether `token` is a special token, which does not appear in the text."""
-        return token in self._special
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from farandole.serve.http.protocol import ChatRequest, CompletionRequest
 from farandole.serve.http.reply import Reply
 from farandole.serve.http.service import ReplicatedService, Service, Ticket
 from farandole.serve.request import RequestError, Sampling
+from farandole.serve.text import TextStream
 
 
 @dataclass(frozen=True)
@@ -318,13 +319,10 @@ class Server(ModelServer):
 
     def _with_offsets(self, ticket: Ticket, logprobs: Sequence[Any]) -> list[tuple[Any, int]]:
         """Return each log-probability of a prompt token with the offset of this token in the text of the prompt."""
-        found, end = [], len(self._texts.bytes_of(ticket.prompt[0]).decode(errors="ignore"))
-        if self._texts.is_special(ticket.prompt[0]):
-            end = 0
-        for logprob in logprobs:
-            found.append((logprob, end))
-            if not self._texts.is_special(logprob.token):
-                end += len(self._texts.bytes_of(logprob.token).decode(errors="ignore"))
+        found, text = [], TextStream(self._found.tokenizer)
+        for before, logprob in zip(ticket.prompt, logprobs, strict=False):
+            text.add(before)
+            found.append((logprob, text.length))
         return found
 
 

@@ -106,7 +106,9 @@ class _Generation(Fields):
             raise RequestError("stream_options", "expected stream=true, got stream=false")
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _sampling(self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool) -> Sampling:
+    def _sampling(
+        self, max_tokens: int | None, logprobs: int | None, *, prompt_logprobs: bool, continues: bool
+    ) -> Sampling:
         try:
             bias = {int(token): value for token, value in self.logit_bias.items()}
         except ValueError:
@@ -134,6 +136,7 @@ class _Generation(Fields):
             json_schema=None if self.response_format is None else self.response_format.schema_of(),
             regex=self.regex,
             grammar=self.grammar,
+            continues=continues,
         )
 
 
@@ -157,7 +160,8 @@ class CompletionRequest(_Generation):
     def sampling(self) -> Sampling:
         """Return the sampling parameters for the engine."""
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        return self._sampling(max_tokens, self.logprobs, self.echo and self.logprobs is not None)
+        prompt_logprobs = self.echo and self.logprobs is not None
+        return self._sampling(max_tokens, self.logprobs, prompt_logprobs=prompt_logprobs, continues=True)
 
 
 class TextPart(Fields):
@@ -319,7 +323,8 @@ class ChatRequest(_Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs", "expected logprobs=true, got logprobs=false")
         most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        return self._sampling(most, (self.top_logprobs or 0) if self.logprobs else None, False)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(most, logprobs, prompt_logprobs=False, continues=False)
 
 
 class TokenizeRequest(Fields):

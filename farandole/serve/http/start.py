@@ -6,6 +6,7 @@ With several ranks, rank 0 serves, and the other ranks compute with it (`ranks/d
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Sequence
@@ -171,6 +172,7 @@ def start(
     shown, number = _accept(listener)
     ranks = "" if comm is None else f"{counted(replicas, 'replica')} on {comm.size} ranks, "
     kinds = f"{precision}, {weights} weights" if weights else precision
+    positions = engines[0].store.capacity
     memory = positions * per_position / GIB
     each = "" if replicas == 1 else " in each replica"
     notify(
@@ -189,7 +191,10 @@ def _run(web: uvicorn.Server, listener: socket.socket, *, reports_stop: bool) ->
 
     Uvicorn raises the signal that has stopped the server again after the running requests are complete.  If
     `reports_stop` is True, the signal is then printed.
+
+    After a second SIGINT, uvicorn does not wait for the requests, and logs a traceback for each; these are not printed.
     """
+    logging.getLogger("uvicorn.error").addFilter(lambda _: not web.force_exit)
     with restored_handlers():
         if reports_stop:
             for number in (signal.SIGTERM, signal.SIGINT):
