@@ -379,8 +379,11 @@ class Bucket:
         self._is_shown = [False] * len(self.parameters)
         self.begin_pass()
 
-    def resume(self) -> None:
+    def resume(self, used: Sequence[bool]) -> None:
         """Prepare the bucket so that further backward passes add to the result.
+
+        Args:
+            used: for each parameter, whether it has a gradient in the result.
 
         Raises:
             RuntimeError: if the reduction is a weighted sum and the buffer is persistent.
@@ -398,7 +401,7 @@ class Bucket:
             own = self.reduced * self.shards.size
             self._acquire().zero_()
             self.reduced.copy_(own)
-        self.received = [True] * len(self.parameters)
+        self.received = list(map(bool, used))
         self._is_shown = [False] * len(self.parameters)
 
     def gradient_view(self, index: int) -> Tensor:

@@ -142,6 +142,11 @@ def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
             f"precision='fp32' requires fp32 parameters, but {odd[0][0]} has dtype {odd[0][1]}: create the model in fp32, "
             "or call model.float() before parallelize"
         )
+    complex_ = [n for n, p in model.named_parameters() if p.is_complex() and p.requires_grad]
+    if plan.precision == "fp16" and complex_:
+        raise PlanError(
+            f"precision='fp16' does not support complex parameters such as {complex_[0]}; nearest plan: precision='bf16'"
+        )
     if diagnose and plan.precision != "fp16":
         raise PlanError(
             f"diagnose=True requires precision='fp16', got {plan.precision!r}, whose steps are never "

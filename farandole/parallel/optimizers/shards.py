@@ -165,12 +165,12 @@ class OptimizerShards:
 
         Gradients that the program has cleared become zero, and their elements of `used` become 0.
         """
-        self.bucket.resume()
-        for index, tensor in enumerate(self.tensors):
-            if self._is_cleared(index):
-                used[index] = 0
-                if tensor is not None:
-                    self._change(index, Tensor.zero_)
+        cleared = [index for index in range(len(self.tensors)) if self._is_cleared(index)]
+        used[cleared] = 0
+        self.bucket.resume(used.tolist())
+        for index in cleared:
+            if self.tensors[index] is not None:
+                self._change(index, Tensor.zero_)
 
     def mark_unfinished(self, has_gradient: Sequence[bool], norms: GradientNorms) -> None:
         """After a pass within `no_sync`, set the `.grad` of parameters whose gradients are kept elsewhere to a mark.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +132,14 @@ class Gatherer:
                 module.register_forward_pre_hook(self._before_forward(list(numbers))),
                 module.register_forward_hook(self._after_forward(list(numbers)), always_call=True),
             ]
+        owners = {module for module, _ in needs}
+        for module, numbers in needs:
+            for part in _parts(module, owners):
+                before, after = self._around_recomputation(list(numbers))
+                self._handles += [
+                    part.register_forward_pre_hook(before),
+                    part.register_forward_hook(after, always_call=True),
+                ]
 
     # ---- passes ----
 
@@ -245,7 +253,11 @@ class Gatherer:
         """Gather a group, and start gathering the next group."""
         if self._whole_contexts or not self._groups[group]:
             return
-        self._begin_pass("backward" if torch._C._current_graph_task_id() != -1 else "forward")
+        # a forward pass may differentiate a part of itself with `torch.autograd.grad`
+        in_forward = torch._C._current_graph_task_id() == -1 or (
+            self._depth and self._order.kind == "forward"
+        )
+        self._begin_pass("forward" if in_forward else "backward")
         if not all(weights.is_gathered for weights in self._groups[group]):
             self._order.request(group)
         for weights in self._groups[group]:
@@ -377,6 +389,30 @@ class Gatherer:
 
         return excluded_from_dynamo(after_forward)
 
+    def _around_recomputation(self, needs: list[int]) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return hooks for a part of a module, which `torch.utils.checkpoint` may recompute without the module itself.
+
+        The hooks of the checkpoint save the weights, as in the forward pass.  They are used before the weights of three
+        other groups are gathered, so they exist as long as they are needed.
+        """
+        recomputed: list[list[int]] = []  # the groups that each running call needs
+
+        def before(*_: Any) -> None:
+            in_backward = torch._C._current_graph_task_id() != -1
+            is_alone = in_backward and not any(self._users[group] for group in needs)
+            recomputed.append(needs if is_alone else [])
+            for group in recomputed[-1]:
+                self._users[group] += 1
+                self._need(group)
+
+        def after(*_: Any) -> None:
+            for group in recomputed.pop():
+                self._users[group] -= 1
+                if group in self._recent:
+                    self._touch(group)
+
+        return excluded_from_dynamo(before), excluded_from_dynamo(after)
+
     def _pack(self, tensor: Tensor) -> Any:
         for group in self._recent:
             for weights in self._groups[group]:
@@ -396,6 +432,15 @@ class Gatherer:
             return self._fetch(kept)
         self._need(kept.group)
         return kept.weights.use().as_strided(kept.shape, kept.stride, kept.offset)
+
+
+def _parts(module: nn.Module, owners: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the submodules of `module` that have parameters, without those that are, contain or belong to `owners`."""
+    for child in module.children():
+        if child not in owners:
+            if any(True for _ in child.parameters()) and not any(part in owners for part in child.modules()):
+                yield child
+            yield from _parts(child, owners)
 
 
 def _identity(tensor: Tensor) -> Tensor:

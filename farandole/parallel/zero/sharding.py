@@ -217,7 +217,9 @@ def plan_sharding(
 
     def plan_of(members: Sequence[nn.Parameter]) -> BucketPlan:
         first = members[0]
-        wanted = first.dtype if dtype is None or id(first) in kept else dtype
+        # a conversion of complex parameters would discard their imaginary parts
+        keeps = id(first) in kept or not first.is_floating_point()
+        wanted = first.dtype if dtype is None or keeps else dtype
         shards = len(ranks[id(first)].shards) if zero else 1
         shapes = [p.shape for p in members]
         # gradients of parameters outside of flat buffers keep their strides, which fused optimizers require
