@@ -105,9 +105,10 @@ class Operation:
             outputs = outputs if _takes_part(self.writers, core.rank, root) else []
             inputs = inputs if _takes_part(self.readers, core.rank, root) else []
         same_type(self.name, [*outputs, *inputs])
-        if self.root is not None and "parts" in (self.reads, self.writes):
+        has_parts = "parts" in (self.reads, self.writes)
+        if has_parts and self.root is not None:
             self._check_rooted(core, outputs, inputs, root, constants[-1])
-        elif outputs and inputs:
+        elif has_parts or (outputs and inputs):
             self._check_counts(core, outputs, inputs)
         return outputs, inputs
 

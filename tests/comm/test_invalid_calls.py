@@ -110,6 +110,13 @@ def check_lists(rank: int, size: int) -> None:
         for name, call in calls.items():
             with pytest.raises(ValueError, match=rf"{name}: expected .*, got {count or 'an empty list'}"):
                 call()
+    for empty_part, what in (
+        (lambda: dist.all_gather([], t), "output"),
+        (lambda: dist.all_gather([], t, async_op=True), "output"),
+        (lambda: dist.reduce_scatter(t.clone(), []), "input"),
+    ):
+        with pytest.raises(ValueError, match=f"got 0 for the {what} list and {size} for the group"):
+            empty_part()
     dist.barrier()
 
 
