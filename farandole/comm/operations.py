@@ -136,8 +136,10 @@ class Operation:
 
     def _check_counts(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         name, size, rank = self.name, core.size, core.rank
-        for what, form, tensors in ("output", self.writes, outputs), ("input", self.reads, inputs):
-            if form == "parts" and len(tensors) != 1:
+        sides = ("output", self.writes, outputs), ("input", self.reads, inputs)
+        parts = [(what, tensors) for what, form, tensors in sides if form == "parts"]
+        if any(len(tensors) != 1 for _, tensors in parts):
+            for what, tensors in parts:
                 same_count(name, f"the {what} list", len(tensors), "the group", size)
         own_output = outputs[rank if len(outputs) > 1 else 0].numel()
         own_input = inputs[rank if len(inputs) > 1 else 0].numel()

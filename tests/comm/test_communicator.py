@@ -342,6 +342,8 @@ def check_invalid(rank: int, size: int) -> None:
             (lambda comm: comm.reduce_scatter_init(three, []), "got 0 for the input list"),
             (lambda comm: comm.all_to_all([], []), f"got 0 for the output list and {size} for the group"),
             (lambda comm: comm.all_to_all([three] * size, []), "got 0 for the input list"),
+            (lambda comm: comm.all_to_all([three] * size, [three]), f"got 1 for the input list and {size} for the group"),
+            (lambda comm: comm.all_to_all([three], [three] * size), f"got 1 for the output list and {size} for the group"),
             (lambda comm: comm.reduce_scatter(three, four), f"got 4 for the input and {3 * size} for all outputs together"),
             (lambda comm: comm.reduce_scatter(three, [four] * size), "got 4 for this rank's input|got 4 for the input"),
             (lambda comm: comm.gather(three, [three] * size, 0, counts=[3]), "got 1 for the list of counts"),

@@ -4,6 +4,7 @@ mistake."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -110,13 +111,16 @@ def check_lists(rank: int, size: int) -> None:
         for name, call in calls.items():
             with pytest.raises(ValueError, match=rf"{name}: expected .*, got {count or 'an empty list'}"):
                 call()
-    for empty_part, what in (
-        (lambda: dist.all_gather([], t), "output"),
-        (lambda: dist.all_gather([], t, async_op=True), "output"),
-        (lambda: dist.reduce_scatter(t.clone(), []), "input"),
-    ):
-        with pytest.raises(ValueError, match=f"got 0 for the {what} list and {size} for the group"):
-            empty_part()
+    parts: list[tuple[Callable[[], object], str]] = [
+        (lambda: dist.all_gather([], t), "0 for the output"),
+        (lambda: dist.all_gather([], t, async_op=True), "0 for the output"),
+        (lambda: dist.reduce_scatter(t.clone(), []), "0 for the input"),
+        (lambda: dist.all_to_all([t.clone() for _ in range(size)], [t]), "1 for the input"),
+        (lambda: dist.all_to_all([t.clone()], [t] * size), "1 for the output"),
+    ]
+    for call, wrong in parts:
+        with pytest.raises(ValueError, match=f"got {wrong} list and {size} for the group"):
+            call()
     dist.barrier()
 
 
