@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "farandole"
 
 LEVELS = [
-    {"_extras", "_job_key", "_startup", "_torch_versions", "_troubleshooting"},
+    {"_exceptions", "_extras", "_job_key", "_startup", "_torch_versions", "_troubleshooting"},
     {"native"},
     {"comm", "_autoload"},
     {"mesh", "layout", "plan"},

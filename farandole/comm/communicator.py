@@ -576,10 +576,9 @@ class Communicator:
         output_splits: Sequence[int] | None,
         input_splits: Sequence[int] | None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        outputs, inputs = written_list(output), read_list(input)
-        if isinstance(output, (list, tuple)) or isinstance(input, (list, tuple)):
-            return outputs, inputs
-        return table.exchanged(outputs[0], inputs[0], output_splits, input_splits, self.size)
+        outputs = written_list(output) if isinstance(output, (list, tuple)) else written(output)  # type: ignore[arg-type]
+        inputs = read_list(input) if isinstance(input, (list, tuple)) else read(input)  # type: ignore[arg-type]
+        return table.exchanged(outputs, inputs, output_splits, input_splits, self.size)
 
 
 def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor], list[Tensor]]:

@@ -23,10 +23,20 @@ _ALL = _REDUCIBLE + [
     if kind not in _REDUCIBLE and not str(kind).startswith(("torch.q", "torch.bits"))
 ]
 
-TYPES: dict[torch.dtype, int] = {
-    kind: kind.itemsize << 8 | number for number, kind in enumerate(_ALL) if kind.itemsize
-}
-"""The C core's number for each dtype: (bytes per element << 8) | code."""
+
+class _Types(dict[torch.dtype, int]):
+    def __missing__(self, dtype: torch.dtype) -> int:
+        raise ValueError(
+            f"expected a dtype that can be communicated, got {dtype}; convert the tensor (a quantized tensor with "
+            "int_repr(), bits with view(torch.uint8))"
+        )
+
+
+TYPES = _Types({kind: kind.itemsize << 8 | number for number, kind in enumerate(_ALL) if kind.itemsize})
+"""The C core's number for each dtype: (bytes per element << 8) | code.
+
+The lookup of another dtype, such as `torch.qint8`, raises ValueError.
+"""
 
 TYPE_NAMES = {number: str(kind).removeprefix("torch.") for kind, number in TYPES.items()}
 

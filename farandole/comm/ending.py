@@ -14,6 +14,7 @@ import weakref
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
+from farandole._exceptions import message_of
 from farandole.comm.errors import CommunicationError
 
 REST_S = 1.0
@@ -84,7 +85,7 @@ def _leave_all() -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(message_of(error).split())
     if isinstance(error, CommunicationError) and with_cause(""):
         text = ""  # notes are short, and the cause contains the same text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -195,7 +195,7 @@ def _broadcast(output: Tensor | None, input: Tensor | None, root: int) -> Native
 
 def _all_to_all(outputs: Parts, inputs: Parts, size: int) -> Native:
     kind = TYPES[inputs[0].dtype]
-    if len(inputs) == 1 and inputs[0].numel() == outputs[0].numel():
+    if len(inputs) == len(outputs) == 1 and inputs[0].numel() == outputs[0].numel():
         arguments = inputs[0].data_ptr(), outputs[0].data_ptr(), inputs[0].numel() // size, kind
         return "frd_all_to_all_even", arguments
     sources, targets = pointers_to(inputs), pointers_to(outputs)

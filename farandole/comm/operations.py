@@ -105,9 +105,10 @@ class Operation:
             outputs = outputs if _takes_part(self.writers, core.rank, root) else []
             inputs = inputs if _takes_part(self.readers, core.rank, root) else []
         same_type(self.name, [*outputs, *inputs])
-        if self.root is not None and "parts" in (self.reads, self.writes):
+        has_parts = "parts" in (self.reads, self.writes)
+        if has_parts and self.root is not None:
             self._check_rooted(core, outputs, inputs, root, constants[-1])
-        elif outputs and inputs:
+        elif has_parts or (outputs and inputs):
             self._check_counts(core, outputs, inputs)
         return outputs, inputs
 
@@ -135,8 +136,10 @@ class Operation:
 
     def _check_counts(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         name, size, rank = self.name, core.size, core.rank
-        for what, form, tensors in ("output", self.writes, outputs), ("input", self.reads, inputs):
-            if form == "parts" and len(tensors) != 1:
+        sides = ("output", self.writes, outputs), ("input", self.reads, inputs)
+        parts = [(what, tensors) for what, form, tensors in sides if form == "parts"]
+        if any(len(tensors) != 1 for _, tensors in parts):
+            for what, tensors in parts:
                 same_count(name, f"the {what} list", len(tensors), "the group", size)
         own_output = outputs[rank if len(outputs) > 1 else 0].numel()
         own_input = inputs[rank if len(inputs) > 1 else 0].numel()
@@ -303,18 +306,25 @@ def same_count(call: str, what: str, found: int, which: str, expected: int) -> N
         raise ValueError(f"{call}: expected equal counts, got {found} for {what} and {expected} for {which}")
 
 
-def split_rows(tensor: Tensor, splits: Sequence[int] | None, ranks: int, what: str) -> list[Tensor]:
+def split_rows(
+    tensor: Tensor | list[Tensor], splits: Sequence[int] | None, ranks: int, what: str
+) -> list[Tensor]:
     """Split a tensor along dimension 0 into one part per rank.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor, or a list of the parts, which is returned unchanged.
         splits: The number of rows for each rank; if None or empty, all parts have the same number of rows.
         ranks: The number of ranks.
         what: The name of the tensor in error messages.
 
     Raises:
-        ValueError: if the numbers of rows do not add up to the number of rows of the tensor.
+        ValueError: if the numbers of rows do not add up to the number of rows of the tensor, or if both parts and
+            splits are given.
     """
+    if isinstance(tensor, list):
+        if splits:
+            raise ValueError(f"all_to_all: {what} splits apply to a tensor, got a list; omit them")
+        return tensor
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     rows = tensor.shape[0]
     if not splits:
@@ -332,20 +342,22 @@ def split_rows(tensor: Tensor, splits: Sequence[int] | None, ranks: int, what: s
 
 
 def exchanged(
-    output: Tensor,
-    input: Tensor,
+    output: Tensor | list[Tensor],
+    input: Tensor | list[Tensor],
     output_splits: Sequence[int] | None,
     input_splits: Sequence[int] | None,
     ranks: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Split the two tensors of an all-to-all along dimension 0, and return the output parts and the input parts.
+    """Return the output parts and the input parts of an all-to-all; tensors are split along dimension 0.
 
-    If no splits are given and both tensors are dense, return the whole tensors instead.
+    If no splits are given and both sides are dense tensors, return the whole tensors instead.
     """
     outputs = split_rows(output, output_splits, ranks, "output")
     inputs = split_rows(input, input_splits, ranks, "input")
-    even = not output_splits and not input_splits and is_dense(output) and is_dense(input)
-    return ([output], [input]) if even else (outputs, inputs)
+    whole = [each for each in (output, input) if isinstance(each, Tensor) and is_dense(each)]
+    if len(whole) == 2 and not output_splits and not input_splits:
+        return whole[:1], whole[1:]
+    return outputs, inputs
 
 
 def _takes_part(who: Who, rank: int, root: int) -> bool:

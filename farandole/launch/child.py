@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from farandole._exceptions import message_of
 from farandole._startup import leave, pause_collection
 from farandole.launch.cores import Share
 from farandole.launch.reports import ErrorReport, write_report
@@ -135,7 +136,7 @@ def _redirect_output(folder: str) -> None:
 
 def _error_report(error: BaseException) -> ErrorReport:
     trace = "".join(traceback.format_exception(type(error), error, _program_frames(error.__traceback__)))
-    return ErrorReport(type(error).__name__, str(error), trace, _is_consequence(error))
+    return ErrorReport(type(error).__name__, message_of(error), trace, _is_consequence(error))
 
 
 def _exit_report(code: object) -> ErrorReport:
@@ -181,7 +182,7 @@ def _is_consequence(error: BaseException | None) -> bool:
     while error is not None:
         if errors is not None and isinstance(error, errors.CommunicationError):
             return True
-        if "gloo/transport" in str(error):
+        if "gloo/transport" in message_of(error):
             return True
         error = error.__cause__
     return False

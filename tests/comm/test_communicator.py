@@ -191,6 +191,23 @@ def check_uneven(rank: int, size: int) -> None:
                 comm.all_to_all(outputs, sent)
                 assert all(torch.equal(found, big[r][(rank + r) % size]) for r, found in enumerate(outputs))
 
+                lengths = [[len(part) for part in parts] for parts in (outputs, sent)]
+                outputs = [torch.zeros_like(part) for part in outputs]
+                comm.all_to_all(outputs, torch.cat(sent), None, lengths[1])
+                assert all(torch.equal(found, big[r][(rank + r) % size]) for r, found in enumerate(outputs))
+                output = torch.zeros(sum(lengths[0]), dtype=torch.int64)
+                comm.all_to_all(output, sent, lengths[0])
+                assert torch.equal(output, torch.cat(outputs)), name
+
+        even = torch.arange(4.0 * size).view(2 * size, 2) + 100 * rank
+        expected = torch.cat([even[2 * rank : 2 * rank + 2] + 100 * (r - rank) for r in range(size)])
+        parts = [torch.zeros(2, 2) for _ in range(size)]
+        comm.all_to_all(parts, even)
+        assert torch.equal(torch.cat(parts), expected), name
+        output = torch.zeros_like(even)
+        comm.all_to_all_init(output, even.chunk(size))()
+        assert torch.equal(output, expected), name
+
 
 def check_scan(rank: int, size: int) -> None:
     for name, comm in communicators(rank, size):
@@ -335,6 +352,17 @@ def check_invalid(rank: int, size: int) -> None:
             (lambda comm: comm.all_gather(four, three), f"got 4 for the output and {3 * size} for all inputs together"),
             (lambda comm: comm.all_gather([three] * (size + 1), three), "for the output list"),
             (lambda comm: comm.all_gather([four] * size, three), "got 3 for this rank's input and 4 for this rank's output|got 4 for the output"),
+            (lambda comm: comm.all_gather([], three), f"all_gather: .* got 0 for the output list and {size} for the group"),
+            (lambda comm: comm.all_gather([], three, async_op=True), "got 0 for the output list"),
+            (lambda comm: comm.all_gather_init([], three), "got 0 for the output list"),
+            (lambda comm: comm.reduce_scatter(three, []), f"got 0 for the input list and {size} for the group"),
+            (lambda comm: comm.reduce_scatter_init(three, []), "got 0 for the input list"),
+            (lambda comm: comm.all_to_all([], []), f"got 0 for the output list and {size} for the group"),
+            (lambda comm: comm.all_to_all([three] * size, []), "got 0 for the input list"),
+            (lambda comm: comm.all_to_all([three] * size, [three]), f"got 1 for the input list and {size} for the group"),
+            (lambda comm: comm.all_to_all([three] * size, [three] * size, None, [3] * size), "input splits apply to a tensor, got a list; omit them"),
+            (lambda comm: comm.all_to_all([three] * size, torch.zeros(3 * size), [3] * size), "output splits apply to a tensor, got a list"),
+            (lambda comm: comm.all_to_all([three], [three] * size), f"got 1 for the output list and {size} for the group"),
             (lambda comm: comm.reduce_scatter(three, four), f"got 4 for the input and {3 * size} for all outputs together"),
             (lambda comm: comm.reduce_scatter(three, [four] * size), "got 4 for this rank's input|got 4 for the input"),
             (lambda comm: comm.gather(three, [three] * size, 0, counts=[3]), "got 1 for the list of counts"),

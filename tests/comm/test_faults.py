@@ -222,16 +222,26 @@ dist.broadcast(torch.ones(2), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
-def test_the_error_names_the_exception_of_the_ended_rank(tmp_path):
-    body = """
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        ("ValueError('the data are bad')", "ValueError: the data are bad"),
+        (
+            "type('E', (Exception,), {'__str__': lambda error: 1 / 0})()",
+            r"E: <exception str\(\) failed>",
+        ),
+    ],
+)
+def test_the_error_names_the_exception_of_the_ended_rank(tmp_path, error, text):
+    body = f"""
 if dist.get_rank() == 1:
-    raise ValueError("the data are bad")
+    raise {error}
 dist.broadcast(torch.ones(2), 1)
 """
     (code_0, errors_0), _ = run_program(tmp_path, 2, body)
     assert code_0 == 1
     assert re.search(
-        r"RankLeft: rank 1 \(process \d+\) left the group \(its program ended with ValueError: the data are bad\) "
+        r"RankLeft: rank 1 \(process \d+\) left the group \(its program ended with " + text + r"\) "
         r"after all_reduce\(sum, 3 x float32\), its call number 1; rank 0 \(process \d+\) was waiting for it in "
         r"broadcast\(2 x float32, from rank 1\), call number 2 of the default group",
         errors_0,

@@ -4,6 +4,8 @@ mistake."""
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -110,6 +112,16 @@ def check_lists(rank: int, size: int) -> None:
         for name, call in calls.items():
             with pytest.raises(ValueError, match=rf"{name}: expected .*, got {count or 'an empty list'}"):
                 call()
+    parts: list[tuple[Callable[[], object], str]] = [
+        (lambda: dist.all_gather([], t), "0 for the output"),
+        (lambda: dist.all_gather([], t, async_op=True), "0 for the output"),
+        (lambda: dist.reduce_scatter(t.clone(), []), "0 for the input"),
+        (lambda: dist.all_to_all([t.clone() for _ in range(size)], [t]), "1 for the input"),
+        (lambda: dist.all_to_all([t.clone()], [t] * size), "1 for the output"),
+    ]
+    for call, wrong in parts:
+        with pytest.raises(ValueError, match=f"got {wrong} list and {size} for the group"):
+            call()
     dist.barrier()
 
 
@@ -185,6 +197,31 @@ def fake_tensors(rank: int, size: int) -> None:
 
 def test_fake_tensors_are_refused(ranks):
     ranks(2).run(fake_tensors)
+
+
+def unsupported_dtypes(rank: int, size: int) -> None:
+    comm = Communicator(dist.group.WORLD)
+    with warnings.catch_warnings(action="ignore"):  # torch will remove quantized tensors
+        quantized = torch.quantize_per_tensor(torch.ones(size), 0.1, 0, torch.qint8)
+    for tensor in (quantized, torch.empty(size, dtype=torch.bits8)):
+        calls: list[Callable[[], object]] = [
+            lambda t=tensor: dist.broadcast(t, 0),
+            lambda t=tensor: dist.broadcast(t, 0, async_op=True).wait(),
+            lambda t=tensor: dist.all_gather([t.clone() for _ in range(size)], t),
+            lambda t=tensor: dist.all_to_all_single(t.clone(), t),
+            lambda t=tensor: dist.send(t, 1) if rank == 0 else dist.recv(t, 0),
+            lambda t=tensor: comm.broadcast_init(t),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match=rf"can be communicated, got {tensor.dtype}; .*int_repr\(\)"):
+                call()
+        with pytest.raises(ValueError, match=f"sum does not support {tensor.dtype}; convert the tensor"):
+            dist.all_reduce(tensor)
+    dist.barrier()
+
+
+def test_dtypes_that_cannot_be_communicated_are_refused(ranks):
+    ranks(2).run(unsupported_dtypes)
 
 
 # ---- sparse and dense ----

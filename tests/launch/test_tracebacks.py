@@ -14,6 +14,7 @@ PROGRAMS = {
     "raises": "def f():\n    raise ValueError('boo')\nf()\n",
     "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('k') from error\n",
     "not an Exception": "class Stop(BaseException): pass\nraise Stop('here')\n",
+    "no message": "class E(Exception):\n    def __str__(self): raise RuntimeError('bad')\nraise E\n",
     "imports": "import json\njson.loads('{')\n",
     "missing module": "import no_such_module\n",
 }

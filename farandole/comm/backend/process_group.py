@@ -555,7 +555,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
             return None
         core, calls = self._dispatcher.core, []
         for outputs, inputs in pairs:
-            reduction = [reduction_number(opts.reduceOp, inputs[0].dtype)] if operation.reduces else []
+            reduction = [reduction_number(opts.reduceOp, outputs[0].dtype)] if operation.reduces else []
             calls.append(operation.call(core, outputs, inputs, *reduction, *constants))
         if written is None:
             written = [output for outputs, _ in pairs for output in outputs]

@@ -1,0 +1,11 @@
+"""The message of an exception."""
+
+from __future__ import annotations
+
+
+def message_of(error: BaseException) -> str:
+    """Return `str(error)`, or Python's replacement text if the exception cannot be converted to a string."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
