@@ -41,18 +41,21 @@ class ReplicatedBuffers:
     def __init__(self, model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], groups: Groups) -> None:
         self._model, self._groups = model, groups
         self._names: dict[tuple[int, ...], list[str]] = {}  # by replicas, in the same order on all of them
-        self._shapes: dict[str, torch.Size] = {}
+        self._shapes = {name: b.shape for name, b in model.named_buffers(remove_duplicate=False)}
         for name, buffer in model.named_buffers():
             if buffer.is_floating_point():
                 replicas = ranks_of(mesh, layouts[name], groups.comm.rank, 0).copies
                 self._names.setdefault(replicas, []).append(name)
-                self._shapes[name] = buffer.shape
         self._known = self._versions()
 
     @property
     def changed(self) -> bool:
         """Return whether this rank has changed a buffer since the last average."""
         return self._versions() != self._known
+
+    def has_layout(self, name: str, buffer: Tensor) -> bool:
+        """Return whether the layout of `name` still describes `buffer`: no step has created or resized the buffer."""
+        return buffer.shape == self._shapes.get(name)
 
     def accept(self, buffers: Iterable[Tensor]) -> None:
         """Mark the current values of `buffers` as averaged, because all replicas have made the same changes."""
@@ -76,7 +79,11 @@ class ReplicatedBuffers:
             comm = self._groups.of_ranks(replicas)
             if comm is None:
                 continue
-            fitting = {name: now[name] for name in names if self._fits(name, now.get(name))}
+            fitting = {
+                name: now[name]
+                for name in names
+                if name in now and self.has_layout(name, now[name]) and now[name].is_floating_point()
+            }
             flags = torch.tensor(
                 [
                     [name in fitting and id(fitting[name]) in changed for name in names],
@@ -98,9 +105,6 @@ class ReplicatedBuffers:
                     for buffer, mean in zip(members, means, strict=True):
                         buffer.copy_(mean.view(buffer.shape))
         self._known = self._versions()
-
-    def _fits(self, name: str, buffer: Tensor | None) -> bool:
-        return buffer is not None and buffer.is_floating_point() and buffer.shape == self._shapes[name]
 
     def _versions(self) -> list[tuple[int, int]]:
         # BatchNorm's kernel increments only the version of its batch counter, so the versions of all buffers are compared
