@@ -83,11 +83,14 @@ class OffloadedOptimizer:
         self._group_of = _check(optimizer, self.units)
         for group in optimizer.param_groups:
             _prefer_fused(group)
-        per_group = [_state_of_group(optimizer, index) for index in range(len(optimizer.param_groups))]
+        kinds = {(index, shard.dtype) for shard, index in self._group_of.items()}
+        kept = {kind: _elementwise_state(optimizer, *kind) for kind in kinds}
         self._places: list[list[_ShardLayout]] = []
         sizes = []
         for unit in self.units:
-            places, nbytes = _lay_out(unit, [per_group[self._group_of[shard]] for shard in unit], weights)
+            places, nbytes = _lay_out(
+                unit, [kept[self._group_of[shard], shard.dtype] for shard in unit], weights
+            )
             self._places.append(places)
             sizes.append(nbytes)
         self._kept: dict[Tensor, dict[str, Any]] = {}
@@ -367,19 +370,19 @@ def _restricted_to(
         optimizer.param_groups, optimizer.state = kept
 
 
-def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
-    """Return the names and dtypes of the elementwise state of shards in group `index`.
+def _elementwise_state(optimizer: Optimizer, index: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the names and dtypes of the elementwise state of shards of dtype `dtype` in group `index`.
 
     If the shards have no state yet, one step on an example shard determines the names and dtypes.
     """
     group = optimizer.param_groups[index]
-    shards = [shard for shard in group["params"] if optimizer.state.get(shard)]
+    shards = [shard for shard in group["params"] if shard.dtype == dtype and optimizer.state.get(shard)]
     name = type(optimizer).__name__
     if shards:
         shard = max(shards, key=torch.Tensor.numel)
         found = optimizer.state[shard]
-    elif group["params"]:
-        shard = nn.Parameter(torch.zeros(_PROBE_ELEMENTS, dtype=group["params"][0].dtype, device="cpu"))
+    else:
+        shard = nn.Parameter(torch.zeros(_PROBE_ELEMENTS, dtype=dtype, device="cpu"))
         shard.grad = torch.zeros_like(shard)
         with _restricted_to(optimizer, [{**group, "params": [shard]}], {}):
             try:
@@ -391,8 +394,6 @@ def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
                     f"optimizer, such as AdamW, Adam or SGD"
                 ) from error
             found = optimizer.state[shard]
-    else:
-        return {}
     tensors = {key: value for key, value in found.items() if isinstance(value, Tensor)}
     for key, value in tensors.items():
         if value.shape != shard.shape and value.numel() != 1:

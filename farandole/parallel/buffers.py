@@ -28,6 +28,8 @@ def with_buffers(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, L
 class ReplicatedBuffers:
     """Averages the floating-point buffers of `model` over their replicas, if a step has changed them.
 
+    Buffers that a step creates, and buffers whose shape has changed on any replica, are not averaged.
+
     Args:
         layouts: the layouts of all tensors in the mesh.
         groups: the groups of ranks that store the same elements.
@@ -37,14 +39,23 @@ class ReplicatedBuffers:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], groups: Groups) -> None:
-        self._model, self._mesh, self._layouts, self._groups = model, mesh, layouts, groups
-        _ = self._by_replicas()  # checks the layouts
+        self._model, self._groups = model, groups
+        self._names: dict[tuple[int, ...], list[str]] = {}  # by replicas, in the same order on all of them
+        self._shapes = {name: b.shape for name, b in model.named_buffers(remove_duplicate=False)}
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point():
+                replicas = ranks_of(mesh, layouts[name], groups.comm.rank, 0).copies
+                self._names.setdefault(replicas, []).append(name)
         self._known = self._versions()
 
     @property
     def changed(self) -> bool:
         """Return whether this rank has changed a buffer since the last average."""
         return self._versions() != self._known
+
+    def has_layout(self, name: str, buffer: Tensor) -> bool:
+        """Return whether the layout of `name` still describes `buffer`: no step has created or resized the buffer."""
+        return buffer.shape == self._shapes.get(name)
 
     def accept(self, buffers: Iterable[Tensor]) -> None:
         """Mark the current values of `buffers` as averaged, because all replicas have made the same changes."""
@@ -63,13 +74,29 @@ class ReplicatedBuffers:
             if any(known.get(id(b)) != b._version for b in module.buffers(recurse=False))
             for buffer in module.buffers(recurse=False)
         }
-        for replicas, buffers in sorted(self._by_replicas().items()):  # in one order on all ranks
+        now = dict(self._model.named_buffers(remove_duplicate=False))
+        for replicas, names in sorted(self._names.items()):  # in one order on all ranks
             comm = self._groups.of_ranks(replicas)
             if comm is None:
                 continue
-            flags = torch.tensor([id(buffer) in changed for buffer in buffers], dtype=torch.uint8)
+            fitting = {
+                name: now[name]
+                for name in names
+                if name in now and self.has_layout(name, now[name]) and now[name].is_floating_point()
+            }
+            flags = torch.tensor(
+                [
+                    [name in fitting and id(fitting[name]) in changed for name in names],
+                    [name not in fitting for name in names],
+                ],
+                dtype=torch.uint8,
+            )
             comm.all_reduce(flags, "max")
-            chosen = [buffer for buffer, flag in zip(buffers, flags.tolist(), strict=True) if flag]
+            chosen = [
+                fitting[name]
+                for name, is_changed, is_unfit in zip(names, *flags.tolist(), strict=True)
+                if is_changed and not is_unfit
+            ]
             for members in _alike(chosen):
                 with torch.no_grad():
                     flat = torch.cat([buffer.detach().reshape(-1) for buffer in members])
@@ -78,18 +105,6 @@ class ReplicatedBuffers:
                     for buffer, mean in zip(members, means, strict=True):
                         buffer.copy_(mean.view(buffer.shape))
         self._known = self._versions()
-
-    def _by_replicas(self) -> dict[tuple[int, ...], list[Tensor]]:
-        """Return the floating-point buffers, grouped by their replicas: the ranks that store the same elements.
-
-        Each group has the same order on all ranks.
-        """
-        found: dict[tuple[int, ...], list[Tensor]] = {}
-        for name, buffer in self._model.named_buffers():
-            if buffer.is_floating_point():
-                replicas = ranks_of(self._mesh, self._layouts[name], self._groups.comm.rank, 0).copies
-                found.setdefault(replicas, []).append(buffer)
-        return found
 
     def _versions(self) -> list[tuple[int, int]]:
         # BatchNorm's kernel increments only the version of its batch counter, so the versions of all buffers are compared

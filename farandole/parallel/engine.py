@@ -535,8 +535,9 @@ class Engine:
         """Write the state of the model and its optimizers to a new folder.  This is a collective call.
 
         The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the states of the
-        random number generators, and `extra`.  The extra state of modules (`get_extra_state`) is not saved, and a warning
-        names these modules.  The folder receives its final name when it is complete.
+        random number generators, and `extra`.  Buffers that a forward pass has created or resized and the extra state of
+        modules (`get_extra_state`) are not saved, and warnings name these buffers and modules.  The folder receives its
+        final name when it is complete.
 
         Args:
             folder: a folder that does not exist yet, on a file system that all ranks share.
@@ -583,7 +584,7 @@ class Engine:
     def export(self, folder: str | Path, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30) -> None:
         """Write parameters and buffers to safetensors files in a new folder, for other programs.
 
-        This is a collective call.
+        Buffers that a forward pass has created or resized are not written.  This is a collective call.
 
         Args:
             dtype: the dtype of floating-point tensors; by default the dtype of the master weights.
@@ -698,6 +699,10 @@ class Engine:
             self.rounding.steps = saved["rounding_steps"]
         self._updates.restore_settings(saved["groups"])
         self._mean.expected = saved.get("count")  # missing in checkpoints of earlier versions
+
+    def has_layout(self, name: str, buffer: Tensor) -> bool:
+        """Return whether a layout describes `buffer`: no step has created or resized the buffer."""
+        return self._reducer.buffers.has_layout(name, buffer)
 
     def accept_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Mark the current values of `buffers` as averaged, because all ranks have made the same changes."""

@@ -199,6 +199,35 @@ def test_existing_state_is_preserved(records: Any) -> None:
     pair.offloaded.close()
 
 
+@pytest.mark.parametrize("first", [torch.float32, torch.float64])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_group_may_have_parameters_of_several_dtypes(
+    records: Any, first: torch.dtype, has_state: bool
+) -> None:
+    second = torch.float64 if first == torch.float32 else torch.float32
+    own = [nn.Parameter(torch.randn(n, dtype=dtype)) for n, dtype in ((5, first), (9, second), (3, first))]
+    away = [nn.Parameter(parameter.detach().clone()) for parameter in own]
+    reference, optimizer = AdamW(own, fused=True), AdamW(away, fused=True)
+    if has_state:  # of the first dtype only
+        for parameter in (own[0], away[0]):
+            parameter.grad = torch.ones_like(parameter)
+        reference.step()
+        optimizer.step()
+    offloaded = OffloadedOptimizer(optimizer, [away[:2], away[2:]], records)
+    for _ in range(2):
+        for mine, its in zip(own, away, strict=True):
+            mine.grad = torch.randn_like(mine)
+            its.grad = mine.grad.clone()
+        reference.step()
+        offloaded.step()
+    found = [shard for unit in saved_copy(offloaded) for shard in unit]
+    for parameter, shard in zip(own, found, strict=True):
+        assert torch.equal(shard.weights, parameter)
+        for name, value in reference.state[parameter].items():
+            assert torch.equal(shard.state[name], value), name
+    offloaded.close()
+
+
 def test_schedulers_and_counts_in_groups_work(records: Any) -> None:
     class Counting(SGD):
         """Counts steps in its groups, and derives its learning rate from the count, as some optimizers do."""

@@ -110,6 +110,49 @@ def test_batch_norm_continues_with_the_mean_of_all_statistics(ranks: Any) -> Non
         torch.testing.assert_close(torch.stack(found), sum(expected) / 2)
 
 
+class Caching(nn.Module):
+    """Has buffers that the forward pass creates or extends to the number of samples, and one of constant shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("constant", torch.zeros(2))
+        self.register_buffer("unset", None)
+        self.register_buffer("longer", torch.ones(1))
+        self.register_buffer("replaced", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "created"):
+            self.register_buffer("created", torch.ones(len(x)))
+        self.unset = self.longer = torch.ones(len(x))
+        self.replaced = torch.ones(3) * len(x)
+        self.constant.add_(len(x))
+        output: Tensor = self.layer(x) * self.unset[:, None]
+        return output
+
+
+def _cached(rank: int, size: int, zero: int) -> dict[str, Tensor]:
+    model = Caching()
+    engine = Engine(model, Communicator(torch.distributed.group.WORLD), zero=zero)
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        # on rank 0, `longer` keeps its shape
+        engine(torch.ones(1 + 2 * rank, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+    return {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_buffers_that_a_step_creates_or_resizes_are_not_averaged(ranks: Any, zero: int) -> None:
+    for rank, found in enumerate(ranks(2).run(_cached, zero)):
+        assert found["constant"].tolist() == [4.0, 4.0]
+        assert found["replaced"].tolist() == [2.0, 2.0, 2.0]
+        for name in ("unset", "longer", "created"):
+            assert found[name].tolist() == [1.0] * (1 + 2 * rank), name
+
+
 def _several_parts(rank: int, size: int) -> None:
     mesh = Mesh.box(size, factors=None, tensor=size)
     split = Layout(

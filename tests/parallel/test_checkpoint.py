@@ -495,3 +495,51 @@ def test_a_warning_names_the_modules_whose_extra_state_is_not_saved(ranks: Any, 
     assert text.startswith(
         "the checkpoint does not contain the extra state (get_extra_state) of 1; pass it as"
     )
+
+
+class _Caching(nn.Module):
+    """A layer, and persistent buffers that the forward pass creates or extends to the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("unset", None)
+        self.register_buffer("longer", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unset, self.longer = torch.ones(len(x)), torch.ones(len(x))
+        output: Tensor = self.layer(x) * self.longer[:, None]
+        return output
+
+
+def _saves_caches(rank: int, size: int, folder: Path) -> None:
+    """Check that the ranks can save, and that both the same engine and a new engine can load."""
+    model = _Caching()
+    engine = farandole.parallelize(model, Plan(zero=2))
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    engine(torch.ones(2 + rank, 3)).sum().backward()
+    optimizer.step()
+    with mock.patch.object(checkpoint, "warn_once") as warned:
+        engine.save(folder / "state")
+    engine.export(folder / "exported")
+    engine.load(folder / "state")
+    engine.load_weights(folder / "exported")
+    assert len(model.unset) == len(model.longer) == 2 + rank
+    ((text,), _) = warned.call_args
+    assert text.startswith(
+        "the checkpoint does not contain the buffers unset, longer, because the forward pass"
+    )
+    again = _Caching()
+    resumed = farandole.parallelize(again, Plan(zero=2))
+    resumed.load(folder / "state")
+    resumed.load_weights(folder / "exported")
+    assert again.unset is None
+    assert again.longer.tolist() == [0.0]
+    with engine.whole(), resumed.whole():
+        assert torch.equal(again.layer.weight, model.layer.weight)
+    engine.close()
+    resumed.close()
+
+
+def test_buffers_that_a_step_creates_or_resizes_are_not_saved(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(_saves_caches, tmp_path)

@@ -31,7 +31,14 @@ from farandole.comm.fallback import local_group
 from farandole.comm.notices import warn_once
 from farandole.parallel.checkpoint.errors import CheckpointError, UnreadableError
 from farandole.parallel.checkpoint.ranges import Range
-from farandole.parallel.checkpoint.state import State, empty_state, offloaded_states, restore, state_of
+from farandole.parallel.checkpoint.state import (
+    State,
+    empty_state,
+    offloaded_states,
+    persistent_buffers,
+    restore,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
@@ -162,6 +169,7 @@ def save(
     """Save the engine to a folder; see `Engine.save`."""
     comm, text, state = engine.comm, "", State()
     _warn_of_extra_state(engine.model)
+    _warn_of_buffers(engine)
     failure: OSError | str = ""
     try:
         text = _json({"version": _VERSION, **engine.metadata(), "extra": dict(extra)})
@@ -192,6 +200,16 @@ def _warn_of_extra_state(model: nn.Module) -> None:
         warn_once(
             f"the checkpoint does not contain the extra state (get_extra_state) of {', '.join(names[:5])}; pass it as "
             "engine.save(extra=...), and restore it after engine.load"
+        )
+
+
+def _warn_of_buffers(engine: Engine) -> None:
+    """Log a warning if a forward pass has created or resized a persistent buffer, because it is not saved."""
+    names = [name for name, b in persistent_buffers(engine.model) if not engine.has_layout(name, b)]
+    if names:
+        warn_once(
+            f"the checkpoint does not contain the buffers {', '.join(names[:5])}, because the forward pass created or "
+            "resized them; give them their final shapes before parallelize, or register them with persistent=False"
         )
 
 

@@ -164,7 +164,10 @@ class Stored:
 
 
 def stored_tensors(engine: Engine) -> Iterator[Stored]:
-    """Yield this rank's parts of all parameters and buffers."""
+    """Yield this rank's parts of all parameters, and of all persistent buffers that layouts describe.
+
+    Other buffers can have different shapes on different ranks.
+    """
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     in_buckets = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
     in_buckets |= {id(parameter) for weights in engine.weights for parameter in weights.parameters}
@@ -189,8 +192,9 @@ def stored_tensors(engine: Engine) -> Iterator[Stored]:
         plain = type(parameter.data) is Tensor  # quantized tensors are not part of the state
         if plain and id(parameter) not in in_buckets:
             yield Stored(*place_of(parameter), 0, parameter.detach)
-    for name, buffer in _persistent_buffers(engine.model):
-        yield Stored(name, _place(engine, name, buffer), 0, partial(_itself, buffer))
+    for name, buffer in persistent_buffers(engine.model):
+        if engine.has_layout(name, buffer):
+            yield Stored(name, _place(engine, name, buffer), 0, partial(_itself, buffer))
 
 
 def _part_of(weights: FlatWeights, part: slice) -> Tensor:
@@ -243,7 +247,8 @@ def _place(engine: Engine, name: str, tensor: Tensor) -> TensorBoxes:
     return TensorBoxes.of_boxes(layout.shape, tensor.shape, layout.boxes(engine.mesh, cell))
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and values of the buffers that `state_dict` contains."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
