@@ -49,12 +49,12 @@ def explain(
             table.add_row(name_of(title), cause)
         console.print(table)
         return
-    explained = sections()
-    found = matching(" ".join(message), explained)
+    text, explained = " ".join(message), sections()
+    found = matching(text, explained)
     if not found:
-        names = nearest(name_of(" ".join(message)), list(map(name_of, explained)))
+        names = nearest(name_of(text), list(map(name_of, explained)))
         hint = f"did you mean {' or '.join(names)}?" if names else "farandole explain lists all sections"
-        typer.echo(f"farandole explain: no section explains {' '.join(message)!r}; {hint}", err=True)
+        typer.echo(f"farandole explain: no section explains {text!r}; {hint}", err=True)
         raise typer.Exit(2)
     for title in found:
         console.print(Markdown(f"## {title}\n\n{explained[title]}"))

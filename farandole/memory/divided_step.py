@@ -39,7 +39,8 @@ def divided_step(optimizer: Optimizer, *, keep: bool = True) -> Iterator[Callabl
     """Return a context that yields a function, which steps the current `param_groups` of `optimizer`: a part of the step.
 
     Step hooks are not called.  An optimizer may count its steps in an attribute.  Therefore each part starts with the
-    numbers, strings and containers of such values that the attributes had before the step.
+    numbers, strings and containers of such values that the attributes had before the step.  A tensor with one element is
+    a number.
 
     Args:
         keep: whether the attributes have the values of the last part after the context.  If the context raises an
@@ -50,9 +51,8 @@ def divided_step(optimizer: Optimizer, *, keep: bool = True) -> Iterator[Callabl
     plain = cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step
     before = copy.deepcopy(_plain_attributes(optimizer))
     hooks = {name: vars(optimizer)[name] for name in _HOOKS}
-    vars(optimizer).update(
-        {name: OrderedDict() for name in _HOOKS}
-    )  # for a `step` that calls `super().step()`
+    # a `step` that calls `super().step()` would call the hooks
+    vars(optimizer).update({name: OrderedDict() for name in _HOOKS})
 
     def step_part() -> None:
         _restore(optimizer, before)
@@ -86,4 +86,5 @@ def _is_plain(value: Any) -> bool:
         return _is_plain([*value, *value.values()])
     if isinstance(value, list | tuple | set):
         return all(map(_is_plain, value))
-    return isinstance(value, int | float | complex | str | None)
+    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+    return is_number or isinstance(value, int | float | complex | str | None)

@@ -86,7 +86,7 @@ class Grammars:
                 reason = first.get_error().partition("\n")[0]
                 raise RequestError(
                     name,
-                    f"expected a {name} that accepts a text, but no text can begin with any token ({reason})",
+                    f"expected a {name} that some text matches, but no token can begin such a text ({reason})",
                 )
         with self._lock:
             core = self._compiled.setdefault(grammar, core)

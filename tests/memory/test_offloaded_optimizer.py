@@ -338,9 +338,11 @@ def test_counts_in_attributes_work_and_hooks_are_not_called(records: Any) -> Non
         def __init__(self, groups: Any, lr: float) -> None:
             super().__init__(groups, lr, momentum=0.9)
             self.rates: list[float] = []
+            self.total = torch.zeros(())
 
         def step(self, closure: Any = None) -> Any:
             self.count += 1
+            self.total += 1
             self.rates.append(0.1 / self.count)
             for group in self.param_groups:
                 group["lr"] = self.rates[-1]
@@ -354,7 +356,7 @@ def test_counts_in_attributes_work_and_hooks_are_not_called(records: Any) -> Non
     hook = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     for _ in range(3):
         pair.step()
-    assert optimizer.count == 3
+    assert optimizer.count == optimizer.total == 3
     assert optimizer.rates == [0.1 / count for count in (1, 2, 3)]
     pair.check()
     pair.offloaded.close()

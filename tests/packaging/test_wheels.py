@@ -81,6 +81,7 @@ def test_a_wheel_needs_no_compiler(tmp_path: Path) -> None:
     assert program is not None
     (tmp_path / "first.py").write_text(program[1])
     run([commands / "farandole", "launch", "-n", "2", "first.py"], tmp_path, environment)
+    assert "RankDied" in run([commands / "farandole", "explain", "rankdied"], tmp_path, environment).stdout
     core = "from farandole import native; print(native.why_unavailable(), native.vector_level().name)"
     found = run([commands / "python", "-c", core], tmp_path, environment).stdout
     assert found.split() == ["None", vector_level().name]

@@ -21,12 +21,18 @@ WIDTH = 4
 class Checkpointed(nn.Module):
     """Recomputes a part of itself."""
 
+    reentrant = False
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(lambda y: self.last(torch.tanh(self.first(y))), x, use_reentrant=False)
+        return x + checkpoint(lambda y: self.last(torch.tanh(self.first(y))), x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
 
 
 class Force(nn.Module):
@@ -64,17 +70,37 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.scale
+
+    def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return x * self.scale
+        return x
 
 
-BLOCKS = {"checkpointed": Checkpointed, "force": Force, "spectral": Spectral}
+class Span(Scaled):
+    """Recomputes a layer together with all blocks."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__(block)
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: self.body(torch.tanh(self.first(y))), x, use_reentrant=False) * self.scale
+
+
+BLOCKS = {
+    "checkpointed": Checkpointed,
+    "reentrant": Reentrant,
+    "span": Checkpointed,
+    "force": Force,
+    "spectral": Spectral,
+}
 
 
 def _build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return Scaled(BLOCKS[name])
+    return (Span if name == "span" else Scaled)(BLOCKS[name])
 
 
 def _samples(step: int) -> Tensor:

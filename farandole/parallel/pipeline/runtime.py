@@ -445,7 +445,7 @@ def _check_output(output: Any, stage: int) -> None:
         raise TypeError(
             f"stage {stage} returned {kinds}; expected a tensor, or a tuple of tensors and None, between blocks"
         )
-    OutputShape.of(output).encode()
+    OutputShape.of(output).numbers()
 
 
 def _leaves(output: Any) -> Any:

@@ -109,11 +109,11 @@ class OutputShape:
         parts = tuple(None if number < 0 else tensors[number] for number in self.parts)
         return parts[0] if self.single else parts
 
-    def encode(self) -> Tensor:
-        """Return the shape as a header of `HEADER_LENGTH` numbers.
+    def numbers(self) -> list[int]:
+        """Return the shape as at most `HEADER_LENGTH` numbers.
 
         Raises:
-            TypeError: if the header is too short, or a dtype is not supported.
+            TypeError: if more numbers are needed, or a dtype is not supported.
         """
         numbers = [int(self.single), len(self.parts), *self.parts, len(self.tensors)]
         for shape in self.tensors:
@@ -127,7 +127,14 @@ class OutputShape:
                 f"a stage's output has {len(self.parts)} tensors, whose shapes need {len(numbers)} numbers, more than "
                 f"{HEADER_LENGTH}; return fewer tensors from a block"
             )
-        return torch.tensor(numbers + [0] * (HEADER_LENGTH - len(numbers)))
+        return numbers
+
+    def encode(self) -> Tensor:
+        """Return the shape as a header of `HEADER_LENGTH` numbers."""
+        numbers = self.numbers()
+        header = torch.zeros(HEADER_LENGTH, dtype=torch.int64)
+        header[: len(numbers)] = torch.tensor(numbers)
+        return header
 
     @classmethod
     def decode(cls, header: Tensor) -> OutputShape:

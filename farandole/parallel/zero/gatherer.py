@@ -134,8 +134,8 @@ class Gatherer:
             ]
         owners = {module for module, _ in needs}
         for module, numbers in needs:
-            for part in _parts(module, owners):
-                before, after = self._around_recomputation(list(numbers))
+            for part in _parts(module, owners) if numbers else ():
+                before, after = self._around_part(list(numbers))
                 self._handles += [
                     part.register_forward_pre_hook(before),
                     part.register_forward_hook(after, always_call=True),
@@ -357,23 +357,13 @@ class Gatherer:
             for group in needs:
                 self._users[group] += 1
                 self._need(group)
-            context = None
-            if needs:
-                outer = _enclosing_hooks()
-                ours = outer is not None and outer[0] == self._pack  # of an enclosing module
-                self._outer.append(self._outer[-1] if ours else outer)
-                context = saved_tensors_hooks(self._pack, self._unpack)
-                context.__enter__()
-            self._contexts.append(context)
+            self._contexts.append(self._enter_hooks(_enclosing_hooks()) if needs else None)
 
         return excluded_from_dynamo(before_forward)
 
     def _after_forward(self, needs: list[int]) -> Callable[..., None]:
         def after_forward(*_: Any) -> None:
-            context = self._contexts.pop()
-            if context is not None:
-                context.__exit__(None, None, None)
-                self._outer.pop()
+            self._exit_hooks()
             for group in needs:
                 self._users[group] -= 1
                 self._later[group] -= 1
@@ -389,29 +379,45 @@ class Gatherer:
 
         return excluded_from_dynamo(after_forward)
 
-    def _around_recomputation(self, needs: list[int]) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _around_part(self, needs: list[int]) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return hooks for a part of a module, which `torch.utils.checkpoint` may recompute without the module itself.
 
-        The hooks of the checkpoint save the weights, as in the forward pass.  They are used before the weights of three
-        other groups are gathered, so they exist as long as they are needed.
+        They have an effect only if the gatherer's hooks for saved tensors are not active, or are hidden by other hooks,
+        such as those of the checkpoint.  So the part saves the same tensors in its forward pass and in its recomputation.
         """
-        recomputed: list[list[int]] = []  # the groups that each running call needs
+        gathered: list[list[int]] = []  # the groups that each running call needs
 
         def before(*_: Any) -> None:
-            in_backward = torch._C._current_graph_task_id() != -1
-            is_alone = in_backward and not any(self._users[group] for group in needs)
-            recomputed.append(needs if is_alone else [])
-            for group in recomputed[-1]:
+            outer = _enclosing_hooks()
+            in_pass = self._depth > 0 or torch._C._current_graph_task_id() != -1
+            is_hidden = in_pass and (outer is None or outer[0] != self._pack)
+            gathered.append(needs if is_hidden else [])
+            for group in gathered[-1]:
                 self._users[group] += 1
                 self._need(group)
+            self._contexts.append(self._enter_hooks(outer) if is_hidden else None)
 
         def after(*_: Any) -> None:
-            for group in recomputed.pop():
+            self._exit_hooks()
+            for group in gathered.pop():
                 self._users[group] -= 1
-                if group in self._recent:
-                    self._touch(group)
 
         return excluded_from_dynamo(before), excluded_from_dynamo(after)
+
+    def _enter_hooks(self, outer: _Hooks | None) -> saved_tensors_hooks:
+        """Enter the hooks for saved tensors, within the hooks `outer`."""
+        ours = outer is not None and outer[0] == self._pack  # of an enclosing module
+        self._outer.append(self._outer[-1] if ours else outer)
+        context = saved_tensors_hooks(self._pack, self._unpack)
+        context.__enter__()
+        return context
+
+    def _exit_hooks(self) -> None:
+        """Exit the hooks that were entered for the innermost running module, if any."""
+        context = self._contexts.pop()
+        if context is not None:
+            context.__exit__(None, None, None)
+            self._outer.pop()
 
     def _pack(self, tensor: Tensor) -> Any:
         for group in self._recent:
