@@ -10,7 +10,7 @@ a few buffers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +147,10 @@ class OffloadedOptimizer:
             }
             for shard, places in zip(self.units[unit], self._places[unit], strict=True)
         ]
+
+    def elementwise(self, unit: int) -> list[Collection[str]]:
+        """Return the names of the states with one number per element, for each shard of `unit`."""
+        return [places.state.keys() for places in self._places[unit]]
 
     def saved(self, first: int = 0) -> Iterator[tuple[int, list[ShardState]]]:
         """Yield the index and the shard states of each unit, beginning with unit `first`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 import shutil
 import zlib
@@ -451,6 +452,26 @@ def _save_and_load_empty(rank: int, size: int, folder: Path) -> None:
 
 def test_parameters_without_elements(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(_save_and_load_empty, tmp_path)
+
+
+def _load_into_new_engine(rank: int, size: int, folder: Path) -> None:
+    ways: list[Way] = [
+        (size, "farandole", zero, "fp32", place) for zero in (0, 2) for place in ("none", "host")
+    ]
+    for number, (before, after) in enumerate(itertools.product(ways, ways)):
+        engine, optimizer = _make(before, seed=1)
+        _train(engine, optimizer, 0, 2)
+        engine.save(folder / str(number))
+        expected = _train(engine, optimizer, 2, 2)
+        engine.close()
+        engine, optimizer = _make(after, seed=2)  # without steps, which would create the optimizer states
+        engine.load(folder / str(number))
+        assert _train(engine, optimizer, 2, 2) == pytest.approx(expected, rel=1e-4), (before, after)
+        engine.close()
+
+
+def test_a_new_engine_loads_the_states_of_a_scalar(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(_load_into_new_engine, tmp_path)
 
 
 def _save_and_load_settings(rank: int, size: int, folder: Path) -> None:

@@ -397,13 +397,13 @@ def offloaded_states(
             if state:
                 read_state(folder, state)
             records = []
-            for stem, shard, kept in zip(stems, members, update.state.kept(unit), strict=True):
+            for stem, shard, elementwise in zip(stems, members, update.state.elementwise(unit), strict=True):
                 states: dict[str, Any] = {}
                 for key in keys[stem]:
                     found = state[f"{stem}/{key}"]
                     value = found.values if isinstance(found, Range) else found
                     # elementwise state has the shape of the shard, even if its parameter is a scalar
-                    states[key] = value.view(shard.shape) if isinstance(kept.get(key), torch.dtype) else value
+                    states[key] = value.view(shard.shape) if key in elementwise else value
                 values = loaded[f"model.{places[id(shard)][0]}"]
                 assert isinstance(values, Range)
                 records.append(ShardState(values.values.to(shard.dtype).view(shard.shape), states))

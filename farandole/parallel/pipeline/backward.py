@@ -36,13 +36,16 @@ Parallelism") describe schedules that need the split.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
@@ -83,7 +86,11 @@ class SavedTensors:
                 "a tensor needed by the backward pass was modified in place after it was saved; use an out-of-place operation"
             )
         thread = threading.get_ident()
-        if self._is_releasing and thread not in self._in_branch:
+        if (
+            self._is_releasing
+            and thread not in self._in_branch
+            and not _is_recomputing(sys._getframe().f_back)
+        ):
             self._used.setdefault(thread, []).append(saved)
         return saved.tensor
 
@@ -111,6 +118,11 @@ class SavedTensors:
     def _release(self, thread: int) -> None:
         for saved in self._used.pop(thread, ()):
             saved.tensor = None
+
+
+def _is_recomputing(caller: FrameType | None) -> bool:
+    """Return whether `torch.utils.checkpoint` reads the inputs of a function, which both halves may have to recompute."""
+    return caller is not None and caller.f_globals is vars(torch.utils.checkpoint)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from farandole.memory.tracker import MemoryTracker
@@ -142,6 +143,24 @@ def test_both_halves_together_are_a_backward_pass(name):
         "custom": {"weight"},
         "norm": {"inner.0.weight", "inner.0.bias"},
     }.get(name, norms)
+
+
+def test_both_halves_recompute_a_checkpointed_function():
+    torch.manual_seed(0)
+    first, frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(lambda y: frozen(torch.tanh(first(y))), x * 2, use_reentrant=False)
+
+    (x,), saved = _leaves(((3, 6),)), SavedTensors()
+    first.double(), frozen.double()
+    expected = torch.autograd.grad(run(x).square().sum(), (x, *first.parameters()))
+    with saved.hooks():
+        loss = run(x).square().sum()
+    split = SplitBackward([loss], [x], saved)
+    found = split.input_gradients([torch.ones_like(loss)])
+    split.weight_gradients()
+    torch.testing.assert_close([*found, first.weight.grad, first.bias.grad], list(expected))
 
 
 def test_a_loss_that_frees_its_gradients_runs_once():
