@@ -4,7 +4,7 @@
 # make test-torch TORCH=2.15.0   run the tests of process groups with this version of torch, in a separate environment
 # make test-without-compiler   run tests without a C compiler, so that ranks communicate through Gloo
 # make docs   build the documentation into site/ and check every link; make docs-serve serves it at 127.0.0.1:8000
-# make pictures   draw the pictures in the documentation whose data or code has changed
+# make pictures   redraw the documentation's pictures if their data or code has changed
 # make matrix run the tests of process groups with each installed Python in PYTHONS and each torch version in TORCHES, with and
 #             without a compiler
 # make wheels build the source distribution and wheels for x86_64 and aarch64 in dist/, and test them
@@ -60,7 +60,7 @@ PYTEST := $(BIN)/pytest --numprocesses 3 --dist worksteal
 tests: test-tensorflow $(VENV)/chromium.stamp
 	$(PYTEST) $(TENSORFLOW_TESTS:%=--ignore=%)
 
-# Only the tests of TensorFlow can import it: if TensorFlow were installed in the environment, tensorboard would import it in
+# Only the TensorFlow tests can import TensorFlow. If it were installed in the environment, tensorboard would import it in
 # every training run.
 TENSORFLOW_TESTS := tests/horovod/tensorflow tests/bench/test_tensorflow.py
 

@@ -1,9 +1,9 @@
-"""Compare tensor parallelism with `parallelize_module` of torch.
+"""Compare farandole's tensor parallelism with torch's `parallelize_module`.
 
     python -m benchmarks.axes [--ranks 2]
 
-Each rank has one thread.  The implementations alternate in one run, one training step each (forward and backward pass,
-fused AdamW), for a GPT of 124 M parameters in fp32 with 2 samples of 256 tokens.
+Each rank has one thread.  The implementations alternate after each training step (forward and backward pass, fused
+AdamW).  The model is a GPT with 124 M parameters in fp32, and a batch has 2 samples of 256 tokens.
 
 - `ideal`: each rank computes its part of every sharded matrix, without communication.
 - `parallelize_module`: DTensor, with separate projections of queries, keys and values, a vocabulary that is sharded by
@@ -113,7 +113,7 @@ def split_with_torch(model: PlainGPT, mesh: DeviceMesh) -> None:
 
 
 def torch_step(mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> Callable[[], Any]:
-    """Return a training step of `parallelize_module`."""
+    """Return a training step with `parallelize_module`."""
     torch.manual_seed(0)
     model = PlainGPT(CONFIG)
     split_with_torch(model, mesh)
@@ -160,7 +160,7 @@ def run_rank() -> None:
 
 
 def summarize(seconds: dict[str, list[float]], ours: str) -> list[dict[str, Any]]:
-    """Return a row for each implementation, with the ratios of its seconds to farandole's in the same round."""
+    """Return a row for each implementation, with the ratios of its times to farandole's times in the same rounds."""
     rows = []
     for name, found in seconds.items():
         ratios = sorted(theirs / own for theirs, own in zip(found, seconds[ours], strict=True))

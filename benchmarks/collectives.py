@@ -63,7 +63,7 @@ class Bench:
         self.host = self.comm.group._host  # type: ignore[attr-defined]  # the C core, without torch
 
     def all_reduce(self, size: int) -> dict[str, Callable[[], Any]]:
-        """Return all-reduces of `size` bytes in fp32; with `copy`, each rank copies the same number of bytes."""
+        """Return all-reduces of `size` bytes in fp32; the entry `copy` instead copies the same number of bytes."""
         count = max(1, size // 4)
         ours, theirs, source = torch.zeros(count), torch.zeros(count), torch.zeros(count)
         shared = self.comm.empty(count).zero_()

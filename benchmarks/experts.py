@@ -7,7 +7,7 @@ Each rank has one thread.  The implementations alternate in one run.
 - `exchange`: an uneven all-to-all of rows of 512 fp32 numbers, forward and backward.
 - `training step`: a Mixtral with 4 experts, 2 of which process each token, in fp32, with 1 or 2 samples of 256 tokens
   per rank (forward and backward pass, fused AdamW).  The torch implementation trains the same model with torchtitan's
-  steps, and reduces the gradients of the other weights with DistributedDataParallel.
+  operations, and reduces the gradients of all weights except the experts' weights with DistributedDataParallel.
 - `without communication`: two copies of the rows instead of an exchange, or a training step in which each rank sends
   its own rows to its own experts.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.horovod [--ranks 2]
 
-ResNet-18 (11.7 M parameters) is trained with 16 images of 64 x 64 pixels per rank, SGD with momentum and fp32, with one
+ResNet-18 (11.7 M parameters) is trained in fp32 with momentum SGD, on 16 images of 64 x 64 pixels per rank, with one
 thread per rank.  Each implementation has a copy of the model; the implementations alternate after every step.
 With `no communication`, each rank trains alone.
 """

@@ -1,4 +1,4 @@
-"""Compare the training of language models with a plain loop, the Hugging Face Trainer, and Accelerate.
+"""Compare language-model training with farandole, a plain loop, the Hugging Face Trainer, and Accelerate.
 
     python -m benchmarks.language [--model gpt2|llama] [--ranks 1|2] [--rounds 5] [--save]
 
@@ -82,7 +82,7 @@ class Implementation:
         self._read()
 
     def step(self) -> float:
-        """Train a step, and return the seconds of the slowest rank."""
+        """Run a training step, and return the slowest rank's time in seconds."""
         for process in self.processes:
             _pipe(process.stdin).write("step\n")
             _pipe(process.stdin).flush()
@@ -101,7 +101,7 @@ class Implementation:
         return found
 
     def collect(self) -> float:
-        """Return the seconds of the last step of the Trainer."""
+        """Return the duration of the Trainer's last step in seconds."""
         return max(seconds for seconds, _, _ in self._read())
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 
 def write_model(name: str, folder: Path) -> None:
-    """Write the folder of a model with random weights."""
+    """Write a model with random weights to `folder`."""
     program = (
         "from tests import torchvision_models\nimport json, sys, torch, transformers as t\ntorch.manual_seed(0)\n"
         "kind, options = json.loads(sys.argv[1])\nconfig = getattr(t, kind + 'Config')(**options)\n"
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=2, help="samples per step of all ranks")
+    parser.add_argument("--rows", type=int, default=2, help="samples per step over all ranks")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument(
@@ -173,7 +173,7 @@ def with_earlier(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]
 
 
 def measure(members: list[Implementation], rounds: int) -> None:
-    """Train one step of each implementation per round; the first round is not counted."""
+    """Run one training step of each implementation per round; the first round is not counted."""
     for number in range(rounds + 1):
         for member in members:
             seconds = member.step()
@@ -188,7 +188,7 @@ def measure(members: list[Implementation], rounds: int) -> None:
 
 
 def summarize(members: list[Implementation]) -> list[dict[str, Any]]:
-    """Return a row for each implementation, with the ratios of its seconds to farandole's."""
+    """Return a row for each implementation, with the ratios of its times to farandole's times."""
     ours = members[0].seconds
     rows = []
     for member in members:

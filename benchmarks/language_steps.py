@@ -15,7 +15,7 @@ from farandole.parallel.axes import Layouts, Position
 from farandole.plan import Plan
 
 Apply = Callable[[nn.Module, Position, Plan, Layouts], None]
-"""The function of an axis that transforms a model."""
+"""A parallelism axis's function that transforms a model."""
 
 
 def random_batch(
@@ -32,7 +32,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def our_step(build: Callable[[], nn.Module], plan: Plan, batch: tuple[Tensor, Tensor]) -> Callable[[], Any]:
-    """Return a training step of farandole."""
+    """Return a training step with farandole."""
     torch.manual_seed(0)
     engine = farandole.parallelize(model := build(), plan)
     optimizer = engine.optimizer(adamw(model))

@@ -41,20 +41,20 @@ class Batches:
 
 
 def theirs(folder: Path) -> Any:
-    """Return the model in `transformers`, without dropout."""
+    """Return the `transformers` model in `folder`, without dropout."""
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
 
 
 def cross_entropy(model: Any, tokens: Tensor) -> Tensor:
-    """Return the loss of a model of `transformers`."""
+    """Return the loss of a `transformers` model."""
     logits = model(tokens[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def farandole_step(folder: Path, batches: Batches, precision: str, zero: int) -> Callable[[], float]:
-    """Return a step of farandole."""
+    """Return a step with farandole."""
     import farandole
     from farandole.models.hf import from_pretrained
 
@@ -122,7 +122,7 @@ def accelerate_step(folder: Path, batches: Batches, precision: str, fsdp: bool) 
 
 
 def run_trainer(folder: Path, batches: Batches, precision: str) -> None:
-    """Train with the Trainer of `transformers`, which waits for a line of the input before each step."""
+    """Train with the `transformers` Trainer, which waits for a line of input before each step."""
     import transformers
 
     class Gate(transformers.TrainerCallback):
@@ -170,13 +170,13 @@ def run_trainer(folder: Path, batches: Batches, precision: str) -> None:
 
 
 def wait() -> None:
-    """Wait for a line of the input, and end the process if the input has ended."""
+    """Wait for a line of input, and end the process if the input has ended."""
     if not sys.stdin.readline():
         os._exit(0)
 
 
 def answer(seconds: float, loss: float) -> None:
-    """Write the seconds of a step, its loss, and the peak memory so far."""
+    """Write the duration of a step in seconds, its loss, and the peak memory so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps([seconds, loss, peak]), flush=True, file=OUT)
 

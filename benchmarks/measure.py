@@ -80,7 +80,7 @@ def seconds_per_round(
     calls: int = 1,
     warm_ups: int = 1,
 ) -> dict[str, list[float]]:
-    """Return the seconds per call of each implementation per round, measured until the last rank has finished.
+    """Return each implementation's seconds per call in each round, measured until the last rank has finished.
 
     The rounds follow `warm_ups` rounds that are not measured.
     """

@@ -6,8 +6,8 @@ Each rank has one thread.
 
 With four ranks, stages sleep, so that the number of cores does not matter:
 
-- `idle`: the idle fraction of a step of every schedule for 8 micro-batches, measured and simulated.
-- `memory`: the peak of all tensors in a step, without weights, in stages that compute, and the simulator's peak.
+- `idle`: the idle fraction of a step with 8 micro-batches, measured and simulated, for every schedule.
+- `memory`: the peak memory of all tensors except weights in a step, measured and simulated; here, stages compute.
 
 With two ranks on two cores, stages compute:
 
@@ -47,7 +47,7 @@ MEASURED = ("layer", "gpipe", "1f1b", "v-half", "v-min", "zb-v", "gems", "gems-w
 DEPTH = 48
 """The number of layers in a rank's part of the model when memory is measured."""
 UNIT_S = 0.01
-"""The time in seconds that a rank sleeps in each forward pass, input gradient and weight gradient of its stages."""
+"""The time in seconds that a rank sleeps in each forward, input-gradient and weight-gradient pass of its stages."""
 LAYERS, WIDTH, HEADS, WORDS = 8, 256, 4, 1024
 SAMPLES, LENGTH = 2, 128
 """The number of samples in a micro-batch and their length, for transformer layers."""
@@ -107,7 +107,7 @@ class _SleptWeight(Function):
 
 
 class Sleeping(nn.Module):
-    """A block that sleeps for `seconds` in a forward pass, an input gradient and a weight gradient."""
+    """A block that sleeps for `seconds` in each forward, input-gradient and weight-gradient pass."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def measured_idle(engine: Engine, step: Callable[[], Any], runtime: Runtime, rou
 
 
 def idle_row(name: str, timelines: list[Any], expected: list[float]) -> dict[str, Any]:
-    """Return one row of the table of idle fractions, in percent and points."""
+    """Return one row of the idle table: fractions in percent, and differences in percentage points."""
     found = [timeline.idle for timeline in timelines]
     differences = sorted(100 * (m - e) for m, e in zip(found, expected, strict=True))
     return {
@@ -251,7 +251,7 @@ def transformer() -> nn.Sequential:
 
 
 def our_step(name: str, ranks: int, tokens: Tensor) -> tuple[Engine, Callable[[], Any]]:
-    """Return the engine and a step of farandole on (micro-batches, samples, length) tokens."""
+    """Return farandole's engine and a step on tokens of shape (micro-batches, samples, length)."""
     engine = farandole.parallelize(transformer(), Plan(pipeline=ranks, schedule=name))
 
     def loss(logits: Tensor, batch: Tensor) -> tuple[Tensor, int]:
@@ -262,7 +262,7 @@ def our_step(name: str, ranks: int, tokens: Tensor) -> tuple[Engine, Callable[[]
 
 
 def torch_step(name: str, tokens: Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
-    """Return a step of `torch.distributed.pipelining` with the same blocks in each stage."""
+    """Return a step with `torch.distributed.pipelining` and the same blocks in each stage."""
     schedule, model = build(name, group.size(), MICRO_BATCHES), transformer()
     ranges = balance(parameter_costs(model), schedule.stages).ranges
     stages = []

@@ -26,7 +26,7 @@ HIDDEN, LAYERS, VOCABULARY, SHARDS = 1024, 16, 32000, "300MB"
 CHUNK = 8 << 20
 LIMIT, SHARED_LIMIT = "writing new memory", "writing shared memory, rank 0 of 2"
 NAMES = ("reading the files", "farandole", LIMIT, "farandole rank 0 of 2, zero=3", SHARED_LIMIT)
-"""The implementations.  The limits only write as many bytes to new memory; the kernel allocates and clears pages."""
+"""The implementations.  The limits only write as many bytes as the weights to new memory, which the kernel clears."""
 
 
 def write_folder(folder: Path) -> None:

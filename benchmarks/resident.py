@@ -36,7 +36,7 @@ def in_shared_memory(address: int) -> bool:
 
 
 class PeakOf:
-    """Samples the total `data_bytes` of several processes in a thread within a `with` block, and records its peak.
+    """Records the peak of the total `data_bytes` of several processes, sampled by a thread during a `with` block.
 
     with PeakOf(pids) as memory:
         ...

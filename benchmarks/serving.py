@@ -47,7 +47,7 @@ FORMATS = {
 """The options of farandole's engines, by name."""
 
 Generate = Callable[[], tuple[float, list[list[int]]]]
-"""Generates all requests, and returns the seconds and the tokens."""
+"""Processes all requests, and returns the seconds and the tokens."""
 
 
 def write_model(folder: Path) -> None:
@@ -71,7 +71,7 @@ def write_model(folder: Path) -> None:
 
 
 def one_by_one_with_transformers(model: Any, requests: list[Request]) -> list[list[int]]:
-    """Generate one request after another."""
+    """Process one request after another."""
     found = []
     for request in requests:
         inputs = torch.tensor([request.prompt])
@@ -86,7 +86,7 @@ def one_by_one_with_transformers(model: Any, requests: list[Request]) -> list[li
 
 
 def static_batch_with_transformers(model: Any, requests: list[Request]) -> list[list[int]]:
-    """Generate all requests in one padded batch; tokens after the end of a request do not count."""
+    """Process all requests in one padded batch; tokens after the end of a request do not count."""
     longest = max(len(request.prompt) for request in requests)
     padding = [longest - len(request.prompt) for request in requests]
     inputs = torch.tensor([[0] * n + request.prompt for n, request in zip(padding, requests, strict=True)])
@@ -100,7 +100,7 @@ def static_batch_with_transformers(model: Any, requests: list[Request]) -> list[
 
 
 def continuous_batch_with_transformers(model: Any, requests: list[Request]) -> list[list[int]]:
-    """Generate all requests with continuous batching; each request has its own number of tokens."""
+    """Process all requests with continuous batching; each request has its own number of tokens."""
     config = transformers.GenerationConfig(
         max_new_tokens=128, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
     )
@@ -121,7 +121,7 @@ def continuous_batch_with_transformers(model: Any, requests: list[Request]) -> l
 
 
 def ours(engine: GenerationEngine, requests: list[Request]) -> list[list[int]]:
-    """Generate all requests at once."""
+    """Process all requests at once."""
     numbers = [
         engine.add(request.prompt, Sampling(max_tokens=request.output_tokens, temperature=0))
         for request in requests
@@ -134,7 +134,7 @@ def ours(engine: GenerationEngine, requests: list[Request]) -> list[list[int]]:
 
 
 def ours_one_by_one(engine: GenerationEngine, requests: list[Request]) -> list[list[int]]:
-    """Generate one request after another."""
+    """Process one request after another."""
     return [ours(engine, [request])[0] for request in requests]
 
 

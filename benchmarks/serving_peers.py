@@ -1,4 +1,4 @@
-"""Run other implementations of generation for `benchmarks.serving`, in a separate environment.
+"""Run other implementations of text generation for `benchmarks.serving`, in a separate environment.
 
     python3 -m venv peers && peers/bin/pip install torch==2.13.0 transformers ctranslate2 onnxruntime-genai onnx-ir \
         openvino-genai nncf gguf llama-cpp-python
@@ -9,7 +9,7 @@
     PYTHONPATH=older peers/bin/python benchmarks/serving_peers.py export FOLDER
     python -m benchmarks.serving --model FOLDER --peers peers/bin/python
 
-`export` writes the models of OpenVINO, whose exporter needs an older version of transformers.  `run` reads one list of
+`export` writes the models for OpenVINO, whose exporter needs an older version of transformers.  `run` reads one list of
 requests (prompt, number of output tokens) per line, and prints the seconds and the generated tokens of each list.
 """
 
@@ -30,7 +30,7 @@ CONTEXT = 512
 
 
 def convert(folder: Path) -> None:
-    """Write a tokenizer, which some libraries require, and the models of all libraries except OpenVINO."""
+    """Write a tokenizer, which some libraries require, and the models for all libraries except OpenVINO."""
     from ctranslate2.converters import TransformersConverter
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -54,7 +54,7 @@ def convert(folder: Path) -> None:
 
 
 def export(folder: Path) -> None:
-    """Write the models and the tokenizer of OpenVINO."""
+    """Write the models and the tokenizer for OpenVINO."""
     import openvino
     from openvino_tokenizers import convert_tokenizer
     from optimum.intel import OVModelForCausalLM
@@ -71,7 +71,7 @@ def export(folder: Path) -> None:
 
 
 def write_gguf(folder: Path, kind: str) -> None:
-    """Write the model for llama.cpp, whose rotary positions pair neighboring values."""
+    """Write the model for llama.cpp, whose rotary embedding pairs neighboring values."""
     import gguf
     from gguf.quants import quantize
     from transformers import LlamaForCausalLM
@@ -141,7 +141,7 @@ def ctranslate2(folder: Path, kind: str, threads: int) -> Run:
 
 
 def onnxruntime(folder: Path, kind: str, threads: int) -> Run:
-    """Return a function that generates one padded batch; tokens after the end of a request do not count."""
+    """Return a function that processes one padded batch; tokens after the end of a request do not count."""
     import numpy as np
     import onnxruntime_genai as genai
 

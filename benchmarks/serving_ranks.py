@@ -1,4 +1,4 @@
-"""Compare one rank with tensor parallelism and with replicas: tokens per second while all requests decode.
+"""Compare one rank, tensor parallelism and replicas: tokens per second while all requests decode.
 
     python -m benchmarks.serving_ranks [--rounds 3] [--save]
 

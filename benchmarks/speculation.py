@@ -2,9 +2,9 @@
 
     python -m benchmarks.speculation [--threads 2] [--rounds 3] [--save]
 
-The model is a Llama with 110 M random parameters in fp32.  Its greedy text soon repeats itself, and its sampled text
-does not.  The layers of the model after the first two have little effect, so that the draft model, which has the first
-two layers, predicts the greedy text as a trained draft model would.
+The model is a Llama with 110 M random parameters in fp32.  Its greedily decoded text soon repeats itself, but its
+sampled text does not.  The layers of the model after the first two have little effect, so that the draft model, which
+has the first two layers, predicts the greedy text as a trained draft model would.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def run(engine: GenerationEngine, prompts: list[list[int]], parameters: dict[str, Any]) -> list[list[int]]:
-    """Generate all requests at once, and return the tokens of each."""
+    """Process all requests at once, and return the generated tokens of each request."""
     numbers = [engine.add(prompt, Sampling(**{"max_tokens": TOKENS} | parameters)) for prompt in prompts]
     found: dict[int, list[int]] = {number: [] for number in numbers}
     while engine.has_work:

@@ -1,4 +1,4 @@
-"""Compare the training speed of the default preset on two ranks with one rank and with DDP.
+"""Compare training speeds for the default preset: farandole on several ranks, farandole on one rank, and DDP.
 
     python -m benchmarks.training [--ranks 2]
 

@@ -40,7 +40,7 @@ MODELS = {
     "10M": (GPTConfig(vocabulary=4096, context=256, layers=5, heads=6, width=384), 4),
     "124M": (GPTConfig(vocabulary=50304, context=256, layers=12, heads=12, width=768), 2),
 }
-"""For each model: its configuration, and the number of samples per step for every two ranks."""
+"""For each model: its configuration, and the number of samples per step and pair of ranks."""
 LIMIT = "no communication"
 YARDSTICK = Setting("alone", 0, "fp32", backend="")
 STAGES: dict[int, dict[str, Setting]] = {
@@ -62,7 +62,7 @@ STAGES: dict[int, dict[str, Setting]] = {
 CLOSE = {"fp32": 1e-4, "bf16": 3e-2}
 """The largest allowed difference in nats between a loss and the loss of a single process in fp32."""
 LEARNT = 0.1
-"""The smallest decrease of the loss, in nats, with which a comparison of losses is meaningful."""
+"""The smallest decrease of the loss, in nats, for which a comparison of losses is meaningful."""
 BYTES_PER_PARAMETER = 20
 """The number of bytes of a weight, its gradient and two moments in fp32, plus 25 %."""
 
@@ -103,7 +103,7 @@ class Benchmark:
             )
 
     def stage(self, implementations: dict[str, Setting]) -> dict[str, dict[str, Any]]:
-        """Measure implementations in turns, and return their figures by name."""
+        """Measure implementations in alternating turns, and return their figures by name."""
         needed = BYTES_PER_PARAMETER * self.config.parameters * self.options.ranks * len(implementations)
         if needed > available_bytes():
             raise MemoryError(
@@ -145,7 +145,7 @@ class Benchmark:
         return {"losses": losses, "before_bytes": before}
 
     def times(self, process_sets: dict[str, ProcessSet]) -> dict[str, dict[str, float]]:
-        """Run the implementations in turns, and return the median, fastest and slowest seconds per step."""
+        """Alternate the implementations, and return the median, fastest and slowest seconds per step."""
         seconds: dict[str, list[float]] = {name: [] for name in process_sets}
         busy: dict[str, list[float]] = {name: [] for name in process_sets}
         for _ in range(self.options.turns):

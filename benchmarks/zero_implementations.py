@@ -60,7 +60,7 @@ def join(setting: Setting) -> None:
 
 
 def build(setting: Setting, model: nn.Sequential) -> Step:
-    """Return a training step of `model` with the implementation of `setting`."""
+    """Return a training step of `model` with the implementation that `setting` selects."""
     return BUILDERS[setting.implementation](setting, model)
 
 

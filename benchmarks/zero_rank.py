@@ -30,7 +30,7 @@ BATCHES = 2
 
 
 def batches_of(config: GPTConfig, samples: int, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and targets of `count` samples from sample `first` on in each batch, for any number of ranks."""
+    """Return each batch's inputs and targets for `count` samples, starting at sample `first` of the full batch."""
     generator = torch.Generator().manual_seed(1)
     shape = (BATCHES, samples, config.context + 1)
     tokens = torch.randint(config.vocabulary, shape, generator=generator)[:, first : first + count]

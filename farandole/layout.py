@@ -46,8 +46,8 @@ class Part:
 
     Each part of the dimension is sharded separately, so that every rank has rows of each part.
 
-    Each group of `unit` rows stays together, such as the rows of an attention head.  Groups of `copies` consecutive
-    ranks on the axis hold the same chunk, such as ranks that share a key-value head.
+    Each group of `unit` rows, such as the rows of an attention head, stays together.  Each group of `copies`
+    consecutive ranks on the axis, such as the ranks that share a key-value head, holds the same chunk.
     """
 
     size: int
@@ -94,8 +94,7 @@ class Layout:
         shape: the tensor's shape in the unsharded model.
         stages: the pipeline stages that contain the tensor; a tied embedding is in two stages.
         shards: pairs of an axis and the sharding along it, applied in this order.
-        same: the axes along which copies have identical gradients, such as normalization weights under tensor
-            parallelism.
+        same: the axes along which copies have identical gradients, such as the tensor axis for normalization weights.
     """
 
     name: str
@@ -188,9 +187,9 @@ class Layout:
         gradients.
 
         - If no class occurs in two signatures, and no rank has two cells of one class, there are two cases.  If every
-          signature belongs to equally many ranks, each column contains one rank of each signature, and all coefficients
-          are 1.  If some signatures belong to more ranks than others, a single column contains all ranks, and the
-          coefficient of a rank is 1 / (number of ranks with its signature).
+          signature belongs to the same number of ranks, each column contains one rank of each signature, and all
+          coefficients are 1.  If some signatures belong to more ranks than others, a single column contains all ranks,
+          and the coefficient of a rank is 1 / (number of ranks with its signature).
         - Otherwise, a single column contains all ranks, and the coefficients are chosen so that each class counts once.
 
         Returns:

@@ -30,7 +30,7 @@ AXES = ("data", "pipeline", "mirror", "spatial", "context", "expert", "tensor")
 
 
 LOSS_AXES = ("data", "context", "expert")
-"""The axes along which ranks compute different samples or tokens; gradients are averaged over these ranks."""
+"""The axes along which ranks process different samples or tokens; gradients are averaged over these ranks."""
 
 
 SAMPLE_AXES = ("data", "expert")

@@ -164,8 +164,8 @@ class Plan:
         stage_bytes: with `pipeline` > 1, the maximum number of bytes on a rank for the parameters of its stages and for
             the activations of the micro-batches in flight.  Among the divisions into stages that fit, the fastest one
             is used.
-        deferred_batch_norm: with `pipeline` > 1, update the running statistics of BatchNorm once per step, with the
-            mean and variance over all samples of the step, instead of once per micro-batch
+        deferred_batch_norm: with `pipeline` > 1, whether to update the running statistics of BatchNorm once per step,
+            with the mean and variance over all samples of the step, instead of once per micro-batch
             (`parallel.pipeline.batch_norm`).
         tensor: the number of ranks that compute each layer together (`parallel.tensor`).
         sequence: with `tensor` > 1, whether the tokens are also split over these ranks between the layers' matrix

@@ -6,7 +6,7 @@
 
 The first command stops with an error.  It prints the parameter for which memory ran out, and plans that fit.  The
 second command trains the model: weights and gradients are sharded over the ranks, activations are recomputed, and
-AdamW's states are on the disk.
+AdamW's states are stored on disk.
 
 The model has 192 layers of width 1024 and predicts masked tokens.  The default training text is Python's standard
 library.  No process holds the full model, because the model is initialized block by block.  See
@@ -63,7 +63,7 @@ class Iteration:
         passes_s: the duration of the forward and backward passes, in seconds.
         update_s: the duration of the update, in seconds.
         tracked: the number of bytes in use, according to `DeviceMemory`.
-        resident: a text that states the resident memory of the process.
+        resident: text that states the resident memory of the process.
     """
 
     loss: float
@@ -192,7 +192,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 
 def device_of(options: argparse.Namespace, runtime: farandole.Runtime) -> Machine:
-    """Return a machine whose memory counts only tensors, as in `DeviceMemory`, with an arbitrary disk."""
+    """Return a machine whose memory counts only tensors, as in `DeviceMemory`, and whose disk is arbitrary."""
     return Machine(
         memory=options.device_memory or sys.maxsize,
         disk=Bandwidth(1e9, 1e9, "any"),
@@ -283,7 +283,7 @@ def iteration_line(
 def summary(
     results: list[Iteration], options: argparse.Namespace, memory: DeviceMemory, runtime: farandole.Runtime
 ) -> str:
-    """Return the last log line; a collective call."""
+    """Return the last log line.  This is a collective call."""
     peaks: list[int] = [0] * runtime.size
     dist.all_gather_object(peaks, memory.peak)
     seconds = sum(result.passes_s + result.update_s for result in results)
@@ -299,7 +299,7 @@ def summary(
 
 
 def resident_note() -> str:
-    """Return a text that states the proportional set size of this process (`Pss` in proc(5)); "" if not on Linux."""
+    """Return text that states the proportional set size of this process (`Pss` in proc(5)); "" if not on Linux."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:

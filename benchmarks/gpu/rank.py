@@ -20,7 +20,7 @@ from benchmarks.gpu.registry import Context, Skip, checks
 
 RESULTS = "results"
 STACKS_BEFORE_S = 2.0
-"""The number of seconds before a check's deadline at which its stacks are printed."""
+"""A check's stacks are printed this number of seconds before the check's deadline."""
 
 
 def main(device: str, factor: str, folder: str, *names: str) -> None:

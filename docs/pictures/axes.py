@@ -1,4 +1,4 @@
-"""Draw which rank stores which part of a weight, and which positions, from the layouts of small models."""
+"""Draw which parts of a weight and which positions each rank stores, from the layouts of small models."""
 
 from __future__ import annotations
 

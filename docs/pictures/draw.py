@@ -148,7 +148,7 @@ def draw_plans(path: Path) -> None:
 
 
 def imports() -> set[tuple[str, str]]:
-    """Return the packages of the picture that import each other, without imports that longer paths imply."""
+    """Return pairs (importing package, imported package), without imports that longer paths imply."""
     from tests.test_imports import FILES, PACKAGE, imported_packages
 
     arrows = set()

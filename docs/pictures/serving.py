@@ -1,4 +1,4 @@
-"""Draw the pictures of the pages of `farandole serve`: screenshots of servers that have small models with random weights."""
+"""Draw the pictures of `farandole serve`'s pages: screenshots of servers whose small models have random weights."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
 
 
 def measured(module: str, ranks: int, kind: str | int, *, instead: str, remeasure: bool = False) -> Any:
-    """Run `module` on `ranks` ranks, and return the JSON value that it writes.  A line on stderr announces this.
+    """Run `module` on `ranks` ranks, and return the JSON value that it writes.  A line on stderr announces the run.
 
     If there are fewer cores than ranks, the module runs on one rank per core.  If the cache contains a result, it is
     returned instead, unless `remeasure` is True.

@@ -1,4 +1,4 @@
-"""One rank of `farandole plan --check`: train a few steps on random text, and measure memory.
+"""One rank of `farandole plan --check`: train for a few steps on random text, and measure memory.
 
     python -m farandole.bench.plan_check JOB_SPEC
 
@@ -43,7 +43,7 @@ class Seen:
 
     Args:
         process: the memory of the process before the model exists.
-        libraries: the memory of the pages of libraries; the other fields do not include these pages.
+        libraries: the memory of library pages; the other fields do not include these pages.
         parts: the sizes of the weights, the gradients and the optimizer states, which exist between steps.
         tensors: the peak size of the other tensors during a step.
         start: the peak memory of the process before the first step.

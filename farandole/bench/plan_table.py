@@ -120,7 +120,7 @@ def plans(planned: Planned) -> Group:
         )
     if "swap" in names:
         lines.append(
-            f"swap: the largest peak, with up to {size(BEHIND_BYTES)} of activations that wait to be written"
+            f"swap: the peak is the worst case, with up to {size(BEHIND_BYTES)} of activations waiting to be written"
         )
     return Group(*lines)
 

@@ -86,7 +86,7 @@ _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 """The schedules to consider by default; the other schedules need more memory for activations or idle longer."""
 
 _MOST_STAGES = 16
-"""The largest number of pipeline stages to consider by default, as in the papers of Llama 3 and DeepSeek-V3."""
+"""The largest number of pipeline stages to consider by default, as in the papers on Llama 3 and DeepSeek-V3."""
 
 _LEAST_POSITIONS = 8192
 """The smallest number of positions per rank; by default, context parallelism does not divide a context further."""
@@ -126,7 +126,7 @@ class PlanSetup:
     Args:
         words: the arguments of the training run, as for `farandole train`; hf:FOLDER stands for a Hugging Face model.
         ranks: the number of ranks; if None, `default_ranks` selects it.
-        nodes: the number of hosts; by default 1, or with an accelerator the number in `Accelerator.hosts`.
+        nodes: the number of hosts; by default 1, or with an accelerator the result of `Accelerator.hosts`.
         memory: the memory per rank in bytes.
         flops: the FLOP/s of a rank.
         bandwidth: the bandwidth between ranks in bytes per second, per rank.
@@ -393,7 +393,7 @@ def _candidates(
 
 
 def _check_batch(config: TrainConfig, plans: Sequence[Plan], ranks: int) -> None:
-    """Raise `ConfigError` if the batch cannot be divided equally with any of `plans`."""
+    """Raise `ConfigError` if none of `plans` can divide the batch equally."""
     refusal: ConfigError | None = None
     for alike in {_axes_of(one): one for one in plans}.values():
         try:
@@ -416,8 +416,8 @@ def _estimates(
     """Estimate the plans for all combinations of the values in `axes`.
 
     If there are more than `_REFINED` meshes, the meshes are first compared with each other, with block recomputation and
-    the schedule 1F1B in all plans.  The other kinds of recomputation and the other schedules are estimated only for the best meshes, beginning
-    with the fastest kind of recomputation, until a plan fits.
+    the schedule 1F1B in all plans.  The other kinds of recomputation and the other schedules are estimated only for the
+    best meshes, beginning with the fastest kind of recomputation, until a plan fits.
 
     Args:
         axes: maps fields of `Plan` to the values to consider.
@@ -517,8 +517,8 @@ def accelerator_named(name: str) -> Accelerator:
         near = difflib.get_close_matches(name, ACCELERATORS, 1)
         hint = f"nearest: {near[0]}; " if near else ""
         raise BenchError(
-            f"--accelerators {name} is unknown; {hint}known are {', '.join(ACCELERATORS)}; describe others with --memory, "
-            "--flops and --bandwidth"
+            f"--accelerators {name} is unknown; {hint}known names are {', '.join(ACCELERATORS)}; describe others with "
+            "--memory, --flops and --bandwidth"
         )
     return ACCELERATORS[name]
 
@@ -552,7 +552,7 @@ def _speeds(setup: PlanSetup, ranks: int) -> Speeds:
     """Return the speeds of a rank on this machine; speeds that are given in `setup` replace measured speeds.
 
     If `setup` contains both `flops` and `bandwidth`, nothing is measured.  The memory bandwidth and the memory of a
-    process are then typical values.  One rank sends no messages, so its `bandwidth` is not needed.
+    process are then typical values.  A single rank sends no messages, so its `bandwidth` is not needed.
     """
     flops, bandwidth = setup.flops, setup.bandwidth
     if bandwidth is None and ranks == 1:
@@ -573,7 +573,7 @@ def _speeds(setup: PlanSetup, ranks: int) -> Speeds:
 
 
 def _published(setup: PlanSetup, accelerator: Accelerator, nodes: int) -> Machine:
-    """Describe a machine with `accelerator` by published values; values that are given in `setup` replace these."""
+    """Describe a machine with `accelerator` by published values; values in `setup` replace published values."""
     flops: Mapping[str, float] = accelerator.flops
     stream, host_bandwidth = accelerator.stream, setup.host_bandwidth
     if setup.flops is not None:

@@ -26,7 +26,7 @@ def result_of_ranks(
     """Run `module` on `ranks` ranks of this host, and return the text that the ranks write to a file.
 
     Args:
-        argument: returns the command-line argument of the module for the path of this file.
+        argument: a function that maps the path of this file to the module's command-line argument.
         failure: the beginning of the message if a rank fails, such as "--check failed".
         advice: an alternative to put at the end of this message, such as ", or omit --check".
         quiet: whether to omit the line on stderr that describes the division of the cores.

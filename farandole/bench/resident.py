@@ -1,6 +1,6 @@
 """Read the memory of a process from Linux: see proc_pid_status(5), proc_pid_smaps_rollup(5) and proc_pid_clear_refs(5).
 
-Ranks of a host share memory, and the kernel counts shared pages in every process that maps them.  The *proportional*
+Ranks on a host share memory, and the kernel counts shared pages in every process that maps them.  The *proportional*
 size (PSS) divides every page among the processes that map it.  The kernel records the peak of private pages.  Shared
 pages stay constant during training, so their current proportional size is added to that peak.
 """
@@ -18,7 +18,7 @@ def start_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return this process's peak memory since the call of `start_peak` in bytes, without pages of mapped files."""
+    """Return this process's peak memory since the call to `start_peak` in bytes, without pages of mapped files."""
     status = fields(_SELF / "status")
     own = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
     return own + fields(_SELF / "smaps_rollup")["Pss_Shmem"]
@@ -43,6 +43,6 @@ def library_bytes() -> int:
 
 
 def fields(path: Path) -> dict[str, int]:
-    """Parse the lines such as `Name:  123 kB` of a file in /proc; return the values in bytes, keyed by name."""
+    """Parse lines such as `Name:  123 kB` in a file in /proc; return the values in bytes, keyed by name."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}

@@ -28,8 +28,8 @@ def measuring_rank() -> Iterator[Runtime]:
 def median_seconds(call: Callable[[], object], runtime: Runtime, turns: int, limit_s: float) -> float:
     """Return the median time of `turns` calls of `call`, each of which starts on all ranks at the same time.
 
-    A first call is not counted.  After `limit_s` seconds, no more calls are started, so there may be fewer calls; if
-    there is only one, it is counted.  This is a collective call.
+    An additional first call is not counted.  After `limit_s` seconds, no more calls are started, so there may be fewer
+    calls; if there is only one, it is counted.  This is a collective call.
     """
     found: list[float] = []
     start = time.perf_counter()

@@ -33,7 +33,8 @@ class Job:
     """The model, the optimizer, and the synthetic batch on which all steps train.
 
     The images are in channels-last format.  On a CPU with AMX, this makes ResNet-50 in bf16 about 1.4 times as fast as
-    channels-first format, and fp32 no slower.  The weights keep their format, because convolutions reorder them anyway.
+    with the channels-first format, and fp32 no slower.  The weights keep their format, because convolutions reorder
+    them anyway.
     """
 
     model: nn.Module
@@ -49,7 +50,7 @@ class Job:
         """Compute the gradients of the loss of the batch.
 
         Args:
-            model: the job's model, or a wrapper of it such as `DistributedDataParallel`.
+            model: the job's model, or a wrapper around it such as `DistributedDataParallel`.
         """
         with torch.autocast(self.images.device.type, torch.bfloat16, enabled=self.autocast):
             loss = F.cross_entropy(model(self.images), self.targets)
@@ -120,7 +121,7 @@ def horovod(job: Job) -> Step:
         named_parameters=job.model.named_parameters(),
         compression=hvd.Compression.fp16 if job.fp16_allreduce else hvd.Compression.none,
     )
-    return alone(job)  # the optimizer reduces
+    return alone(job)  # the optimizer reduces the gradients
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Job], Step]] = {

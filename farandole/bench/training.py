@@ -2,8 +2,8 @@
 
 `farandole launch` starts `python -m farandole.bench.training SETUP`; under another launcher every rank calls `run`.
 
-A barrier precedes each measurement.  The throughput of the parallel run, *together*, is divided by the throughput of
-the same training without communication.  There are two such efficiencies, one for each of these runs:
+A barrier precedes each measurement.  An efficiency is the throughput of the parallel run, *together*, divided by
+the throughput of the same training without communication.  There are two efficiencies, one for each of these runs:
 
 - *apart*: all ranks train at the same time, without communication.  They share caches, memory bandwidth and clock
   frequency as in the parallel run, so this ratio shows the cost of communication alone.
@@ -35,10 +35,10 @@ from farandole.launch.cores import processor_name
 from farandole.launch.runtime import Runtime
 
 TIMEOUT_S = 3600.0
-"""The timeout of the job's process group in seconds; a rank may wait this long for a rank that still computes."""
+"""The timeout of the job's process group in seconds; a rank may wait this long for a rank that is still computing."""
 
 CONFIDENCE = 1.96
-"""95 % of a normal distribution are within this number of standard deviations of the mean."""
+"""95 % of a normal distribution is within this number of standard deviations of the mean."""
 
 
 @dataclass
@@ -154,7 +154,7 @@ class _Benchmark:
             Path(self.setup.json).write_text(json.dumps(self.result(), indent=1) + "\n")
 
     def result(self) -> dict[str, Any]:
-        """Return the content of the JSON file: the measurements, the options, and descriptions of job and machine."""
+        """Return the JSON file's content: the measurements, the options, and a description of the job and machine."""
         ranks, means = self.runtime.size, {name: figures.mean for name, figures in self.figures.items()}
         result: dict[str, Any] = {
             "machine": machine(),

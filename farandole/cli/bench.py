@@ -246,7 +246,7 @@ def serving(
     burst: Annotated[int, typer.Option(help="Server scenario: requests that arrive together.")] = 1,
     prompt_tokens: Annotated[str, typer.Option(metavar="MIN:MAX", help="Tokens per prompt.")] = "8:128",
     output_tokens: Annotated[str, typer.Option(metavar="MIN:MAX", help="Tokens per output.")] = "32:128",
-    seed: Annotated[int, typer.Option(help="Seed of lengths, tokens and arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for lengths, tokens and arrivals.")] = 0,
     ttft: Annotated[
         float,
         typer.Option(
@@ -272,9 +272,9 @@ def serving(
     """Measure the latency and throughput of a server.
 
     The server must have an OpenAI-compatible completions API.  Responses are streamed, and prompts and outputs have
-    random lengths.  With FOLDER, the report also shows a lower bound for each time, from the time to read the weights
-    once per step and the time to compute the matrix products.  The exit status is 1 if a request failed; requests
-    refused with status 429 are counted separately.
+    random lengths.  With FOLDER, the report also shows a lower bound on each time, computed from the time to read the
+    weights once per step and the time to compute the matrix products.  The exit status is 1 if a request failed;
+    requests refused with status 429 are counted separately.
 
     \b
       farandole bench serving runs                            all requests at once
@@ -335,7 +335,7 @@ def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:
 
 
 def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
-    """Return the number of ranks in the job of this process, or None if no launcher started it.
+    """Return the number of ranks in the job of this process, or None if no launcher started this process.
 
     Raises:
         BenchError: if `ranks`, the value of --ranks, differs from the number of ranks in the job.
@@ -353,7 +353,7 @@ def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
 
 
 def default_ranks() -> int:
-    """Return the default number of ranks on this host; it is at least 2, because one rank has no communication."""
+    """Return the default number of ranks on this host; it is at least 2, because a single rank does not communicate."""
     from farandole.launch.limits import offered_ranks
 
     return max(2, offered_ranks())
@@ -362,7 +362,7 @@ def default_ranks() -> int:
 def _train(setup: TrainingSetup, ranks: int | None, placement: Placement) -> int:
     """Run the training benchmark, and return the exit status.
 
-    If this process is a rank of a job, it measures as this rank.  Otherwise, it launches the ranks.
+    If this process is a rank of a job, it runs that rank's measurement.  Otherwise, it launches the ranks.
     """
     from farandole.bench.frameworks import find_framework
     from farandole.bench.training import run
@@ -380,7 +380,7 @@ def _train(setup: TrainingSetup, ranks: int | None, placement: Placement) -> int
 def _communicate(setup: CollectivesSetup, ranks: int | None, placement: Placement) -> int:
     """Run the collectives benchmark, and return the exit status.
 
-    If this process is a rank of a job, it measures as this rank.  Otherwise, it launches the ranks.
+    If this process is a rank of a job, it runs that rank's measurement.  Otherwise, it launches the ranks.
     """
     from farandole.bench.collectives.backends import choose
     from farandole.bench.collectives.run import run, start

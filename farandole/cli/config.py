@@ -111,8 +111,8 @@ def explain(
 ) -> None:
     """Explain a key.
 
-    The command prints the description, the type, the limits and the default of the key, and whether a resumed run may
-    change the key.
+    The command prints the description, the type, the limits and the default of the key, and whether the key can be
+    changed when a run is resumed.
 
     \b
       farandole config explain plan.zero

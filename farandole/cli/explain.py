@@ -61,7 +61,7 @@ def explain(
 
 
 def sections() -> dict[str, str]:
-    """Return the text of each section of the troubleshooting page by its title, a part of the message; without links."""
+    """Return the sections of the troubleshooting page without links, keyed by title, which is a part of a message."""
     text = re.sub(r"\[(.+?)\]\([^)\s]+\)", r"\1", re.sub(r"\n## .*", "", page()))
     titled = (section.partition("\n") for section in text.split("\n### ")[1:])
     return {title.strip(): body.strip() for title, _, body in titled}

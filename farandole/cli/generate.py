@@ -166,7 +166,7 @@ def _generate_together(
             raise DataError("--prompt and --input are mutually exclusive; omit one of them")
         sampling = Sampling(**parameters)
         with LLM(folder, tensor=tensor, weights=weights) as llm:
-            if llm.rank:  # the end of the block computes with rank 0 until rank 0 has finished
+            if llm.rank:  # when the block ends, this rank computes with rank 0 until rank 0 has finished
                 return
             if input_file is not None and output_file is not None:
                 _write_file(llm, input_file, output_file, sampling)

@@ -1,4 +1,4 @@
-"""The command `farandole launch`: run any Python program in several ranks."""
+"""The command `farandole launch`: run any Python program on several ranks."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def launch(
         ),
     ] = 1,
     node_rank: Annotated[
-        int | None, typer.Option(min=0, show_default="0", help="The number of this host, starting from 0.")
+        int | None, typer.Option(min=0, show_default="0", help="The index of this host, starting from 0.")
     ] = None,
     rendezvous: Annotated[
         str | None,
@@ -173,7 +173,7 @@ def launch(
             "--rendezvous",
             "--rdzv-endpoint",
             metavar="HOST:PORT",
-            help="The rendezvous address: the first host and a free port on this host.",
+            help="The rendezvous address: the first host and a free port on that host.",
             show_default=False,
         ),
     ] = None,
@@ -419,5 +419,5 @@ def _hint(target: str, arguments: list[str], ranks: int | None) -> None:
 
 
 def _set_variables(**values: object) -> None:
-    """Set the environment variable HOROVOD_NAME to the value of each keyword NAME, except if the value is None."""
+    """Set the environment variable HOROVOD_NAME for each keyword argument NAME whose value is not None."""
     os.environ.update({f"HOROVOD_{name}": str(value) for name, value in values.items() if value is not None})

@@ -54,7 +54,7 @@ TORCHRUN: Mapping[str, str | None] = {
 _TUNED = "set --fusion-threshold-mb and --cycle-time-ms manually"
 _NOT_TUNED = "omit it, because the launcher does not tune parameters"
 _HIERARCHICAL = "omit it, because ranks on one host communicate through shared memory"
-_FLAT = "it cannot be disabled, because ranks on one host communicate through shared memory; omit it"
+_FLAT = "omit it, because ranks on one host always communicate through shared memory"
 _LEVEL = "set the level in the program: logging.getLogger('farandole').setLevel(level)"
 _FORMAT = "set the format in the program: logging.basicConfig(format=...)"
 _DEFAULT = "omit it, because this is the default"

@@ -85,7 +85,8 @@ def _options(
 def horovodrun() -> None:
     """Run `farandole launch` with the arguments of a horovodrun command, and end the process.
 
-    This function is the script farandole-horovodrun.  The name horovodrun would conflict with Horovod's own script.
+    This function is the entry point of the script farandole-horovodrun.  The name horovodrun would conflict with
+    Horovod's own script.
     """
     main(["launch", *sys.argv[1:]])
 

@@ -1,4 +1,4 @@
-"""The classes of commands: usage lines, and messages for unknown subcommands, unknown options and invalid numbers."""
+"""Command classes, with usage lines and messages for unknown subcommands, unknown options and invalid numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CommandGroup(TyperGroup):
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return the name in `known` that is most similar to `name`, and the second if it is almost as similar.
+    """Return the name in `known` that is most similar to `name`, and the second most similar if it is almost as good.
 
     If no name is similar, return an empty list.
     """
@@ -105,7 +105,7 @@ class Command(TyperCommand):
                     formatter.write_dl(described)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, or raise ModuleNotFoundError before slow imports if a module of an extra is missing."""
+        """Run the command, or raise ModuleNotFoundError before slow imports if a module from an extra is missing."""
         require(NEEDED_BY_COMMAND.get(self.name or "", ()))
         return super().invoke(ctx)
 

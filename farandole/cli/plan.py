@@ -19,7 +19,7 @@ SERVING = (
     *("words", "serve", "ranks", "memory", "tensor", "precision", "flops", "memory_bandwidth", "bandwidth"),
     *("prompt_tokens", "output_tokens", "max_running", "accelerators", "measure", "check", "json"),
 )
-"""The names of the parameters of the function `plan` that the user may give together with --serve."""
+"""The parameters of `plan` that can be combined with --serve."""
 ONLY_SERVING = ("memory_bandwidth", "prompt_tokens", "output_tokens", "max_running")
 
 
@@ -375,8 +375,8 @@ def _refuse(error: Exception) -> NoReturn:
 def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int | None) -> int:
     """Print the plans, write the requested files, and return the exit status.
 
-    If `steps` is not None, the first plan is also checked by training it for this number of steps.  The exit status is
-    1 if no plan fits, or if the predicted peak memory of a rank is not within the tolerance.
+    If `steps` is not None, the first plan is also checked by training with it for this number of steps.  The exit
+    status is 1 if no plan fits, or if the predicted peak memory of a rank is not within the tolerance.
     """
     from rich.console import Console
 

@@ -118,7 +118,7 @@ def schedule(
         if search:
             if names or options:
                 raise ScheduleError(
-                    "--search compares all schedules and does not support names of schedules, --parts or --chunks; "
+                    "--search compares all schedules and does not support schedule names, --parts or --chunks; "
                     "omit them"
                 )
             timelines = _search(stages, micro_batches, costs, math.inf if memory is None else memory)

@@ -12,7 +12,7 @@ import typer
 from farandole.cli.durations import parse_duration
 
 END_TIMEOUT_S = 30
-"""The time in seconds that the ranks have to exit after the time of `--drain-timeout` has passed."""
+"""The time in seconds that the ranks have to exit after the drain timeout (`--drain-timeout`) has expired."""
 
 
 ENCODER_OPTIONS = (
@@ -62,7 +62,7 @@ def serve(
     max_waiting: Annotated[
         int,
         typer.Option(
-            "--max-waiting", min=1, help="Maximum waiting sequences.  More requests get status 429."
+            "--max-waiting", min=1, help="Maximum waiting sequences.  Further requests get status 429."
         ),
     ] = 256,
     token_budget: Annotated[
@@ -165,7 +165,7 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible API.
 
-    The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics, and has a
+    The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics, and serves a
     page with the current load and a chat at /.  It listens on this machine only, unless --host is given.  After
     SIGTERM, the server completes the running requests and exits.  The server of an encoder (BERT) offers /v1/embeddings
     instead, and its page shows the similarities of texts.

@@ -134,7 +134,7 @@ def train(
 def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> int:
     """Train a model, and return the exit status.
 
-    If this process is a rank of a job, it trains as this rank.  Otherwise, it checks the configuration, the data and
+    If this process is a rank of a job, it trains as that rank.  Otherwise, it checks the configuration, the data and
     the memory, and then launches the ranks unless `dry_run` is True.
     """
     from farandole.launch.environments import find_placement

@@ -34,7 +34,7 @@ class Communicator:
     ready.  With `async_op=True` they return a `torch.distributed.Work` immediately; do not modify the tensors before
     `Work.wait()` has returned.  Every method also accepts NumPy arrays and writes results to them in place.
 
-    The input and the output may be the same memory: an operation works in place if this rank's parts of the input and
+    The input and the output may use the same memory: an operation works in place if this rank's parts of the input and
     of the output have the same address.  If the input overlaps the output in any other way, the input is copied first.
 
         comm = farandole.init().comm
@@ -45,8 +45,8 @@ class Communicator:
     runs the operation again with the same tensors.
 
     Args:
-        group: A process group of any backend.  If several communicators use the same `farandole` group, the order of
-            calls applies to all of them together.
+        group: A process group of any backend.  If several communicators use the same `farandole` group, all
+            ranks must make the calls on these communicators in the same overall order.
     """
 
     group: dist.ProcessGroup
@@ -121,7 +121,7 @@ class Communicator:
         ranks = set(members)
         if len(ranks) < len(members) or self.rank not in ranks or not ranks <= set(range(self.size)):
             raise ValueError(
-                f"create_group: expected different members between 0 and {self.size - 1}, including this rank "
+                f"create_group: expected distinct members between 0 and {self.size - 1}, including this rank "
                 f"({self.rank}), got {list(members)}"
             )
         group: dist.ProcessGroup | None = getattr(self, "group", None)
@@ -139,7 +139,7 @@ class Communicator:
         return Communicator(local_group(group, world))
 
     def set_roles(self, roles: Sequence[str]) -> None:
-        """Set the role of each rank, which error messages and stall warnings of this process then show.
+        """Set the role that error messages and stall warnings of this process show for each rank.
 
         For example, if the role of rank 3 is `stage 3`, messages contain `rank 3 (process 4711, stage 3)`.  The roles
         also apply to subgroups.  If the role of a rank is "", no role is shown.  Roles have no effect with torch's own
@@ -160,7 +160,7 @@ class Communicator:
         self.dispatcher.close()
 
     def abort(self, note: str = "") -> None:
-        """Leave a group that was created by `split` or `create_group` immediately; its pending calls on this rank fail.
+        """Immediately leave a group that was created by `split` or `create_group`; its pending calls on this rank fail.
 
         On other ranks, calls that wait for this rank raise `RankLeft` with the text `note`.  With torch's own backends,
         this rank only closes its connections.
@@ -175,8 +175,8 @@ class Communicator:
         """Return an uninitialized tensor in memory that the ranks of this host share.  This is a collective call.
 
         Every rank passes the same shape and dtype and gets its own tensor.  The other ranks can access the memory of
-        the tensor, so collectives can avoid copies.  If the group uses another backend than farandole, or `device` is
-        not the CPU, the tensor is in private memory.
+        the tensor, so collectives can avoid copies.  If the group uses a backend other than farandole, or `device`
+        is not the CPU, the tensor is in private memory.
         """
         if self.dispatcher.core.returns_work or (device is not None and device.type != "cpu"):
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -191,7 +191,7 @@ class Communicator:
         for example with `barrier`.
 
         Returns:
-            The tensor, or None if the ranks cannot share memory.  This is the case if the group uses another backend
+            The tensor, or None if the ranks cannot share memory.  This is the case if the group uses a backend other
             than farandole or spans several hosts, or if `device` is not the CPU.
         """
         if not self.shares_memory(device):
@@ -297,7 +297,7 @@ class Communicator:
         """Reduce the tensors of ranks 0 to `rank`, where `rank` is this rank, in place or into `output` (MPI_Scan).
 
         If `exclusive` is True, the tensor of this rank is excluded (MPI_Exscan).  On rank 0, there is then nothing to
-        reduce, and the tensor for the result keeps its values.
+        reduce, and the output keeps its values.
         """
         _no_average(op)
         return self._reducing(table.SCAN, *_in_place(tensor, output), op, exclusive, async_op=async_op)
@@ -367,8 +367,8 @@ class Communicator:
     ) -> dist.Work | None:
         """Send part j of `input` to rank j, and receive part i of `output` from rank i.
 
-        A list contains one tensor, the part, per rank.  A tensor is split along dimension 0: into equal parts, or into
-        parts with the numbers of rows in `input_splits` or `output_splits`.
+        A list contains one part per rank, as a separate tensor.  A tensor is split along dimension 0: into equal parts,
+        or into parts whose numbers of rows are given by `input_splits` or `output_splits`.
         """
         even = not (output_splits or input_splits)
         if even and (work := self._path(async_op).all_to_all(output, input)):

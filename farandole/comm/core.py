@@ -169,7 +169,7 @@ class Core(Protocol):
         """Describe the current call, and the ranks for which it waits, for an error message."""
 
     def set_roles(self, roles: Sequence[str]) -> None:
-        """Set the role of each rank, which error messages and warnings of this process then show.
+        """Set the role that error messages and warnings of this process show for each rank.
 
         For example, if the role of rank 3 is `stage 3`, messages contain `rank 3 (process 4711, stage 3)`.
         """
@@ -250,7 +250,7 @@ class GroupCore:
         return call
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
-        """Gather the inputs of all ranks, and reduce those of the ranks up to this rank; see `Core.scan`."""
+        """Gather the inputs of all ranks, and reduce the inputs of ranks 0 to this rank; see `Core.scan`."""
         rows = input.new_empty(self.size, input.numel())
         cast(Core, self).all_gather([rows], input, flags)
         last = self.rank - exclusive

@@ -217,7 +217,7 @@ class Dispatcher:
     def _rest(self, patience_s: float) -> bool:
         """Wait for pending calls and messages; return whether all completed in time.
 
-        The limit is `patience_s` seconds for calls, and again for messages.
+        The limit is `patience_s` seconds for calls, and another `patience_s` seconds for messages.
         """
         return self.queue.close(patience_s) and self.core.rest(patience_s)
 

@@ -28,7 +28,7 @@ def exclude_from_dynamo(cls: _Class) -> _Class:
     for member in vars(cls).values():
         for function in _functions(member):
             if not isinstance(member, property):
-                function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a call in traced code
+                function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls in traced code
             _skip(function)
     return cls
 

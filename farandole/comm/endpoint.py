@@ -432,7 +432,7 @@ class Endpoint:
         process = self.processes[peer]
         raise CommunicationError(
             f"cannot create {who}: rank {list(members).index(peer)} (process {process.pid} on {process.name}) "
-            f"{'left the job' if status == Status.LEFT else 'died'}; see the output of this rank"
+            f"{'left the job' if status == Status.LEFT else 'died'}; see the output of that rank"
         )
 
     def _late(self, late: Sequence[int], members: Sequence[int], who: str, timeout: timedelta) -> RankLate:

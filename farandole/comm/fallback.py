@@ -66,8 +66,8 @@ def torch_device_group(
     """Return an NCCL group for CUDA tensors; NCCL connects ranks on the first call."""
     if not has_nccl():
         raise RuntimeError(
-            f"group {name!r}: expected CPU tensors, got CUDA tensors; copy the tensors to the CPU, because this torch "
-            "has no NCCL"
+            f"group {name!r}: expected CPU tensors, got CUDA tensors; copy the tensors to the CPU, because this build "
+            "of torch has no NCCL"
         )
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(dist.PrefixStore("torch-cuda/", store), rank, size)
@@ -154,7 +154,7 @@ class TorchCore:
         return not (self._cpu_only and any(tensor.is_cuda for tensor in tensors))
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a callable that takes `flags` and runs the operation with `arguments` at each call."""
+        """Return a callable that takes `flags` and runs the operation with `arguments` on each call."""
         return partial(getattr(self, operation), *arguments)
 
     def algorithm(self, operation: str, nbytes: int) -> str:

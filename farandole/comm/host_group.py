@@ -179,7 +179,8 @@ class HostGroup:
     def wait_message(self, message: int, seconds: float, flags: int) -> int:
         """Wait up to `seconds` seconds for `message` and return its outcome.
 
-        If the message is still pending then, the outcome is a failure, or `Status.PENDING` if `flags` contains `TRY`.
+        If the message is still pending after this time, the outcome is `Status.PENDING` if `flags` contains `TRY`,
+        else a failure.
         """
         outcome: int = self._wait_message(self._group, c_void_p(message), c_double(seconds), flags)
         return outcome

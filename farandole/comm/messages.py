@@ -56,7 +56,8 @@ class MessagePassing(Protocol):
     def wait_message(self, message: Any, seconds: float, flags: int) -> Any:
         """Wait up to `seconds` seconds for `message` and return its outcome.
 
-        If the message is still pending then, the outcome is a failure, or `Status.PENDING` if `flags` contains `TRY`.
+        If the message is still pending after this time, the outcome is `Status.PENDING` if `flags` contains `TRY`,
+        else a failure.
         """
 
     def cancel_message(self, message: Any) -> None:
@@ -212,7 +213,7 @@ class MessageWork(FarandoleWork):
 
 
 class Messages:
-    """The pending messages of one group; keeps their tensors alive until they are complete."""
+    """The pending messages of one group; keeps the tensor of each message alive until the message is complete."""
 
     def __init__(self, host: MessagePassing) -> None:
         self._host = host

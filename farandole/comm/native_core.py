@@ -114,7 +114,7 @@ class NativeCore(GroupCore):
     # ---- reusable calls ----
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a callable that takes `flags` and runs the operation with `arguments` at each call.
+        """Return a callable that takes `flags` and runs the operation with `arguments` on each call.
 
         If possible, the arguments are converted for the C core only once.
         """

@@ -85,7 +85,7 @@ class Operation:
     def prepare(
         self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any
     ) -> Call:
-        """Return a callable that takes `flags` and runs the operation with the same tensors at each call.
+        """Return a callable that takes `flags` and runs the operation with the same tensors on each call.
 
         If possible, the addresses and counts are computed only once.
         """
@@ -210,8 +210,8 @@ class Operation:
     def _arranged(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
         """Return the tensor arguments of the method of `Core`.
 
-        Complex tensors of reductions are viewed as pairs of real numbers.  For a torch process group, the tensors of
-        other operations are viewed as bytes.
+        In reductions, complex tensors are viewed as pairs of real numbers.  In other operations of a torch process
+        group, the tensors are viewed as bytes.
         """
         if self.reduces or core.returns_work:  # Gloo does not support all types
             view = as_real if self.reduces else as_bytes
@@ -263,7 +263,7 @@ class CopyBack(dist.Work):
 
 
 def reduction_number(op: Any, dtype: torch.dtype) -> int:
-    """Return the number of the reduction `op`, a name or a `ReduceOp`.
+    """Return the C core's number for the reduction `op`, a name or a `ReduceOp`.
 
     Raises:
         ValueError: if `op` is unknown or does not support `dtype`.
@@ -323,7 +323,7 @@ def split_rows(
     """
     if isinstance(tensor, list):
         if splits:
-            raise ValueError(f"all_to_all: {what} splits apply to a tensor, got a list; omit them")
+            raise ValueError(f"all_to_all: {what} splits apply to a tensor, got a list; omit the splits")
         return tensor
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     rows = tensor.shape[0]

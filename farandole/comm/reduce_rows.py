@@ -23,7 +23,7 @@ def reduce_rows(rows: Tensor, reduction: int) -> Tensor:
 
     Args:
         rows: A contiguous tensor with at least one row.  Its values may be overwritten.
-        reduction: The number of the reduction.  Integer averages are truncated toward zero.
+        reduction: The C core's number for the reduction.  Integer averages are truncated toward zero.
 
     Returns:
         The reduced row.

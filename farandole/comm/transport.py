@@ -103,7 +103,7 @@ class WireTransport:
         self.size = len(ranks)
         self._host = host
         self._ranks = list(ranks)
-        self._channel = channel  # separates this transport's messages from other transports
+        self._channel = channel  # separates this transport's messages from those of other transports
         self._open: list[WireMessage] = []
 
     def connect(self) -> None:
@@ -128,7 +128,7 @@ class WireTransport:
     def release(self) -> None:
         """Cancel all messages that are still pending; called after each collective.
 
-        Messages are pending then only if the collective failed.
+        Messages are still pending at that time only if the collective failed.
         """
         messages, self._open = self._open, []
         for message in messages:

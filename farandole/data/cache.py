@@ -75,7 +75,7 @@ def cached_folder(
 ) -> Path:
     """Return the folder of entry `key`; if it does not exist, call `build(folder)` to write its `files`.
 
-    A message at the level INFO announces this call; it names `path`, the path of the text.
+    An INFO message announces the call to `build` and names `path`, the path of the text.
 
     Raises:
         DataError: if the cache cannot be written or the disk is full.

@@ -1,12 +1,12 @@
 """Conversations as training samples: tokenized once, memory-mapped, and packed into windows.
 
     chat = prepare_chat("chat.jsonl", folder, context=1024)
-    tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each (2, 1024) of int64
+    tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each int64, of shape (2, 1024)
 
 A record has either `messages`, a list of {"role", "content"}, and optionally `tools`, or the strings `prompt` and
-`completion`.  `messages` and `tools` may also be strings in JSON.  Only tokens written by the assistant are targets.
-Several conversations share a window: `documents` numbers the conversations, so that attention does not cross their
-boundaries.  Conversations are never split: a conversation that is longer than a window is truncated.
+`completion`.  `messages` and `tools` may also be JSON strings.  Only tokens written by the assistant are targets.
+Several conversations share a window: `documents` contains the index of each token's conversation, so that attention
+does not cross the boundaries.  Conversations are never split: a conversation that is longer than a window is truncated.
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ class Conversations:
     def read(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the tokens, document numbers and targets of the windows `numbers`, each (len(numbers), context).
+        """Return the tokens, document numbers and targets of the windows at the indices `numbers`.
 
-        The target at a position is the next token of the conversation, or `IGNORED` if that token is not trained.
-        Padding has token 0, document number -1, and no targets.
+        Each array has the shape (len(numbers), context).  The target at a position is the next token of the
+        conversation, or `IGNORED` if that token does not contribute to the loss.  Padding has token 0, document number
+        -1, and no targets.
         """
         shape = (len(numbers), self.context)
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
@@ -99,7 +100,7 @@ class Conversations:
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Assign items with these `lengths` to bins of `size` by best fit decreasing, and return the items in each bin.
+    """Assign items of these `lengths` to bins of `size` by best fit decreasing; return the item indices of each bin.
 
     The longest items come first, and each item goes to the fullest bin with enough space.  Items of length 0 are
     omitted.  The result is deterministic.  The number of bins is at most 11/9 of the optimum plus 4 (Johnson et al.,
@@ -215,9 +216,9 @@ def prepare_chat(
     long = sum(b - a > context + 1 for a, b in spans)
     if long:
         _log.warning(
-            "truncated %s of %d to model.context=%d tokens; increase model.context to keep the complete texts",
-            counted(long, "conversation"),
-            len(spans),
+            "truncated %d of %s to model.context=%d tokens; increase model.context to keep the complete texts",
+            long,
+            counted(len(spans), "conversation"),
             context,
         )
     parts = []
@@ -297,7 +298,7 @@ class _Encoder:
     def encode(self, texts: list[tuple[str, list[tuple[int, int]]]]) -> Iterator[tuple[NDArray, NDArray]]:
         """For each text, yield its tokens and an array with one flag per token.
 
-        A flag is 1 if at least one character of the token is in a trained range of the text, else 0.
+        A flag is 1 if at least one character of the token is in one of the text's character ranges, else 0.
         """
         encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
         for (_, spans), encoding in zip(texts, encodings, strict=True):

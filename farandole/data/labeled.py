@@ -26,20 +26,20 @@ from farandole.data.sources import Source, find_source
 from farandole.data.tokenizer import load_tokenizer
 
 FILES = ("tokens.bin", "ends.bin", "labels.bin", "classes.json")
-"""Token ids (int32), the ends of texts (int64), the class numbers of texts (int64), and the names of the classes."""
+"""Token ids (int32), the ends of texts (int64), the class indices of texts (int64), and the names of the classes."""
 
 _BATCH = 1024
 
 
 @dataclass(frozen=True)
 class LabeledTexts:
-    """Tokenized texts and the numbers of their classes.
+    """Tokenized texts and their class indices.
 
     Args:
         tokens: all texts, concatenated.
         starts: for each text, the index of its first token.
         ends: for each text, the index after its last token.
-        labels: for each text, the number of its class.
+        labels: for each text, the index of its class.
         padding: the token that pads shorter texts in `read`.
     """
 
@@ -61,7 +61,7 @@ class LabeledTexts:
         return self.ends - self.starts
 
     def read(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the tokens (n, positions) and the class numbers (n) of the n texts with these `numbers`.
+        """Return the tokens (n, positions) and the class indices (n) of the n texts at the indices `numbers`.
 
         Shorter texts are padded to the length of the longest text.
         """

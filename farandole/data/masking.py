@@ -81,7 +81,7 @@ class Masking:
             epochs: the epochs of the windows (n), or one epoch for all windows.
 
         Returns:
-            Inputs and targets, both (n, positions) of int64.
+            Inputs and targets, both int64 of shape (n, positions).
 
         Raises:
             ValueError: if shapes do not match, or a token is not in the vocabulary.
@@ -119,7 +119,7 @@ class Masking:
     def _choose(self, tokens: NDArray[np.int64], numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Return a mask of the selected tokens.
 
-        In each window, these are the fraction `share` of the ordinary tokens that has the smallest random `numbers`.
+        In each window, the fraction `share` of the ordinary tokens is selected: those with the smallest `numbers`.
         """
         special = self._is_special[tokens]
         many = tokens.shape[1] - special.sum(1)
@@ -192,5 +192,5 @@ class MaskedBatches:
     def read(
         self, samples: NDArray[np.int64], epochs: NDArray[np.int64] | int = 0
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the inputs and targets of these samples in these epochs, each (len(samples), context)."""
+        """Return the inputs and targets of these samples in these epochs, each of shape (len(samples), context)."""
         return self.masking.mask(self.windows.read(samples)[:, :-1], samples, epochs)

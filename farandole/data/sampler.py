@@ -42,7 +42,7 @@ class Sampler:
     def take(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
         """Consume samples as `next` does, but return their positions in the run, which `at` and `epochs` accept.
 
-        Positions count all samples of the run from 0, across epochs.
+        Positions are counted from 0, across all epochs of the run.
         """
         if count % ranks:
             raise ValueError(f"expected a number of samples divisible by {ranks} ranks, got {count}")

@@ -100,7 +100,7 @@ def find_source(path: str, text_field: str = "text") -> Source:
     """Return the files at `path`: "stdlib", a file, or a folder.
 
     A file may have any suffix; unless the suffix is in `RECORD_SUFFIXES`, the file is read as text.  Folders are
-    searched recursively for `READABLE_SUFFIXES`; hidden files and folders are skipped.
+    searched recursively for files with `READABLE_SUFFIXES`; hidden files and folders are skipped.
 
     Raises:
         DataError: if no readable file is found.
@@ -165,7 +165,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _split_of_datasets(root: Path) -> Path:
-    """Return the training split of a folder written by `datasets.DatasetDict.save_to_disk`, or `root`."""
+    """Return the training split of a folder written by `datasets.DatasetDict.save_to_disk`, or else `root`."""
     if not (root / "dataset_dict.json").is_file():
         return root
     if not (root / "train").is_dir():
@@ -177,8 +177,8 @@ def _split_of_datasets(root: Path) -> Path:
 def _files_of_dataset(folder: Path) -> tuple[Path, ...]:
     """Return the data files of a folder written by `datasets.Dataset.save_to_disk`, in order.
 
-    Return () for any other folder.  Such a folder can also contain files with cached results of `Dataset.map`, which
-    are not part of the data set.
+    Return () for any other folder.  The folder of a data set can also contain files with cached results of
+    `Dataset.map`, which are not part of the data set.
     """
     state = folder / "state.json"
     if not (state.is_file() and (folder / "dataset_info.json").is_file()):
@@ -272,7 +272,7 @@ def read_records(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, 
 
     Args:
         path: the file.
-        fields: the columns of a Parquet or Arrow file to read, at least one of which must exist; by default, all
+        fields: the columns to read from a Parquet or Arrow file, at least one of which must exist; by default, all
             columns.
 
     Raises:

@@ -169,7 +169,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON; the parameters are those of the filter in transformers."""
+    """Return `value` as JSON; the parameters are the same as for the `tojson` filter in transformers."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

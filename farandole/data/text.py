@@ -102,7 +102,7 @@ def prepare_text(
         special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  If the text contains their names,
             the names are encoded as ordinary text.
         tokenizer: the `tokenizer.json` to use; by default, a tokenizer is trained on the text.  If this tokenizer was
-            trained on the same text, the same cache entry is used.
+            trained on the same text, the cache entry is the same as without `tokenizer`.
         end: the token that ends a document.
         cache: the cache folder; by default, the user's cache folder.
         progress: a function called with the current activity and its completed fraction.

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from farandole.data.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-"""The token at the end of every document; in tokenizers trained by `train_tokenizer`, its number is 0."""
+"""The token at the end of every document; in tokenizers trained by `train_tokenizer`, its id is 0."""
 
 MASK, PAD = "[MASK]", "[PAD]"
 """Optional special tokens for masked positions and for padding."""

@@ -50,12 +50,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this host's index among the hosts that have a process with this local rank."""
+    """Return this host's index among the hosts that have a process with the same local rank."""
     return horovod.local[2]
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a process with this local rank."""
+    """Return the number of hosts that have a process with the same local rank."""
     return horovod.local[3]
 
 

@@ -1,6 +1,6 @@
 """Gradient compression: communicate gradients in a 16-bit dtype.
 
-The compressors accept tensors of PyTorch and of TensorFlow.
+The compressors accept PyTorch and TensorFlow tensors.
 """
 
 from __future__ import annotations

@@ -74,7 +74,10 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Discard pending host changes, and call `reset` and the reset callbacks; called before `sync`."""
+        """Discard pending host changes, and call `reset` and the reset callbacks.
+
+        `hvd.elastic.run` calls this method before `sync`.
+        """
         while not self._host_messages.empty():
             self._host_messages.get()
         self.reset()
@@ -86,7 +89,7 @@ class State:
 
         Args:
             timestamp: The time of the change.  The change is ignored if a later change was already handled.
-            update_res: 1 if hosts were only removed.  The state is then not broadcast.
+            update_res: 1 if hosts were removed and none were added.  The state is then not broadcast.
         """
         self._host_messages.put((timestamp, update_res == 1))
 
@@ -96,7 +99,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` if rank 0 has received a host change.  All ranks must call this method."""
+        """Raise `HostsUpdatedInterrupt` if rank 0 was notified of a host change.  All ranks must call this method."""
         latest, only_removed = self._last_update, True
         while not self._host_messages.empty():
             timestamp, removed = self._host_messages.get()
@@ -112,7 +115,7 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Restore the copy."""
+        """Restore the state from the saved copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -144,7 +147,7 @@ class ObjectState(State):
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Restore the copy."""
+        """Restore the attributes from the saved copy."""
         self._set_attributes()
 
     def sync(self) -> None:

@@ -217,7 +217,7 @@ class Engine:
         """
         self.request_close()
         self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():  # another rank hangs or died undetected
+        if self._thread.is_alive():  # another rank hangs, or died without being detected
             self._abort()
             self._thread.join(_CLOSE_TIMEOUT_S)
 

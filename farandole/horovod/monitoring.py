@@ -131,7 +131,7 @@ class StallInspector:
     Args:
         ranks: The members' ranks in the world.
         warn_s: The stall time after which to log a warning, or None to disable the checks.
-        shutdown_s: The stall time that ends the run, or 0 for `limit_s`.
+        shutdown_s: The stall time that ends the run, or 0 to use `limit_s`.
         limit_s: The stall time that ends the run by default.
         logs_warnings: Whether this rank logs warnings.
     """
@@ -185,7 +185,7 @@ class StallInspector:
         text = (
             f"One or more tensors were submitted by a subset of ranks and have waited for the remaining ranks for "
             f"more than {self._warn_s:g} seconds. Different ranks may have submitted different tensors, or some ranks "
-            f"may have submitted none. Both cause a deadlock{see('one-or-more-tensors-were-submitted')}.\n"
+            f"may have submitted none. Either case causes a deadlock{see('one-or-more-tensors-were-submitted')}.\n"
             f"Missing ranks:\n{missing}"
         )
         if ends:

@@ -1,7 +1,7 @@
 """The negotiation protocol: find the named requests that all ranks of a process set have submitted.
 
 Ranks submit the same names in different orders and at different times, because backward hooks run in the order in which
-gradients become ready.  Collectives must run in the same order on all ranks, so the ranks agree on the order in
+gradients become ready.  Collectives must run in the same order on all ranks, so the ranks negotiate the order in
 *cycles*.  A cycle has one or two steps.  Each step is a collective on a dedicated control group:
 
 1. Every rank contributes a row of bits, and an all-reduce combines the rows with AND.  Bit s is set if the rank has
@@ -11,9 +11,10 @@ gradients become ready.  Collectives must run in the same order on all ranks, so
    lists the names and signatures that are not in the cache and the slots whose entries are invalid.  It also states
    whether the rank has joined and whether the rank is shutting down.
 
-A cycle returns the list of requests to execute.  The list starts with the slots whose bit is set in the result, sorted
-by slot number.  Then come the names that every rank (except joined ranks) has announced, in the order in which the
-announcements became complete.  `execution` fuses the list into packs and executes the packs in order.
+A cycle returns the list of requests to execute.  The list starts with the cached requests whose bits are set in the
+result, sorted by slot number.  Then come the requests that every rank (except joined ranks) has announced by name, in
+the order in which the announcements became complete.  `execution` fuses the list into packs and executes the packs in
+order.
 
 *All ranks execute the same list in the same order.*  Let S be the replicated state: the cache, the table of announced
 names, and the set of joined ranks.  S is initially empty on all ranks.  The result of step 1 is equal on all ranks,
@@ -21,12 +22,12 @@ because it is the result of an all-reduce.  The result of step 2 is equal on all
 all-gather.  The list, the new S and the packs depend only on S and these two results, and not on local state such as
 the time or this rank's pending requests.  By induction over cycles, S and the list are equal on all ranks in every
 cycle.  Only the start time of a cycle and a rank's contribution are local decisions.  (If an entry leaves the cache
-after the rank has set its bit, the rank announces the request again.)
+after a rank has set the entry's bit, the rank announces the request again.)
 
 *Only submitted requests are executed.*  A bit is set in the result only if every rank that has not joined has set the
-bit.  A name is complete only if every rank that has not joined has announced it.  Such a rank sets a bit or announces a
-name only for a submitted request, and keeps the request until execution.  A joined rank sets every used bit,
-contributes zeros to the collectives, and needs no request.
+bit.  A name is complete only if every rank that has not joined has announced it.  A rank that has not joined sets a
+bit or announces a name only for a submitted request, and keeps the request until execution.  A joined rank sets every
+used bit, contributes zeros to the collectives, and needs no request.
 
 *No request waits forever.*  Within a cycle, a rank waits only for other ranks' contributions to collectives, on the
 control group and (for the agreed list) on the data group.  A cycle therefore ends once every rank has begun it.  A rank

@@ -23,7 +23,7 @@ BARRIER = "barrier"
 JOIN = "join"
 
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
-"""The reduction operations, the possible values of `op`.  Average and Sum have the same values as in Horovod."""
+"""The reduction operations, which are the values of `op`.  Average and Sum have the same values as in Horovod."""
 
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 

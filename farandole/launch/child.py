@@ -38,7 +38,7 @@ class RankSpec:
     shares: tuple[Share, ...]
     kind: Kind
     output: str | None = None
-    """The folder for the ranks' output, or None to leave the output with the launcher."""
+    """The folder for the ranks' output, or None to print the output."""
 
     def dump(self) -> str:
         """Return the spec as JSON."""

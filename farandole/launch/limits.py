@@ -1,4 +1,4 @@
-"""Check how many ranks a host can start, given its memory, processes and open files."""
+"""Check how many ranks a host can start, given its limits on memory, processes and open files."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class LauncherRendezvous(StaticTCPRendezvous):
             store.set(REACHED_AT, host)
         if store.add(f"farandole/node/{config.node_rank}", 1) > 1:
             raise LaunchError(
-                f"two launchers at {host}:{port} have --node-rank {config.node_rank}; use a different "
-                f"number from 0 to {config.nodes - 1} on each host"
+                f"two launchers at {host}:{port} have --node-rank {config.node_rank}; give each "
+                f"host its own number, from 0 to {config.nodes - 1}"
             )
         self._wait_for_launchers(store, f"{host}:{port}", deadline)
         if config.choose_interface and not interfaces_are_set():
@@ -83,8 +83,8 @@ class LauncherRendezvous(StaticTCPRendezvous):
                 raise LaunchError(store.get(FAILED).decode())
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"expected the launchers of {nodes} nodes at {address}, but after {timeout_s:g} s these are "
-                    f"missing: {', '.join(f'node {node}' for node in missing)}; start them on these nodes"
+                    f"expected the launchers of {nodes} nodes at {address}, but some are missing after {timeout_s:g} "
+                    f"s: {', '.join(f'node {node}' for node in missing)}; start a launcher on each missing node"
                 )
             time.sleep(0.05)
 

@@ -153,7 +153,10 @@ class Budget:
 
     @property
     def seconds(self) -> float | None:
-        """The disk time of a step in seconds if no other process uses the disk, or None if the bandwidth is unknown."""
+        """The time in seconds that a step needs to read and write the bytes; None if the bandwidth is unknown.
+
+        The time assumes that no other process uses the disk.
+        """
         if self.bandwidth is None:
             return None
         return self.read_bytes / self.bandwidth.read + self.written_bytes / self.bandwidth.write

@@ -34,7 +34,7 @@ No current disk has larger blocks.
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR)
-"""The errors if a kernel or file system does not support O_TMPFILE or O_DIRECT.
+"""The error codes of kernels and file systems that do not support O_TMPFILE or O_DIRECT.
 
 A kernel without O_TMPFILE tries to open the folder itself, which fails with EISDIR.
 """

@@ -1,4 +1,4 @@
-"""A step of a torch optimizer that is divided into parts, each of which updates some of the parameters."""
+"""Divide a step of a torch optimizer into parts, each of which updates some of the parameters."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def replace_step(optimizer: Optimizer, update: Callable[[], None]) -> None:
 
 @contextmanager
 def divided_step(optimizer: Optimizer, *, keep: bool = True) -> Iterator[Callable[[], None]]:
-    """Return a context that yields a function, which steps the current `param_groups` of `optimizer`: a part of the step.
+    """Return a context that yields a function that runs one part of a step, for the current `param_groups`.
 
     Step hooks are not called.  An optimizer may count its steps in an attribute.  Therefore each part starts with the
-    numbers, strings and containers of such values that the attributes had before the step.  A tensor with one element is
-    a number.
+    attribute values from before the step, if they are numbers, strings, or containers of numbers and strings.  A tensor
+    with one element counts as a number.
 
     Args:
-        keep: whether the attributes have the values of the last part after the context.  If the context raises an
-            exception, they have the values from before the step in any case.
+        keep: whether the attributes keep the values of the last part when the context exits.  If the context raises an
+            exception, the values from before the step are always restored.
     """
     cls: Any = type(optimizer)
     # torch wraps the method of every optimizer class, for hooks and the profiler

@@ -462,7 +462,7 @@ class DiskStore(OffloadStore):
 def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_BYTES) -> Bandwidth:
     """Measure the bandwidth of the disk that contains `folder`.
 
-    For about one second, random bytes are written and then read as in a `DiskStore`, at most `limit_bytes` of them.
+    For about one second, at most `limit_bytes` random bytes are written to a `DiskStore` and then read.
 
     Raises:
         OffloadError: if the folder cannot be written to, or has too little space.

@@ -303,7 +303,7 @@ class UnitReader:
     def states(self, unit: int) -> list[ShardState]:
         """Return the states of the shards of `unit`.
 
-        The states are valid until the next call of `states` or `close`.
+        The states are valid until the next call to `states` or `close`.
         """
         if unit != self._unit:
             if self._visit is None or unit != self._unit + 1:
@@ -375,7 +375,7 @@ def _restricted_to(
 
 
 def _elementwise_state(optimizer: Optimizer, index: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the names and dtypes of the elementwise state of shards of dtype `dtype` in group `index`.
+    """Return the names and dtypes of the elementwise state that `optimizer` keeps for `dtype` shards in group `index`.
 
     If the shards have no state yet, one step on an example shard determines the names and dtypes.
     """

@@ -81,8 +81,8 @@ def apply_recompute(
             `budget_bytes` are kept.
         example: a model input for a dry run, in a form that `saved_bytes` accepts.  The dry run must use the same
             autocast settings as training.  "attention" and "auto" require an example.  With an example, the result
-            includes byte counts.  Selective recomputation discards unneeded outputs from the first step on
-            with an example, and otherwise from the second step on.
+            includes byte counts.  With an example, selective recomputation discards unneeded outputs from the first
+            step on; without an example, from the second step on.
         loss: a function of the output; the bytes that it saves are included in the counts.
         dtype: the model's dtype in training, if it differs from the current dtype.
         blocks: with a budget, the names of the blocks that may be recomputed; by default all blocks.

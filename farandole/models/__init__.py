@@ -1,1 +1,1 @@
-"""Provide models as an `nn.Sequential` of blocks.  The model code is written for one device and uses no ranks."""
+"""Provide models as an `nn.Sequential` of blocks.  The model code is written for one device, without ranks."""

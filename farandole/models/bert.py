@@ -215,7 +215,7 @@ class BERT(Transformer):
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
         """Return `info` with the padding as a separate document, if the configuration has a padding token.
 
-        Such padding does not shift the positions of the other tokens.
+        The padding does not shift the positions of the other tokens.
         """
         info = super().prepare(inputs, info)
         embedding = self[0]

@@ -1,6 +1,6 @@
 """Apply dropout to a tensor that is split over processes, with the mask that a single process would draw.
 
-The processes have random generators with equal states.  Each process draws the mask for the complete tensor, but
+The processes have random generators in the same state.  Each process draws the mask for the complete tensor, but
 applies only the part that belongs to its own elements.
 """
 

@@ -40,7 +40,7 @@ class GPTConfig:
 
     parameters.  The first term counts the token embeddings.  Each block has 4 D^2 + 4 D parameters for attention, 8 D^2
     + 5 D for the feed-forward network and 4 D for two normalizations.  The last term counts the final normalization.
-    The head is tied to the token embedding and rotary positions have no parameters.  Learned positions would add
+    The head is tied to the token embedding, and rotary positions have no parameters.  Learned positions would add
     `context` * D parameters.
 
     Args:

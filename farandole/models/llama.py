@@ -53,7 +53,7 @@ class LlamaConfig:
 
     Raises:
         ValueError: if `width` is not a multiple of `heads` (with `head_width` = 0), `heads` is not a multiple of
-            `kv_heads`, or `windows` is neither empty nor has one entry per layer.
+            `kv_heads`, or `windows` is not empty and does not have one entry per layer.
     """
 
     vocabulary: int

@@ -161,7 +161,7 @@ def _chunk_rows(logits: Tensor) -> int:
 def _head_rows(hidden: Tensor, weight: Tensor, chunk_bytes: int, shard: VocabularyShard | None) -> int:
     """Return the number of rows per chunk of logits.
 
-    The number is equal on all processes, because they exchange statistics once per chunk.
+    The number is the same on all processes, because they exchange statistics once per chunk.
     """
     size = len(weight) if shard is None else shard.largest
     return max(1, chunk_bytes // (size * hidden.element_size()))

@@ -367,7 +367,7 @@ class Experts(nn.Module):
     """Gated feed-forward networks with stacked weights."""
 
     exchange: Exchange | None = None
-    """Sends rows to the processes that have their experts, if processes share the experts."""
+    """Sends rows to the processes that have their experts, if the experts are divided among processes."""
 
     def __init__(self, experts: int, width: int, inner: int, activation: str = "silu") -> None:
         super().__init__()

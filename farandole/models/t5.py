@@ -252,7 +252,7 @@ class DecoderBlock(nn.Module):
 
 
 class T5Head(nn.Module):
-    """The final target normalization and the output projection.
+    """The final normalization of the target, and the output projection.
 
     The projection's input is scaled if `T5Config.scaled` is true.
     """

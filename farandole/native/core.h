@@ -100,8 +100,8 @@ size_t frd_arena_used(void);           /* bytes in use by tensors, groups and me
 
 /* ---- endpoints ---- */
 
-/* Open the endpoint of process `rank` of a job with `ranks` processes.  The caller then adds every other process (its
- * arena on this host, its address on another host) before it opens the first group. */
+/* Open the endpoint of process `rank` of a job with `ranks` processes.  Before the caller opens the first
+ * group, it adds the arena of each process of this host and the address of each process of another host. */
 struct frd_endpoint *frd_endpoint_open(int rank, int ranks);
 uint64_t frd_endpoint_block(struct frd_endpoint *);   /* offset of the endpoint's block in this process's arena */
 /* Add a process of this host (including this one).  `descriptor` refers to the process's arena, and the caller closes
@@ -124,8 +124,7 @@ int frd_tcp_start(struct frd_endpoint *);             /* after all addresses */
 uint64_t frd_group_reserve(void);
 void frd_group_unreserve(uint64_t block);             /* of a group that was not opened */
 /* `members` are ranks of the endpoint, `blocks` the memory reserved by each member on this host.  `context` differs
- * between any two groups that have two processes in common.  In the group of context 0, failures do not break the
- * group. */
+ * between any two groups that have two processes in common.  Failures do not break the group with context 0. */
 struct frd_group *frd_group_open(struct frd_endpoint *, uint64_t context, int rank, int ranks, const int *members,
                                  const uint64_t *blocks);
 void frd_leave(struct frd_group *, const char *note);  /* notifies the other ranks; keeps the memory */

@@ -155,7 +155,7 @@ void frd_endpoint_forked(struct frd_endpoint *e)
     tcp_close_sockets(e);
 }
 
-/* Inherited endpoints belong to the parent of a forked child. */
+/* In a forked child, inherited endpoints belong to the parent. */
 void forget_closed_endpoints(void)
 {
     closing = NULL;

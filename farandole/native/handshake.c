@@ -44,8 +44,8 @@ static void set_option(int socket, int level, int option, int value)
     setsockopt(socket, level, option, &value, sizeof value);
 }
 
-/* Sets keep-alive probes, and a user timeout 1 s longer than the timeout of the job, after which the kernel ends a dead
- * connection. */
+/* Enables keep-alive probes, and sets the user timeout, after which the kernel ends a dead connection, to the timeout
+ * of the job plus 1 s. */
 static void prepare_socket(const struct tcp_state *tcp, int socket)
 {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);

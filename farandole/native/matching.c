@@ -160,7 +160,8 @@ static struct frd_message *first_with_tag(const struct queue *queue, int tag)
     return m;
 }
 
-/* Removes and returns the earliest posted receive that matches a message, from a named source or from any source. */
+/* Removes and returns the earliest posted receive that matches a message, that is, receives from its source or from
+ * any source. */
 static struct frd_message *match(struct frd_group *g, int source, int tag)
 {
     struct queue *named = &g->members[source].posted;

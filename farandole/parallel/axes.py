@@ -32,9 +32,10 @@ class AxisCommunicator:
     """The communicator of the ranks along a mesh axis.
 
     In a dry run, tensors have no values (`memory.dry_run`).  Collectives then transfer nothing, and append the number
-    of bytes that this rank would send to `sent`.  A ring sends (size - 1) / size of a tensor in a reduce-scatter or an
-    all-gather, and twice as much in an all-reduce.  A point-to-point message in a ring is recorded as a message between
-    the first and the last rank: all ranks of the ring send at the same time, so the slowest link determines the time.
+    of bytes that this rank would send to `sent`.  In a ring, each rank sends (size - 1) / size of a tensor for a
+    reduce-scatter or an all-gather, and twice as much for an all-reduce.  A point-to-point message in a ring is
+    recorded as a message between the first and the last rank: all ranks of the ring send at the same time, so the
+    slowest link determines the time.
 
     Args:
         ranks: the ranks of the group, as numbered in the mesh.
@@ -58,7 +59,7 @@ class AxisCommunicator:
     def connect(self, parent: AxisCommunicator, members: Sequence[int]) -> None:
         """Create the process group of this communicator's ranks, whose indices in `parent` are `members`.
 
-        This is a collective call of these ranks.
+        This is a collective call on these ranks.
         """
         if parent._comm is not None:
             self._comm = parent._comm.create_group(members)
@@ -70,7 +71,7 @@ class AxisCommunicator:
     def reconnect(self, parent: Communicator) -> None:
         """Replace the group with a new group of the same ranks of `parent`.
 
-        This is a collective call of these ranks.
+        This is a collective call on these ranks.
         """
         self.abort()
         self._comm = parent.create_group(self.ranks)
@@ -253,7 +254,7 @@ class Layouts(dict[str, Layout]):
         return self[self._names[id(parameter)]]
 
     def equal_gradients(self, parameter: nn.Parameter, axis: str) -> None:
-        """Declare that the copies of `parameter` on `axis` have equal gradients, so that these are not summed."""
+        """Declare that the copies of `parameter` on `axis` have equal gradients, which are not summed."""
         layout = self.of(parameter)
         self[layout.name] = replace(layout, same=layout.same | {axis})
 

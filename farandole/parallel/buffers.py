@@ -54,7 +54,7 @@ class ReplicatedBuffers:
         return self._versions() != self._known
 
     def has_layout(self, name: str, buffer: Tensor) -> bool:
-        """Return whether the layout of `name` still describes `buffer`: no step has created or resized the buffer."""
+        """Return whether the layout of `name` describes `buffer`; False if a step has created or resized the buffer."""
         return buffer.shape == self._shapes.get(name)
 
     def accept(self, buffers: Iterable[Tensor]) -> None:

@@ -17,7 +17,7 @@ between shards and a tensor whose values and gradient are equal on all ranks.
 All functions shard dimension 0 as `layout.chunk` does, so the length of this dimension need not be a multiple of the
 number of ranks.  If `comm` is None, there is one rank, and the functions return their input.
 
-A collective of gradients is not differentiable: a backward pass with `create_graph=True` raises an error.
+A collective on gradients is not differentiable: a backward pass with `create_graph=True` raises an error.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             )
         if isinstance(module, SelfAttention) and not module.causal:
             raise PlanError(
-                f"context={ranks}: expected causal attention, got attention in both directions; nearest plan: context=1"
+                f"context={ranks}: expected causal attention, got bidirectional attention; nearest plan: context=1"
             )
         if module.rotary is not None and module.rotary.depends_on_length:
             raise PlanError(
@@ -217,7 +217,7 @@ class _ShareSequences:
 
 
 class _OwnPositions:
-    """Wraps a block, so that its dropout draws the random numbers of complete sequences."""
+    """Wraps a block, so that its dropout draws the random numbers for complete sequences."""
 
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

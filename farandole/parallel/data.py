@@ -8,9 +8,9 @@ completed in the first step.  If weights are gathered, reductions and gathers sh
 
 With `zero` 2 and 3, a rank holds few unsharded gradients at a time (`zero.buffer_pool`).  If the next bucket in the
 order is incomplete and too many later buckets wait for it, the rank reduces the incomplete bucket without the missing
-gradients.  The order stays the same on all ranks.  At the end of the pass, ranks agree on the buckets with gradients
-that arrived after their reduction, and reduce these buckets again; results are sums, so a late gradient is added.
-After the first step, a bucket does not wait for parameters that have never had a gradient on any rank.
+gradients.  The order stays the same on all ranks.  At the end of the pass, ranks agree on the buckets that received
+gradients after their reduction, and reduce these buckets again; results are sums, so a late gradient is added.  After
+the first step, a bucket does not wait for parameters that have never had a gradient on any rank.
 
 The path of a gradient:
 
@@ -137,7 +137,7 @@ class GradientReducer:
         # which parameters had a gradient on any rank, in the order of the buckets
         self._used = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
         self._used_by_bucket = self._used.split([len(bucket.parameters) for bucket in buckets])
-        # the numbers of these parameters among all parameters of the mesh
+        # the indices of these parameters among all parameters on the mesh
         numbers = [norms.number(name) for bucket in buckets for name in bucket.plan.names]
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device=device)
         if gatherer is not None:
@@ -171,9 +171,9 @@ class GradientReducer:
 
     @contextmanager
     def completing(self, parameters: Collection[int]) -> Iterator[None]:
-        """Return a context within `no_sync` in which reductions start for the gradients that the context completes.
+        """Return a context, to use within `no_sync`, that starts the reductions of gradients that its passes complete.
 
-        `parameters` are the ids of the parameters with these gradients; see `Engine.completing`.
+        `parameters` contains the ids of the parameters whose gradients are completed; see `Engine.completing`.
         """
         self._completing = parameters
         self._register_hooks()
@@ -215,7 +215,7 @@ class GradientReducer:
         return not self.reduced and (self._in_pass or any(bucket.holds_gradients for bucket in self.buckets))
 
     def any_unfinished(self) -> bool:
-        """Return whether the step of any rank is unfinished.  Collective call, unless gradients are averaged."""
+        """Return whether the step of any rank is unfinished.  This is a collective call unless gradients are averaged."""
         if self.reduced:
             return False
         flag = self._used.new_full((1,), self.is_unfinished)
@@ -224,9 +224,9 @@ class GradientReducer:
         return bool(flag)
 
     def discard(self, parameters: Collection[int]) -> None:
-        """Discard gradients of an unfinished step: those of the parameters with the ids `parameters`.
+        """Discard the gradients of an unfinished step for the parameters whose ids are in `parameters`.
 
-        Earlier passes ran within `no_sync`, or the last pass failed.
+        A step is unfinished if its passes ran within `no_sync`, or if its last pass failed.
         """
         if not self.is_unfinished:
             return
@@ -351,7 +351,7 @@ class GradientReducer:
                     f"{_REENTRANT}"
                 )
             if waits:
-                return  # autograd accumulates the gradient until a pass of the stage is reduced
+                return  # autograd accumulates the gradient until a pass of the stage reduces it
             if self._every_pass:
                 self._start_early(bucket)
             self._accumulate(number, index)
@@ -378,7 +378,7 @@ class GradientReducer:
             self._removed.append((number, index))
 
     def _register_hooks(self) -> None:
-        """Register again the hooks that have been removed."""
+        """Register the removed hooks again."""
         for number, index in self._removed:
             parameter = self.buckets[number].parameters[index]
             hook = self._hook(number, index)
@@ -448,7 +448,7 @@ class GradientReducer:
         return self.buckets[number].plan.every_pass and not self._every_pass
 
     def _begin_part(self, queue: _Queue) -> None:
-        """Begin a pass of one stage, which reduces the buckets of the stage that are reduced in every pass."""
+        """Begin a pass of one stage, and queue the stage's buckets that are reduced in every pass."""
         of_stage = [
             number
             for number in queue.order
@@ -473,15 +473,15 @@ class GradientReducer:
         self._launch(queue, end)
 
     def _launch(self, queue: _Queue, end: int) -> None:
-        """Start the reductions of a queue up to, but not including, place `end`."""
+        """Start the reductions of the buckets that precede position `end` in the queue."""
         start, queue.next = queue.next, max(queue.next, end)
         self._reduce(queue.current[start:end], queue.current[:start])
 
     def _reduce(self, numbers: Sequence[int], before: Sequence[int] = ()) -> None:
         """Start the reductions of the buckets `numbers`.
 
-        `before` are the buckets that precede them in the order.  Their second reductions, over replicas, can then
-        start.
+        `before` contains the buckets that precede `numbers` in the order.  The second reductions of these earlier
+        buckets, over replicas, can then start.
         """
         for place, number in enumerate(numbers):
             bucket = self.buckets[number]
@@ -551,7 +551,7 @@ class GradientReducer:
         A bucket with an unused parameter does not delay other buckets: it is reduced at the end of the pass (`zero` 0
         and 1), or after its last gradient (`zero` 2 and 3).
         """
-        # numbers differ between stages of a pipeline, names do not
+        # bucket numbers differ between the stages of a pipeline, but parameter names do not
         names = [bucket.plan.names[0] for bucket in self.buckets]
         orders = self._comm.all_gather_object([names[number] for number in completed])
         for queue in self._queues.values():

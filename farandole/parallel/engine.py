@@ -82,7 +82,7 @@ class Engine:
 
     With `zero` >= 1, or if an axis shards parameters, optimizers update this rank's shards of the parameters.  The
     `.grad` of a parameter is then a placeholder, because each rank stores only a shard of the averaged gradient
-    (`optimizers.shards`).  Ranks with common shared memory use one copy of the weights.
+    (`optimizers.shards`).  Ranks that share memory use one copy of the weights.
 
     Args:
         model: the model; the engine owns its parameters until `close`.
@@ -323,7 +323,7 @@ class Engine:
         return self._reducer.no_sync()
 
     def completing(self, parameters: Collection[int]) -> AbstractContextManager[None]:
-        """Return a context within `no_sync` whose backward passes complete the gradients of `parameters`.
+        """Return a context, to use within `no_sync`, in which backward passes complete the gradients of `parameters`.
 
         Buckets are reduced as soon as all their gradients are complete, while this rank computes other gradients.
 
@@ -410,7 +410,7 @@ class Engine:
         `optimizer.step()` waits for the averaged gradients and returns when all ranks have the updated weights.  If
         `step` receives a closure, `step` returns the mean loss over all ranks.
 
-        With offload, this method moves master weights and states to the offload store and is a collective call.
+        With offloading, this method moves master weights and states to the offload store and is a collective call.
 
         Args:
             optimizer: an optimizer of the model's parameters, or a function that creates one from the list of all
@@ -535,9 +535,9 @@ class Engine:
         """Write the state of the model and its optimizers to a new folder.  This is a collective call.
 
         The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the states of the
-        random number generators, and `extra`.  Buffers that a forward pass has created or resized and the extra state of
-        modules (`get_extra_state`) are not saved, and warnings name these buffers and modules.  The folder receives its
-        final name when it is complete.
+        random number generators, and `extra`.  Neither buffers that a forward pass has created or resized, nor the
+        extra state of modules (`get_extra_state`), are saved; warnings name these buffers and modules.  The folder
+        receives its final name when it is complete.
 
         Args:
             folder: a folder that does not exist yet, on a file system that all ranks share.
@@ -701,7 +701,7 @@ class Engine:
         self._mean.expected = saved.get("count")  # missing in checkpoints of earlier versions
 
     def has_layout(self, name: str, buffer: Tensor) -> bool:
-        """Return whether a layout describes `buffer`: no step has created or resized the buffer."""
+        """Return whether a layout describes `buffer`; False if a step has created or resized the buffer."""
         return self._reducer.buffers.has_layout(name, buffer)
 
     def accept_buffers(self, buffers: Iterable[Tensor]) -> None:

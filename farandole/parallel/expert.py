@@ -1,7 +1,8 @@
 """Expert parallelism: each rank of an axis has some experts of each mixture of experts, and its own samples.
 
-A rank sends each row (the hidden state of a token for one of its experts) to the rank that has the expert, and gets the
-expert's output back (Lepikhin et al., 2021, "GShard").  The numbers of rows differ, and no row is dropped:
+A rank sends each row (a token's hidden state, for one of the token's experts) to the rank that has the expert, and gets
+the expert's output back (Lepikhin et al., 2021, "GShard").  The number of rows varies between ranks and experts, and no
+row is dropped:
 
     1. all-gather      the number of rows for each expert, from each rank
     2. all-to-all      the rows, which are sorted by expert

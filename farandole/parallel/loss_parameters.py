@@ -58,7 +58,7 @@ def _counts_once(layout: Layout, mesh: Mesh, rank: int) -> bool:
     counted: dict[int, float] = defaultdict(float)
     for each in reduction.columns[reduction.column_of(rank)]:
         counted[mesh.replica_of(each)] += reduction.weights[each]
-    # the context axis counts in `mesh.losses`, so gradients are also averaged over the ranks of a replica
+    # `mesh.losses` includes the context axis, so gradients are also averaged over the ranks of a replica
     return all(count == mesh.losses / mesh.replicas for count in counted.values())
 
 

@@ -32,7 +32,7 @@ MINIMUM = 2.0**-14
 """The minimum scale: with a smaller scale, typical losses underflow in fp16."""
 
 _REPORT_EVERY = 100
-"""While the scale is at its minimum, one overflow is reported per this number of consecutive overflows."""
+"""While the scale is at its minimum, only one in this many consecutive overflows is reported."""
 
 
 class LossScaler:
@@ -154,7 +154,7 @@ def _number(scale: float) -> str:
 class ScaledSteps:
     """Scales the engine's loss with `scaler`, unscales its gradients, and decides which steps to skip.
 
-    A disabled scaler changes nothing.  The outputs of blocks are checked, to detect overflows of the forward pass, in
+    A disabled scaler changes nothing.  To detect overflows in the forward pass, the outputs of blocks are checked in
     the step after an overflow and, with `diagnose`, in every step.  With `report`, rank 0 logs a warning for every
     overflow.  While the scale is at its minimum, only one overflow in 100 is logged.
     """
@@ -214,7 +214,7 @@ class ScaledSteps:
 
         The caller multiplies each loss by the scale before its backward pass.
         """
-        if self._unscaled:  # this pass adds to gradients that were set
+        if self._unscaled:  # this pass adds to gradients that are already unscaled
             self._engine.scale_all(self.scaler.scale)
             self.norm, self._unscaled = None, False
         self._in_backward = True

@@ -50,7 +50,7 @@ def use_fast_products() -> bool:
 def replace_kernels() -> Library:
     """Compute large fp32 products with oneDNN, on any processor."""
     library = Library("aten", "IMPL")
-    onednn = torch.ops.mkldnn._linear_pointwise.default  # the product x w^T + bias of torch.compile
+    onednn = torch.ops.mkldnn._linear_pointwise.default  # x w^T + bias, as used by torch.compile
     mm, addmm, addmm_ = (get_kernel(f"aten::{name}", "CPU") for name in ("mm", "addmm", "addmm_"))
 
     def product(keys: Any, a: Tensor, b: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from farandole.memory.blocks import blocks_of
 from farandole.parallel.optimizers.shards import OptimizerShards
 
 KINDS = ("finite", "inf", "nan")
-"""The kinds of tensors, in order of severity; ranks exchange indices of this tuple."""
+"""The kinds of tensors, in order of severity; ranks exchange indices into this tuple."""
 
 
 def kind_of(tensor: Tensor) -> int:
@@ -74,7 +74,7 @@ class GradientWatch:
     """Records which gradients of this rank are not finite in each step, before the gradients are averaged.
 
     Args:
-        names: the names of all parameters of the mesh, in the same order on all ranks.
+        names: the names of all parameters on the mesh, in the same order on all ranks.
     """
 
     def __init__(self, names: Iterable[str], shards: Sequence[OptimizerShards]) -> None:

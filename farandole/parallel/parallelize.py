@@ -80,7 +80,7 @@ def parallelize(
             overflow names the block.
         watch: check the gradients of each rank before they are averaged, so that `Engine.locate_nonfinite` names the
             rank and the parameter.
-        report: log a line on rank 0 for each overflow of fp16.
+        report: log a line on rank 0 for each fp16 overflow.
 
     Raises:
         PlanError: if the plan is not valid for the ranks or the model.  Another plan can then be applied to the model.
@@ -173,7 +173,8 @@ def _convert(
     """Apply the parts of `plan` that change the modules of `model`.  This is a collective call.
 
     Returns:
-        This rank's position in the mesh, the layouts of the model's parameters, and the pipeline of its stages.
+        This rank's position in the mesh, the layouts of the model's parameters, and the pipeline with this rank's
+        stages (None without pipeline parallelism).
     """
     converted: list[str] = []
     with agreed_errors(comm):
@@ -216,7 +217,7 @@ def _split(
     if plan.pipeline > 1:
         sets += [("mirror",), pipeline.REPLICA_AXES, pipeline.STAGE_AXES]
     groups = mesh.connect(comm, sets) if inner else None
-    # a rank of a mirrored pipeline is numbered by its stage of the first replica
+    # in a mirrored pipeline, a rank has the position of its stage in the first replica
     cell = min(mesh.of_rank(comm.rank), key=lambda cell: cell.mirror)
     position = Position(mesh, cell, groups)
     if inner:
@@ -302,8 +303,10 @@ def _recompute(
         in_step = plan.pipeline == 1 or activations is not None  # otherwise the bytes are those of all stages
         if in_step and done.before is not None and done.after is not None:
             who = "each rank" if activations is None else "this rank"
-            kept = f": {who} keeps {size(done.after)} of activations instead of {size(done.before)}"
-        _log.info("recomputing %s in %s%s", plan.recompute, counted(len(done.modules), "module"), kept)
+            kept = f"; {who} keeps {size(done.after)} of activations instead of {size(done.before)}"
+        _log.info(
+            "recompute=%r: recomputing %s%s", plan.recompute, counted(len(done.modules), "module"), kept
+        )
 
 
 def _common_seed(comm: Communicator) -> int:

@@ -129,7 +129,11 @@ def _multiplies(device: torch.device) -> bool:
 
 
 def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()} here"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"this machine's {device.type.upper()}"
+    )
 
 
 def _torchao() -> Any:

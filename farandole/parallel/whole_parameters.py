@@ -34,7 +34,7 @@ from farandole.parallel.zero.gatherer import Gatherer
 from farandole.parallel.zero.weights import EDIT, FlatWeights
 
 _GUARD = "_farandole_is_editable"
-"""The name of the attribute of a module that contains a function.
+"""The name of the module attribute that holds a guard function.
 
 The function returns whether the module's parameters can be changed in place.
 """
@@ -56,7 +56,7 @@ def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
 
 
 class WholeParameters:
-    """Provides the unsharded values of a model's parameters, which an engine stores in `weights`.
+    """Provides the unsharded values of a model's parameters; an engine stores the parameters in `weights`.
 
     Args:
         groups: the communicator of all ranks, and the communicators of the ranks over which an axis shards parameters.
@@ -192,7 +192,7 @@ class WholeParameters:
         with self.masters():
             yield
             with torch.no_grad():
-                self._comm.barrier()  # no rank reads the shared buffer
+                self._comm.barrier()  # wait until no rank reads the shared buffer
                 values = [[self._own(p) for p in weight.parameters] for weight in self._weights]
                 for weight, changed in zip(self._weights, values, strict=True):
                     with weight.in_memory(write=True):
@@ -277,7 +277,7 @@ class WholeParameters:
     def _guard(self) -> Callable[[nn.Module], bool]:
         return lambda module: self._editing or id(module) not in self._modules
 
-    # ---- hooks of modules; functions, because copies of the model have the hooks too ----
+    # ---- module hooks: functions instead of methods, because copies of the model also have the hooks ----
 
     def _before_load(self) -> Callable[..., None]:
         def before(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:

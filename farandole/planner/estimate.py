@@ -34,7 +34,8 @@ class PipelineSummary:
         idle: the fraction of the simulated time in which ranks do not compute, 0.1 for 10 %.
         sent: the largest number of bytes that a rank sends to other stages in a step.
         message_s: the time in seconds that messages add to the step.
-        imbalance: the excess of the largest stage over the mean, in parameters that a token uses: 0.1 for 10 %.
+        imbalance: the excess of the largest stage over the mean, relative to the mean: 0.1 for 10 %.  The size of a
+            stage is the number of parameters that a token uses.
         activations: the peak size of the activations on each pipeline rank in bytes.
         peaks: the peak memory of each pipeline rank in bytes.
     """

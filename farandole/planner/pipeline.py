@@ -128,7 +128,7 @@ def simulate_step(
 
 
 def _recomputed(staged: StagedModel, plan: Plan) -> dict[str, str]:
-    """Return the mode of recomputation for each module that a dry run chooses; empty if the plan needs no dry run."""
+    """Return the recomputation mode of each module that a dry run chooses; empty if the plan needs no dry run."""
     if plan.recompute not in MEASURED:
         return {}
     workload, found = staged.workload, dict[str, str]()

@@ -220,8 +220,8 @@ class ServingEstimate:
         fits: the maximum number of sequences whose keys and values fit in memory.
         ttft: the seconds from the arrival of a request to its first token, if no other request is waiting.
         tpot: the seconds per output token after the first, while prompts of other requests are computed.
-        tokens_per_s: the number of output tokens per second of the replica.
-        requests_per_s: the number of requests per second of the replica.
+        tokens_per_s: the number of output tokens that the replica generates per second.
+        requests_per_s: the number of requests that the replica completes per second.
     """
 
     part: ServedPart
@@ -302,7 +302,7 @@ def _products_s(part: ServedPart, machine: ServingMachine, rows: float) -> float
     if not part.experts:
         return dense
     share = part.expert_top / part.expert_count
-    used = 1 - math.pow(1 - share, rows)  # the part of the experts that at least one token uses
+    used = 1 - math.pow(1 - share, rows)  # the fraction of the experts that at least one token uses
     return dense + used * part.experts * machine.product_s(part.precision, max(1.0, rows * share / used))
 
 

@@ -40,7 +40,7 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
 
 @dataclass(frozen=True)
 class Memory:
-    """An amount of memory, divided by how the C library treats freed blocks.
+    """An amount of memory, with separate sizes for the two ways in which the C library treats freed blocks.
 
     Args:
         heap: the size in bytes of blocks that the library keeps when they are freed.
@@ -80,10 +80,10 @@ class ActionTrace:
     Args:
         kept: the memory that the action allocates and keeps; negative if the action releases memory.
         peak: the peak of memory during the action, above the memory at its start.
-        resident: the peaks of the heap and of mapped memory, which may be at different times.
+        resident: the peaks of the heap and of mapped memory, which may occur at different times.
         flops: floating-point operations of matrix products and attention.
         moved: bytes that all other operations read and write.
-        sent: bytes that this rank sends in collectives of the model, by the ranks of the group.
+        sent: for each group of ranks, the bytes that this rank sends to the group in collectives of the model.
         swappable: bytes of `kept` that `Plan.swap` moves, in a forward pass.
     """
 
@@ -293,7 +293,7 @@ class _Recorder:
 
     @contextmanager
     def action(self, name: str) -> Iterator[None]:
-        """Record the numbers of an action."""
+        """Record the memory and work of an action."""
         tracker, numbers = self._tracker, self._numbers
         flops, moved, sent, start = tracker.flops, tracker.moved, len(self._sent), len(tracker.history)
         heap, mapped = tracker.history[-1] if tracker.history else (0, 0)

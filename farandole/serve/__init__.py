@@ -14,7 +14,7 @@ text.py        converts tokens to text as they arrive, and finds stop strings
 metrics.py     counters and histograms in Prometheus' text format
 folder.py      reads a model, its tokenizer and its chat template from a folder
 lora.py        reads the LoRA adapters that requests select
-encoder.py     computes embeddings with a BERT
+encoder.py     computes embeddings with a BERT model
 llm.py         generates text offline
 batch.py       generates text for the prompts in a file
 speculation/   speculative decoding

@@ -96,7 +96,7 @@ class StepTimes:
         return base, per_decode, per_prompt_token
 
     def predict(self, decodes: float, prompt_tokens: float) -> float:
-        """Return the predicted seconds of a step; 0 before the first measurement."""
+        """Return the predicted duration of a step in seconds; 0 before the first measurement."""
         return float(self._constrained @ ((1.0, decodes, prompt_tokens) / _SCALE))
 
     def add(self, decodes: int, prompt_tokens: int, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """Generate text for the prompts in a file, and continue where an interrupted run stopped.
 
-Each line of the input is a JSON object with `prompt` (text or tokens) or `messages` (a conversation), optionally an
-`id`, and fields of `Sampling` that replace the defaults:
+Each line of the input is a JSON object with `prompt` (text or tokens) or `messages` (a conversation), and optionally
+an `id` and fields of `Sampling` that replace the defaults:
 
     {"prompt": "import "}
     {"id": "q1", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20, "temperature": 0}
@@ -40,7 +40,7 @@ def generate_file(
 ) -> int:
     """Generate text for each line of `input_file`, and write the results to `output_file`, one per line and in order.
 
-    Lines that are already in the output file are not computed again.  Line i is sampled with the seed of `defaults`
+    Lines that are already in the output file are not generated again.  Line i is sampled with the seed of `defaults`
     plus i, so an interrupted run writes the same lines as an uninterrupted run.
 
     Args:
@@ -51,8 +51,8 @@ def generate_file(
         The number of lines that this call has written.
 
     Raises:
-        DataError: if a file cannot be read, a line is invalid, or the output file does not match the input.  No line is
-            computed in this case.
+        DataError: if a file cannot be read, a line is invalid, or the output file does not match the input.  In this
+            case, no text is generated.
     """
     records = _read_lines(input_file)
     parsed = [

@@ -86,7 +86,7 @@ class Grammars:
                 reason = first.get_error().partition("\n")[0]
                 raise RequestError(
                     name,
-                    f"expected a {name} that some text matches, but no token can begin such a text ({reason})",
+                    f"expected a {name} that some text matches, but no token can begin a matching text ({reason})",
                 )
         with self._lock:
             core = self._compiled.setdefault(grammar, core)
@@ -98,7 +98,8 @@ class Grammars:
     def _load(self) -> None:
         """Load llguidance and the tables of the vocabulary.
 
-        This happens at the first constraint, because building the tables of a large vocabulary takes a second.
+        The first constrained request calls this method, because building the tables of a large vocabulary takes about
+        1 s.
         """
         with optional_import():
             import llguidance
@@ -108,7 +109,7 @@ class Grammars:
         self._executor = llguidance.LLExecutor(num_threads=torch.get_num_threads())
 
     def mask(self, logits: Tensor, rows: Sequence[int], matchers: Sequence[Matcher]) -> None:
-        """In each given row of `logits`, set the tokens that the row's matcher does not permit to -inf."""
+        """In each given row of `logits`, assign -inf to the tokens that the row's matcher does not permit."""
         words = -(-self._vocabulary // 32)
         bits = np.zeros((len(rows), words), np.int32)
         pairs = [(matcher.core, number) for number, matcher in enumerate(matchers)]

@@ -1,4 +1,4 @@
-"""Compute a step of a decoder in one call of the C core.
+"""Compute a step of a decoder in one call to the C core.
 
 The call computes all layers and the logits in one parallel region, which saves the time between operations.  It
 supports decoders with RMS normalization, rotary positions and a gated feed-forward network: Llama, Mistral, Qwen 2 and

@@ -1,4 +1,4 @@
-"""Compute embeddings of texts with a BERT, as specified by the Sentence Transformers files in its folder.
+"""Compute embeddings of texts with a BERT model, as specified by the Sentence Transformers files in its folder.
 
 The sequences of a batch form one row of packed documents, without padding.  In fp32, the embedding of a sequence does
 not depend on the other sequences (`rows.py`).
@@ -33,7 +33,7 @@ class Encoder:
 
     Args:
         folder: the folder with the weights.
-        model: a BERT.
+        model: a BERT model.
         context: the maximum number of tokens of a sequence.
         pooling: one of `POOLINGS`.
     """
@@ -71,7 +71,7 @@ class Encoder:
 
 
 def is_encoder(path: Path) -> bool:
-    """Return whether a folder contains a BERT."""
+    """Return whether a folder contains a BERT model."""
     return is_hugging_face(path) and read_config(path).architecture.name == "bert"
 
 

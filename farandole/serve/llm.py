@@ -141,7 +141,7 @@ class LLM:
         return self._ranks.rank
 
     def close(self) -> None:
-        """End the other ranks, if any.  Afterwards, the LLM can no longer generate.
+        """Stop the other ranks, if any.  Afterwards, the LLM can no longer generate.
 
         Under a launcher, this method does not return on other ranks before rank 0 calls it.
         """
@@ -187,7 +187,7 @@ class LLM:
             sampling: the sampling parameters; alternatively, pass the fields of `Sampling` as keyword arguments.
 
         Raises:
-            RequestError: if a prompt is too long or a parameter is out of range.  No prompt is then computed.
+            RequestError: if a prompt is too long or a parameter is out of range.  In this case, no text is generated.
             TypeError: if both `sampling` and its fields are given.
             RanksFailed: if a rank fails; the message names the rank.  The LLM must then be created again.
         """

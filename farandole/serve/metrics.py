@@ -126,7 +126,7 @@ class Metrics:
         one(
             "proposal_seconds_total",
             "counter",
-            "Time in proposals of speculative decoding, included in step_seconds_total.",
+            "Time spent proposing tokens for speculative decoding, included in step_seconds_total.",
             self.proposal_time,
         )
         add(

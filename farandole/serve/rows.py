@@ -46,7 +46,7 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # "bf16" is the flag on Arm
 MAX_BF16_ROWS: int | None = 32 if read_processor().flags & _BF16_FLAGS else None
 """The largest number of rows for which the core computes bf16 products faster than torch.
 
-The value is None, for no limit, if the processor has no bf16 instructions, which torch would use.
+The value is None, for no limit, if the processor lacks the bf16 instructions that torch would use.
 """
 
 WeightKey = tuple[int, torch.Size]
@@ -59,7 +59,7 @@ _FUSED: dict[Any, Callable[..., Tensor | None]] = {
     gated: elements.gated,
     rotate: elements.rotate,
 }
-"""The functions of the model that one call of the core replaces."""
+"""The functions of the model that one call to the core replaces."""
 _ELEMENTWISE = (F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid, Tensor.cos, Tensor.sin)
 
 
@@ -252,8 +252,8 @@ def ragged_attention(
         keys: (blocks, key-value heads, tiles, width, 16), fp32 or bf16.
         values: (blocks, key-value heads, block length, value width), like `keys`.
         table: int32 of shape (queries, maximum number of blocks), the blocks of each query's sequence.
-        positions: int64 of shape (queries), the position of each query.  A query attends to position 0 up to its own
-            position.
+        positions: int64 of shape (queries), the position of each query.  A query attends to the positions from 0 up
+            to its own position.
         scale: the factor applied to the scores.
         window: the number of most recent positions that a query attends to.
         use_core: whether to use the C core, by default if available.

@@ -276,7 +276,7 @@ class Runner:
         """Check that the ranks that compute with this process are alive."""
 
     def close(self) -> None:
-        """End the ranks that compute with this process."""
+        """Stop the ranks that compute with this process."""
 
     def _gathered(self, logits: Tensor) -> Tensor:
         """Return complete logits (tokens, vocabulary), given the logits of this rank's vocabulary shard."""

@@ -26,7 +26,7 @@ class Draw:
         choice: the index of the sequence in its request.
         generated: the number of generated tokens.
         table_row: the sequence's row in the sampler's tables, from `Sampler.add`.
-        ends: the tokens that may not be selected before the minimum number of tokens has been generated.
+        ends: the tokens that must not be selected before the minimum number of tokens has been generated.
         matcher: the constraint of the text.
     """
 

@@ -89,7 +89,7 @@ class CheckpointWriter:
                 raise CheckpointError(
                     f"cannot write to {self._folder}: {disk_failure(error, run)}"
                 ) from error
-            try:  # now, because a cache or a folder may be deleted during the run
+            try:  # read now, because a cache or a folder may be deleted during the run
                 self._contents = {name: path.read_bytes() for name, path in files.items()}
             except OSError as error:
                 raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -152,7 +152,7 @@ class CheckpointWriter:
         write_weights(folder / WEIGHTS, folder / STATE, types)
         if (
             trainer.config.plan.lora_rank
-        ):  # use the file, because the model may be sharded and changes during training
+        ):  # read the file, because the model changes during training and may be sharded
             adapter = trainer.engine.adapter
             with safe_open(folder / WEIGHTS, "pt") as file:
                 values = {name: file.get_tensor(name) for name in adapter.tensors}
@@ -174,8 +174,8 @@ class CheckpointWriter:
     def _explained(self) -> Iterator[None]:
         """Return a context for a save.
 
-        If the save fails, remove the partial checkpoint, and raise an error that names the last good checkpoint on all
-        ranks.
+        If the save fails, remove the partial checkpoint, and raise an error on all ranks.  The error names the last
+        good checkpoint.
         """
         try:
             yield

@@ -69,7 +69,7 @@ class TextClassification(Task):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the numbers of tokens in the texts."""
+        """Return the number of tokens in each text."""
         return self.train.lengths
 
     def build(self, config: TrainConfig) -> nn.Module:
@@ -79,7 +79,7 @@ class TextClassification(Task):
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
-        """Return the padded tokens and the classes of the samples `numbers`."""
+        """Return the padded tokens and the classes of the samples at the indices `numbers`."""
         tokens, labels = samples.read(numbers)
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 

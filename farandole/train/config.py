@@ -43,7 +43,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 CoefficientOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 ROUTERS = ("balance_loss", "z_loss", "capacity")
-"""The keys in [model] that set options of the routers of a mixture of experts."""
+"""The keys in [model] that configure the routers of a mixture of experts."""
 
 
 SYNONYMS = {
@@ -402,7 +402,7 @@ def _toml_key(name: str) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """Return a value as TOML, which differs from JSON in infinite numbers and in characters outside the BMP."""
+    """Return a value as TOML.  Infinite numbers and characters outside the BMP are written differently from JSON."""
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, list | tuple):
@@ -423,7 +423,7 @@ def presets() -> dict[str, str]:
 def load_config(source: str | None = None, overrides: list[str] | None = None) -> TrainConfig:
     """Load a preset or a TOML file, and apply `key=value` overrides.
 
-    A file extends the preset that its key `preset` names, which is `default` if the file does not contain this key.
+    A file extends the preset that its key `preset` names, or preset `default` if the file does not contain this key.
 
     Raises:
         ConfigError: if the configuration is invalid.
@@ -481,7 +481,7 @@ def _translated(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_keys() -> list[str]:
-    """Return all full keys: `steps`, `model.width`, ..."""
+    """Return the full names of all keys: `steps`, `model.width`, ..."""
     keys = []
     for name, field in TrainConfig.model_fields.items():
         section = field.annotation

@@ -45,8 +45,8 @@ class Flops:
         """Return the number of operations for `samples` samples that have `targets` targets in total.
 
         Args:
-            lengths: numbers of positions of sequences.  A sample is assumed to need the mean number of operations of
-                these sequences.
+            lengths: the number of positions in each of several sequences.  A sample is assumed to need the mean number
+                of operations over these sequences.
         """
         positions = lengths.astype(np.float64)
         each = float((self.position * positions + self.pair * positions**2).mean())
@@ -67,7 +67,7 @@ def count_flops(model: nn.Module, lora: LoRA | None = None) -> Flops | None:
         return None
     adapted, trains = _trained(model, lora)
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    selected: dict[nn.Module, int] = {}  # the experts that a position uses, for each stack of experts
+    selected: dict[nn.Module, int] = {}  # the number of experts that a position uses, by stack
     for mixture in mixtures:
         selected |= dict.fromkeys((mixture.experts.gate_up, mixture.experts.down), mixture.router.top)
     head = set(model[-1].modules())

@@ -87,8 +87,8 @@ def check_context(config: TrainConfig, origin: Pretrained) -> None:
 @cache  # warn only once, although a task is created several times
 def _warn_context(context: int, trained: int, folder: str) -> None:
     _log.warning(
-        "farandole: model.context=%d exceeds max_position_embeddings=%d in model=%s: the model has not learned to use "
-        "such distances; use a smaller model.context, or rope_parameters that extend the context",
+        "farandole: model.context=%d exceeds max_position_embeddings=%d in model=%s: the model was not "
+        "trained on sequences of this length; use a smaller model.context, or rope_parameters that extend the context",
         context,
         trained,
         folder,

@@ -57,7 +57,7 @@ def choose_precision(
 
 
 def bf16_unit(device: torch.device) -> str:
-    """Return the name of the hardware unit that multiplies bf16 faster than fp32, or "" without such a unit."""
+    """Return the name of the hardware unit that multiplies bf16 faster than fp32, or "" if there is no such unit."""
     if device.type == "cuda":
         capable = torch.cuda.get_device_capability(device) >= _CUDA_CAPABILITY
         return torch.cuda.get_device_name(device) if capable else ""

@@ -86,13 +86,13 @@ class _Arrays:
         grey = images.ndim == 3
         if images.dtype != np.uint8 or not (grey or (images.ndim == 4 and images.shape[-1] == 3)):
             raise DataError(
-                f"data.path={path}: expected images (n, height, width) or (n, height, width, 3) of uint8, got "
-                f"{images.shape} of {images.dtype}"
+                f"data.path={path}: expected uint8 images of shape (n, height, width) or (n, height, width, 3), got "
+                f"{images.dtype} images of shape {images.shape}"
             )
         if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
             raise DataError(
-                f"data.path={path}: expected integer labels of shape ({len(images)},), got {labels.shape} of "
-                f"{labels.dtype}"
+                f"data.path={path}: expected integer labels of shape ({len(images)},), got {labels.dtype} "
+                f"labels of shape {labels.shape}"
             )
         if labels.min(initial=0) < 0:
             raise DataError(f"data.path={path}: expected labels of at least 0, got {labels.min()}")

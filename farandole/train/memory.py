@@ -43,7 +43,7 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
         return
     plan, accelerated = config.plan, torch.cuda.is_available()
     split = plan.ranks_per_sample * plan.expert > 1
-    # with adapters or split layers, a rank has states for only some parameters, which only the estimate considers
+    # with adapters or split layers, a rank has states for only some parameters; only the estimate considers this
     if plan.lora_rank or config.model.folder or (split and not accelerated):
         if not accelerated and plan.swap == "none":
             check_step(config, ranks, available_memory())

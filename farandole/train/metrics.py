@@ -140,7 +140,7 @@ def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
         return wandb.init(
             project="farandole", name=run.name, id=run.name, dir=str(run), config=dict(config), resume="allow"
         )
-    except Exception as error:  # wandb raises many types
+    except Exception as error:  # wandb raises exceptions of many types
         raise ConfigError(
             f"cannot start the Weights & Biases run: {error}; use WANDB_MODE=offline or log.wandb=false"
         ) from error
@@ -181,8 +181,8 @@ class TensorBoardWriter:
     """Writes summaries to an event file in `folder`.
 
     torch's `SummaryWriter` is not used, because it writes in a thread.  If the thread fails, for example because the
-    disk is full, the training ends later, with a traceback.  With `resumed_step`, TensorBoard hides later steps from
-    earlier files.
+    disk is full, the training ends later, with a traceback.  With `resumed_step`, TensorBoard hides the later
+    steps in earlier files.
 
     Raises:
         OSError: if the file cannot be written.

@@ -39,7 +39,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recording:
-    """The phases of a rank, and the pipeline actions of each recorded step, with times in seconds of rank 0's clock."""
+    """The phases of a rank, and the pipeline actions of each recorded step, with times in seconds on rank 0's clock."""
 
     phases: Sequence[Phase]
     steps: Sequence[Sequence[Span]]

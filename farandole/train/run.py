@@ -48,7 +48,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
         CheckpointError: if a checkpoint cannot be loaded or saved.
     """
     keep_freed_memory()
-    # warnings have been shown when the task was checked; on other hosts, the text may be tokenized now
+    # warnings were shown when the task was checked; on other hosts, the text may be tokenized now
     with _errors_only(), without_timeout(runtime.comm):
         task = make_task(task_config(config, resume))
     with StopSignals() as stop, RunLock(run, runtime.comm):
@@ -130,8 +130,8 @@ class StopSignals:
             while not stop.requested: ...
 
     A second Ctrl-C ends the run at once.  A second SIGINT within `DEBOUNCE_S` or a second SIGTERM has no effect,
-    because launchers forward the terminal's signals to their ranks.  Signals that are already ignored stay ignored,
-    such as SIGINT in a shell's background job.
+    because launchers forward the terminal's signals to their ranks.  Signals that are already ignored, such as
+    SIGINT in a shell's background job, stay ignored.
     """
 
     DEBOUNCE_S = 0.5

@@ -52,8 +52,8 @@ LOCK = ".lock"
 def check_out(config: TrainConfig) -> None:
     """Raise `ConfigError` if this process cannot create the folder of a run.
 
-    The check creates and removes a temporary folder, because permissions do not apply to root, and some file systems
-    contain no folders of users.
+    The check creates and removes a temporary folder, because permissions do not apply to root, and users cannot create
+    folders in some file systems.
     """
     # imported here, because a server reads checkpoints but no configurations
     from farandole.train.config import ConfigError

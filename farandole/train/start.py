@@ -77,7 +77,7 @@ CHANGEABLE = (
     "plan.swap",
     "plan.offload",
 )
-"""The keys, or the beginnings of keys, that may change when a run is resumed.  Other keys would change the results."""
+"""The keys, or prefixes of keys, that can be changed when a run is resumed.  Other changes would affect the results."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Start:
 def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
     """Return the configuration for creating a task.
 
-    A resumed run uses the tokenizer of its checkpoint, also if the text has changed since, and its own copies of the
+    A resumed run uses the tokenizer of its checkpoint, even if the text has changed since, and its own copies of the
     model folder's files.  The run can therefore be resumed after the original folders were moved.
     """
     if checkpoint is None:

@@ -65,7 +65,7 @@ class Task:
     unit = "samples"
     """The unit shown in the progress line."""
     units_per_sample = 1
-    """The number of units per sample.  For each sample, `loss` should return a count of about this number."""
+    """The number of units per sample.  For each sample, `loss` should return a count close to this number."""
     also_train: tuple[str, ...] = ()
     """Patterns for modules that are trained in full with LoRA, such as a new head; see `farandole.LoRA`."""
 
@@ -74,7 +74,7 @@ class Task:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the numbers of positions in the training samples, or in representative samples.
+        """Return the number of positions in each training sample, or in each of some representative samples.
 
         The model FLOP/s utilization of a transformer is computed from these numbers.
         """
@@ -89,7 +89,7 @@ class Task:
         raise NotImplementedError
 
     def batch(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Any:
-        """Return the samples `numbers` as one micro-batch.  `epochs` contains the epoch of each sample."""
+        """Return the samples at the indices `numbers` as one micro-batch.  `epochs` contains each sample's epoch."""
         from torch.utils.data import default_collate
 
         return default_collate([samples[int(number)] for number in numbers])
@@ -171,7 +171,9 @@ def _find_task(name: str) -> Callable[..., Any]:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = difflib.get_close_matches(attribute, known, n=1)
         hint = (
-            f"did you mean {near[0]}?" if near else "name a subclass of Task, or a function that returns one"
+            f"did you mean {near[0]}?"
+            if near
+            else "name a subclass of Task, or a function that returns a Task"
         )
         problem = f"module {module_name} has no {attribute}"
         if found is not None:

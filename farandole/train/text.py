@@ -213,7 +213,7 @@ class ChatTask(Task):
         return open_folder_model(self._config)
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> ChatBatch:
-        """Return the tokens, the number of each token's document, and the targets."""
+        """Return the tokens, the document number of each token, and the targets."""
         tokens, documents, targets = (torch.from_numpy(part) for part in samples.read(numbers))
         return tokens, documents, targets
 

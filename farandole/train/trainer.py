@@ -52,7 +52,7 @@ class StepResult:
         waited_s: the time spent waiting for other ranks, in seconds, averaged over ranks.
         stop: whether any rank was asked to stop.
         overflow: the fp16 overflow that caused the step to be skipped, or None.
-        loads: the loads of the routers of mixtures of experts, by name.
+        loads: the loads of the mixture-of-experts routers, by router name.
     """
 
     loss: float
@@ -259,7 +259,7 @@ class Trainer:
         return text
 
     def _batches(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> list[Any]:
-        """Return the samples `numbers`, divided into micro-batches, on the trainer's device."""
+        """Return the samples at the indices `numbers`, divided into micro-batches, on the trainer's device."""
         parts = [slice(start, start + self._size) for start in range(0, len(numbers), self._size)]
         batches = [self.task.batch(samples, numbers[part], epochs[part]) for part in parts]
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batches)

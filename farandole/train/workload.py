@@ -27,7 +27,7 @@ PLANNED = ("text", "sft", "masked-text", "images", "classify")
 """The tasks that the planner supports."""
 
 _CLASSES = {"bert": 2, "vit": 1000, "images": 1000}
-"""The assumed number of classes for models whose number of classes only the data specifies.
+"""The assumed number of classes of each model, used if only the data specifies this number.
 
 The number of classes hardly affects memory and time.
 """

@@ -76,8 +76,11 @@ def test_only_the_requested_plans_must_divide_the_batch(tmp_path: Path) -> None:
         (("tinny",), "tinny is not a preset or file; did you mean tiny?"),
         (("tiny", "batch=7", "-n", "2"), "batch=7 is not divisible by 2 ranks"),
         (("tiny", "--nodes", "2"), "the bandwidth between hosts in bytes per second"),
-        (("tiny", "--accelerators", "h10"), "--accelerators h10 is unknown; nearest: h100; known are a100,"),
-        (("tiny", "--accelerators=x"), "--accelerators x is unknown; known are a100,"),
+        (
+            ("tiny", "--accelerators", "h10"),
+            "--accelerators h10 is unknown; nearest: h100; known names are a100,",
+        ),
+        (("tiny", "--accelerators=x"), "--accelerators x is unknown; known names are a100,"),
         (("tiny", "--picure", "x.png"), "unknown option --picure; did you mean --picture?"),
     ],
 )
@@ -250,7 +253,7 @@ def test_every_choice_is_a_plan(tmp_path: Path) -> None:
         assert sorted({one[name] for one in found}) == values
     head = next(line.split() for line in result.output.splitlines() if line.startswith("zero"))
     assert head[:5] == ["zero", "recompute", "data_shard", "rounding", "swap"]
-    assert "the largest peak, with up to 256.0 MiB of activations" in result.output
+    assert "the worst case, with up to 256.0 MiB of activations" in result.output
 
 
 def test_conflicting_options_are_no_plan() -> None:

@@ -172,7 +172,8 @@ def test_cuda_tensors_without_nccl_raise_an_error() -> None:
     if has_nccl():
         pytest.skip("there is NCCL")
     with pytest.raises(
-        RuntimeError, match="expected CPU tensors, got CUDA tensors; .* because this torch has no NCCL"
+        RuntimeError,
+        match="expected CPU tensors, got CUDA tensors; .* because this build of torch has no NCCL",
     ):
         torch_device_group(dist.HashStore(), 0, 1, timedelta(seconds=5), "test")
 

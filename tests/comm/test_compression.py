@@ -231,7 +231,7 @@ def loaded_on_other_hosts(rank: int, size: int) -> int:
                 after.all_reduce(b, compression=fresh)
                 assert torch.equal(a, b), compression
             assert all(torch.equal(loaded.state[name], value) for name, value in fresh.state.items())
-    return printed.getvalue().count("compression state was saved with another number of hosts")
+    return printed.getvalue().count("compression state was saved with a different number of hosts")
 
 
 def test_a_state_of_other_hosts_is_discarded_with_one_warning(ranks):

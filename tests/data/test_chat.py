@@ -137,7 +137,7 @@ def test_long_conversations_are_truncated_with_a_warning(
     }
     path = write_jsonl(folder / "chat.jsonl", [*conversations(6), long])
     prepared = _prepare(folder, path)
-    assert "truncated 1 conversation of 7 to model.context=96 tokens" in " ".join(caplog.messages)
+    assert "truncated 1 of 7 conversations to model.context=96 tokens" in " ".join(caplog.messages)
     assert max(len(tokens) for tokens, _ in _documents(prepared)) == CONTEXT
 
 

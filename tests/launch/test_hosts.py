@@ -149,7 +149,7 @@ def test_missing_hosts_are_reported_after_the_timeout(tmp_path):
     command = ours("-H", "localhost,slow", "--start-timeout", "1", write(tmp_path, HELLO))
     status, _, err = run(command, FARANDOLE_REMOTE_SHELL=shell)
     assert status == 2
-    assert "after 1 s these are missing: node 1" in err
+    assert "some are missing after 1 s: node 1" in err
 
 
 def test_a_remote_shell_that_does_not_exist(tmp_path):

@@ -153,7 +153,7 @@ def _refused(rank: int, size: int, model: nn.Module) -> str:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
 def test_unsupported_processors_are_refused(ranks: Any) -> None:
     for text in ranks(2).run(_refused, _model()):
-        assert "the CPU here does not support products of 8-bit floats" in text
+        assert "this machine's CPU does not support products of 8-bit floats" in text
         assert "nearest plan: precision='bf16'" in text
 
 

@@ -389,7 +389,7 @@ def test_targets_are_names_globs_and_regular_expressions(targets: Any, count: in
             "out_proj is a NonDynamically.*without calling the layer",
         ),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "0", "0 is a LazyLinear"),
-        (lambda: nn.Sequential(nn.Linear(3, 0)), "0", "0 is an nn.Linear of 3 inputs and 0 outputs"),
+        (lambda: nn.Sequential(nn.Linear(3, 0)), "0", "0 is an nn.Linear with 3 inputs and 0 outputs"),
         (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), "linear1", "set_fastpath_enabled"),
         (
             lambda: adapted(),

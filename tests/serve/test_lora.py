@@ -217,7 +217,7 @@ def test_adapters_that_cannot_be_served_are_refused(folder: Path, adapter: Path,
         (other, "the model has no"),
         (
             wide,
-            r"gate_proj.weight has matrices of 4 x \d+ and 20 x 4, but this model needs 4 x \d+ and 23 x 4",
+            r"gate_proj.weight has matrices of size 4 x \d+ and 20 x 4, but this model needs 4 x \d+ and 23 x 4",
         ),
         (biased, "also contains .*without modules_to_save"),
     ):

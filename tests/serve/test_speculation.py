@@ -210,7 +210,7 @@ def test_draft_models_with_other_tokens_are_refused(folder: Path, tmp_path: Path
     other = write_folder(tmp_path)
     add_tokenizer(other, 290)
     with pytest.raises(
-        RequestError, match=r"draft: expected the tokens of the served model, but token '.*' has the ID"
+        RequestError, match=r"draft: expected the vocabulary of the served model, but token '.*' has the ID"
     ):
         farandole.LLM(folder, speculate="draft", draft=other)
     with pytest.raises(RequestError, match="draft: expected a draft model with speculate='draft'"):

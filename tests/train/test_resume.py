@@ -76,7 +76,7 @@ def test_stopped_and_killed_run_resumes_bit_for_bit(folder: Path, reference: Pat
     os.kill(command.ranks()[1], signal.SIGKILL)
     assert command.end() != 0
     assert command.output.count("was killed by SIGKILL") == 1, command.output
-    assert "recomputing block in 4 modules" in command.output
+    assert "recompute='block': recomputing 4 modules" in command.output
     assert "activations of 1.0 MiB or more are swapped to scratch" in command.output
     assert "optimizer states on the disk: each step reads" in command.output
     assert not list((folder / "scratch").iterdir())

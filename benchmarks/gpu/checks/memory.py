@@ -75,7 +75,7 @@ def counts(context: Context) -> Figures:
 
 @check()
 def saved_for_backward(context: Context) -> Figures:
-    """Compare the predicted and measured memory that is saved for a backward pass."""
+    """Compare the predicted and measured memory of the tensors saved for a backward pass."""
     config = small(context)
     model, tokens = make(context, config), batches(context, config)[0][:, :-1].contiguous()
     predicted = saved_bytes(model, tokens).total

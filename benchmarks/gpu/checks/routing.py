@@ -83,7 +83,7 @@ def one_rank(context: Context) -> Figures:
     count = 0
     for dtype in _TYPES:
         if not context.on_cuda and dtype in (torch.bfloat16, torch.uint8):
-            continue  # sums of torch's Gloo depend on its version
+            continue  # the sums that torch's Gloo computes depend on the torch version
         own, expected = _calls(context, world, dtype), _calls(context, plain, dtype)
         for name, value in expected.items():
             expect(
@@ -198,7 +198,7 @@ def functional(context: Context) -> Figures:
 def _train(
     context: Context, wrap: Callable[[nn.Module], nn.Module], whole: Callable[[Tensor], Tensor]
 ) -> Figures:
-    """Train a model that torch parallelizes, and compare its parameters with a single process."""
+    """Train a model that torch parallelizes, and compare its parameters with the parameters from a single process."""
     expected, _ = train_alone(context, sgd)
     comm = context.comm
     model = make(context)
@@ -275,7 +275,7 @@ def side_streams(context: Context) -> Figures:
         side.wait_stream(torch.cuda.current_stream(context.device))
         with torch.cuda.stream(side):
             product = large
-            for _ in range(10):  # delays the tensor below by some milliseconds
+            for _ in range(10):  # delays the tensor below by a few milliseconds
                 product = product @ large * 1e-3
             late = torch.full((_ELEMENTS,), float(turn + comm.rank), device=context.device)
             work = comm.all_reduce(late, async_op=True)

@@ -1,4 +1,4 @@
-"""Checks of ZeRO: after some steps, the parameters match a single process in plain torch."""
+"""Checks of ZeRO: after several steps, the parameters match the parameters from a single process in plain torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from farandole.parallel.engine import Engine
 from farandole.plan import Plan
 
 _TOLERANCE = 2e-3
-"""fp32 sums are computed in another order, and the GPU may use other kernels for a smaller batch."""
+"""fp32 sums are computed in a different order than in the reference, and a smaller batch may use other GPU kernels."""
 
 
 def _compare(context: Context, stage: int, accumulate: int = 1) -> Figures:

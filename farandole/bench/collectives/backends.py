@@ -36,8 +36,8 @@ OVER_MPI = ("mpi", "farandole-mpi")
 def choose(setup: CollectivesSetup, ranks: int, launcher: str) -> CollectivesSetup:
     """Return a copy of `setup` with the backends to measure.
 
-    If `setup.backends` is not empty, these are the requested backends.  Otherwise, these are all available backends
-    that support at least one requested operation; `left_out` contains the reasons why the other backends are omitted.
+    If `setup.backends` is not empty, the requested backends are measured.  Otherwise, all available backends that
+    support at least one requested operation are measured; `left_out` contains the reasons why the others are omitted.
 
     Args:
         launcher: the launcher that starts the ranks, as in `Placement.launcher`.

@@ -185,7 +185,7 @@ def make_implementations(names: tuple[str, ...], runtime: Runtime) -> list[Imple
         "farandole": lambda: Torch("farandole", comm.group),
         "shared": lambda: Shared("shared", comm),
         "gloo": lambda: Torch("gloo", dist.new_group(backend="gloo")),
-        # before "mpi", because this backend requests the thread level that it needs from MPI
+        # before "mpi", because this backend requests its thread level from MPI
         "farandole-mpi": lambda: Torch("farandole-mpi", dist.new_group(backend="farandole-mpi")),
         "mpi": over_mpi,
         "nccl": lambda: Nccl("nccl", dist.new_group(backend="nccl"), runtime.device),

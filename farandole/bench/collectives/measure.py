@@ -21,7 +21,7 @@ from farandole.bench.collectives.values import count_errors, expected, values
 from farandole.comm.communicator import Communicator
 
 TURNS = 10
-"""The implementations run in turn, this many times; each turn runs an equal part of an implementation's iterations."""
+"""The number of turns per implementation; each turn runs an equal part of an implementation's iterations."""
 
 Row = dict[str, Any]
 """The measurements of one backend at one size.

@@ -136,7 +136,7 @@ class _Benchmark:
             draw(self.rows, self.comm.size, self.setup.picture)
 
     def result(self) -> dict[str, Any]:
-        """Return the content of the JSON file: the measurements, the options, and descriptions of job and machine."""
+        """Return the JSON file's content: the measurements, the options, and a description of the job and machine."""
         setup = asdict(replace(self.setup, json=None, picture=None))
         return {
             "machine": machine(),

@@ -235,7 +235,7 @@ def check(plan: ServingPlan) -> list[tuple[ServingEstimate, Measured]]:
     """Serve the model on this machine, and compare the predictions with measurements.
 
     The model is served with the precision and the number of tensor-parallel ranks of the first prediction.  The speed
-    is measured for each of the plan's numbers of running sequences that fits in memory.
+    is measured for each number of running sequences that is in the plan and fits in memory.
 
     Returns:
         Pairs of a prediction and the corresponding measurement.

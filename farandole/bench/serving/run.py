@@ -124,7 +124,7 @@ def _measure(setup: ServingSetup, client: Client, limit: Limit | None) -> int:
     requests = ragged_requests(
         setup.requests, setup.prompt_tokens, setup.output_tokens, client.vocabulary, setup.seed
     )
-    runs = count(setup.seed + 1)  # another seed for the prompts of each run
+    runs = count(setup.seed + 1)  # a different seed for the prompts of each run
 
     def fresh(number: int = setup.requests) -> list[Request]:
         return with_fresh_prompts(requests[:number], client.vocabulary, next(runs))

@@ -71,7 +71,7 @@ class Speeds:
     def machine(self, memory: int) -> ServingMachine:
         """Return a `ServingMachine` with these speeds and `memory` bytes per rank.
 
-        In fp32, the weights need twice their size, because the engine keeps a packed copy.
+        In fp32, the weights occupy twice their size in memory, because the engine keeps a packed copy.
         """
         return ServingMachine(memory=memory, copies={"fp32": 2}, **vars(self))
 
@@ -135,7 +135,7 @@ def _model(**fields: Any) -> Transformer:
 
 
 class _Decode:
-    """Times steps of a model; all keys and values of earlier positions in the cache are zero."""
+    """Measures the time of a model's steps; all keys and values of earlier positions in the cache are zero."""
 
     def __init__(self, model: Transformer, runtime: Runtime, turns: int) -> None:
         self._runner, self._runtime, self._turns = Runner(model), runtime, turns
@@ -195,7 +195,7 @@ def _seconds(call: Callable[[], object], runtime: Runtime, turns: int) -> float:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the element-wise mean of `values`: nested dictionaries and lists of numbers with equal structure."""
+    """Return the element-wise mean of `values`: nested dictionaries and lists of numbers with the same structure."""
     first = values[0]
     if isinstance(first, dict):
         return {name: _mean([each[name] for each in values]) for name in first}

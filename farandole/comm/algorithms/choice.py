@@ -1,4 +1,4 @@
-"""Choose the algorithms of collectives: those that the user names, or else the fastest according to measurements."""
+"""Choose the algorithms for collectives: those that the user names, or else the fastest according to measurements."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Small messages have at most AGGREGATED_BYTES bytes.  Aggregation combines all me
 
 These measurements are for an all-to-all between two simulated hosts on one machine.  With messages of 1 KiB, direct
 messages take 1.1 times as long as aggregated messages for 8 ranks per host, and 1.5 times as long for 16 ranks.  With
-messages of 16 KiB, both take equally long.  With fewer ranks, direct messages are faster.
+messages of 16 KiB, both take the same time.  With fewer ranks, direct messages are faster.
 """
 
 log = logging.getLogger(__name__)
 
 
 class Choice:
-    """Chooses the algorithms of collectives in a group that spans several hosts.
+    """Chooses the algorithms for collectives in a group that spans several hosts.
 
     The logger `farandole.comm.algorithms.choice` reports each choice once at level DEBUG.
 

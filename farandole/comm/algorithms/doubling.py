@@ -1,6 +1,6 @@
 """Recursive doubling, which sends few messages but many bytes.
 
-In step k (from 0 on), each rank exchanges values with the rank whose number differs by 2^k.
+In step k (counted from 0), each rank exchanges values with the rank whose number differs from its own only in bit k.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """
@@ -26,7 +26,7 @@ def all_reduce(
     """All-reduce a one-dimensional tensor, with the same arguments as `ring.all_reduce`.
 
     With 2^k ranks, there are k steps, and each rank sends the whole tensor in every step.  If the number of ranks is
-    not a power of two, 2^k is the largest smaller power of two, and there are two additional steps, in which the
+    not a power of two, 2^k is the largest power of two below it, and there are two additional steps, in which the
     remaining ranks send the whole tensor and receive the whole result.  In each step, both partners combine their
     values in rank order, so all ranks get bitwise equal results.
     """

@@ -33,9 +33,10 @@ def all_reduce(
         transport: The transport among the ranks.
         tensor: The values.  They are overwritten: with the results, or with partial totals if `result` is given.
         combine: The reduction.
-        result: The output tensor, by default `tensor`.  If its dtype is narrower, results are sent in that dtype.
-        store: A function that converts a total to a result.  It is required if `result` has other memory than
-            `tensor`.  Without it, the totals are the results.
+        result: The output tensor, by default `tensor`.  If its dtype is narrower than the dtype of `tensor`, results
+            are sent in the narrower dtype.
+        store: A function that converts a total to a result, required if `result` is a separate tensor.  By default,
+            the totals are the results.
     """
     parts = split(tensor, transport.size)
     results = parts if result is None else split(result, transport.size)

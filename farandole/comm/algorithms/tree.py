@@ -29,7 +29,7 @@ def broadcast(transport: Transport, tensor: Tensor, root: int) -> Steps:
 def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
     """Broadcast `tensor` over a binomial tree.
 
-    In step k (from 0 on), each of the up to 2^k ranks that have the tensor sends it to one more rank.
+    In step k (counted from 0), each of the up to 2^k ranks that have the tensor sends it to one more rank.
     """
     n = transport.size
     place = (transport.rank - root) % n
@@ -60,7 +60,7 @@ def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
 
 
 def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce `tensor` over all ranks into the tensor on rank `root`: over a binomial tree if it is small, else a chain.
+    """Reduce `tensor` into the tensor on rank `root`, over a binomial tree if `tensor` is small, else along a chain.
 
     The tensors on the other ranks may be overwritten with partial results.
     """
@@ -71,9 +71,9 @@ def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) ->
 def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
     """Reduce `tensor` over a binomial tree into the tensor on rank `root`.
 
-    The place of a rank is its distance from the root.  In step k (from 0 on), each rank whose place is an odd multiple
-    of 2^k sends its partial result to the rank whose place is lower by 2^k, and is then finished.  With p ranks, there
-    are ceil(log2(p)) steps.
+    The place of a rank is its distance from the root.  In step k (counted from 0), each rank whose place is an odd
+    multiple of 2^k sends its partial result to the rank whose place is lower by 2^k, and is then finished.  With p
+    ranks, there are ceil(log2(p)) steps.
     """
     n = transport.size
     place = (transport.rank - root) % n

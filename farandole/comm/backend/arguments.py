@@ -74,7 +74,7 @@ _KEYWORDS = {
     "dstRank": "peer",
     "srcRank": "peer",
 }
-"""Maps names of arguments of torch's methods to the names that `FarandoleProcessGroup` uses for these arguments."""
+"""Maps the argument names of torch's methods to the argument names of `FarandoleProcessGroup`."""
 
 
 def torch_keywords(method: Method) -> Method:

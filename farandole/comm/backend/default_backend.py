@@ -2,7 +2,7 @@
 
 A torch process group usually has one backend per device, which `ProcessGroup::getBackend` returns.  The process groups
 of this package run their collectives in Python and use no such backend.  However, torch 2.15 attaches its flight
-recorder to every new group and queries the capabilities of its default backend, so there must be one.
+recorder to every new group and queries the capabilities of the group's default backend, so there must be one.
 """
 
 from __future__ import annotations

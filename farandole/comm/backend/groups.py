@@ -86,7 +86,7 @@ def form(
 
     Args:
         members: The ranks of the endpoint that form the group, in the order of their ranks in the group.
-        ranks: The number of each member in error messages.
+        ranks: The members' rank numbers in error messages.
         name: A name that distinguishes groups that are created at the same time.
         who: The name of the group in error messages.
         timeout: How long a call may wait for other ranks.
@@ -139,8 +139,8 @@ def _inter_node_transport(
         return None
     if options.transport == "nccl" and not has_nccl():
         raise ValueError(
-            "transport='nccl': expected a CUDA device and a torch with NCCL, got "
-            f"{'a torch without NCCL' if torch.cuda.is_available() else 'no CUDA device'}; use transport='tcp'"
+            "transport='nccl': expected a CUDA device and a torch build with NCCL, got "
+            f"{'a torch build without NCCL' if torch.cuda.is_available() else 'no CUDA device'}; use transport='tcp'"
         )
     number = host.rank
     if number >= min(len(ranks) for ranks in hosts):

@@ -19,8 +19,8 @@ class LazyBackend(NoCapabilities):
     """The result of `_get_backend` for tensors that need no inner torch group.
 
     torch usually only queries the capabilities of the backend, sometimes on only one rank.  This class answers these
-    queries itself.  For all other attributes it creates a Gloo backend, which is a collective call.  `__class__`
-    returns Gloo's class, because torch checks the class before it sets a timeout.
+    queries itself.  For all other attributes it creates a Gloo backend; the creation is a collective call.
+    `__class__` returns Gloo's class, because torch checks the class before it sets a timeout.
     """
 
     def __init__(self, group: FarandoleProcessGroup) -> None:

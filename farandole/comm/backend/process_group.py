@@ -87,7 +87,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         address: str | None,
         backend: str = "farandole",
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub has only another constructor
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this constructor
         self._rank, self._size = rank, size
         self._store, self._timeout, self._address = store, timeout, address
         self._backend, self._group_name, self._group_desc = backend, name, "undefined"
@@ -442,7 +442,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Send part j of `input` to rank j, and receive part i of `output` from rank i.
 
-        If the lists of splits are empty, the parts are equal.
+        If the lists of splits are empty, the parts have equal lengths.
         """
         path = None if output_splits or input_splits else self._path(opts, timeout)
         if path and (work := path.all_to_all(output, input)):

@@ -72,7 +72,7 @@ class Compressor(ABC):
         self._use: tuple[weakref.ref[object], str] | None = None
 
     def bind(self, group: object, op: str) -> None:
-        """Record the group and the reduction in the first call, and compare them with these in later calls.
+        """Record the group and the reduction in the first call, and check in later calls that both are the same.
 
         Raises:
             ValueError: if the group or the reduction has changed, because the stored residuals would be wrong.
@@ -94,7 +94,7 @@ class Compressor(ABC):
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
         """Split the compressed elements of the tensor into windows of about `length` elements.
 
-        For each window, yield the bounds of the shares of the leaders: the share of leader i consists of the elements
+        For each window, yield the bounds of the leaders' shares: the share of leader i consists of the elements
         from `bounds[i]` to `bounds[i + 1]`.
         """
         end = self.count - self.exact
@@ -133,7 +133,7 @@ class Compressor(ABC):
         return self.state[name]
 
     def _stored(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Return the tensor `name` of the state, or None if there is none of this shape in fp32.
+        """Return the tensor `name` of the state, or None if the state has no such fp32 tensor of this shape.
 
         A tensor that does not fit was saved with other shares or settings.  It is discarded, and a warning is logged
         once.
@@ -148,8 +148,8 @@ class Compressor(ABC):
         ):
             return tensor
         warn_once(
-            "the loaded compression state was saved with another number of hosts or ranks or other settings; parts "
-            "that do not fit are discarded"
+            "the loaded compression state was saved with a different number of hosts or ranks, or with different "
+            "settings; parts that do not fit are discarded"
         )
         del self.state[name]
         return None

@@ -22,7 +22,7 @@ from farandole.comm.compression.base import Compression, Compressor, Parameters,
 from farandole.comm.transport import Transport
 
 _WORTH_IT = 2
-"""Matrices are compressed only if this reduces the number of values at least by this factor."""
+"""Matrices are compressed only if compression reduces the number of values by at least this factor."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class PowerSGDCompressor(Compressor):
         return _Matrix(start, rows, columns, min(self._rank, rows, columns))
 
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
-        """Split the tensor into windows of about `length` elements, whose shares end at boundaries of parameters.
+        """Split the tensor into windows of about `length` elements; shares end at parameter boundaries.
 
         For each window, yield the bounds of the shares, as in `Compressor.windows`.
         """

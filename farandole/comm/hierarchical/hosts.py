@@ -120,7 +120,7 @@ class Hosts:
     def release(self) -> None:
         """Cancel all messages that are still pending; called after each collective.
 
-        Messages are pending then only if the collective failed.
+        Messages are still pending at that time only if the collective failed.
         """
         self.all.release()
         if self._agreement is not None:

@@ -60,7 +60,7 @@ class MpiGroup:
         self._call: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
         self._call_timeout_s: float | None = None
         self._given_up = False
-        # the number of subgroups created for each list of ranks, equal on all its members
+        # the number of subgroups created for each list of ranks; equal on all ranks in the list
         self._subgroups: Counter[tuple[int, ...]] = Counter()
         self._broken: CommunicationError | None = None
         self.set_timeout(timeout)

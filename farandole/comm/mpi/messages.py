@@ -183,7 +183,8 @@ class Messages:
     def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
         """Wait up to `seconds` seconds for `message`, and return it as its own outcome.
 
-        If the message is still pending then, return `Status.PENDING` if `flags` contains `TRY`, else a `RankLate`.
+        If the message is still pending after this time, return `Status.PENDING` if `flags` contains `TRY`, else a
+        `RankLate`.
         """
         if message.wait(seconds, background=bool(flags & BACKGROUND)):
             return message

@@ -5,7 +5,7 @@ views of TensorFlow tensors.  A contiguous result is converted without a copy if
 alignment requirement.  Operations return new tensors and do not write to their inputs.  PyTorch cannot compute with
 uint16, uint32 and uint64, so tensors with these dtypes are reinterpreted as signed tensors of the same width.
 
-*Order.*  A node blocks its thread until the other ranks have called the operation, and a process may have only one
+*Order.*  A node blocks its thread until the other ranks have called the operation, and some processes have only one
 thread for nodes.  The nodes in a graph and in its functions, loops and branches must therefore run one after another,
 in tracing order.  To ensure this, each node writes to a shared resource before and after its operation, and
 `tf.function` preserves the order of the writes (automatic control dependencies).  Let k be the first node that has not
@@ -15,8 +15,8 @@ finishes.  One thread is therefore sufficient.  (If ranks have traced different 
 ranks and ends the run after a timeout.)
 
 *Names.*  An unnamed node gets a name during tracing.  The name consists of the enclosing functions' names, and the
-operation kind with a number that makes it unique within the graph.  Retracing generates the same names, so one rank may
-retrace more often than another rank.
+operation kind with a number that makes the name unique within the graph.  Retracing generates the same names, so one
+rank may retrace more often than another rank.
 """
 
 from __future__ import annotations
@@ -139,14 +139,14 @@ class UnknownError(tf.errors.UnknownError, HorovodInternalError):
 class _Order:
     """A TensorFlow variable that every node writes, so that the nodes run in tracing order.
 
-    The first call of `write` creates the variable.
+    The first call to `write` creates the variable.
     """
 
     def __init__(self) -> None:
         self._written: tf.Variable | None = None
 
     def write(self) -> tf.Operation:
-        """Add a write of the variable to the graph that is being traced, and return the write operation."""
+        """In the graph that is being traced, create and return an operation that writes the variable."""
         if self._written is None:
             with tf.init_scope(), tf.device("/cpu:0"):
                 self._written = tf.Variable(False, trainable=False, name="horovod_order")

@@ -103,8 +103,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             each batch, based on the fractional epoch.
         momentum_correction: Whether to scale SGD velocities by the same factor as the learning rate (Goyal et al.,
             2017, "Accurate, Large Minibatch SGD", section 3).
-        steps_per_epoch: The number of batches per epoch.  Required without `staircase` if Keras cannot determine this
-            number.
+        steps_per_epoch: The number of batches per epoch.  Required if `staircase` is False and Keras cannot determine
+            this number.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Determine the number of steps per epoch, which is required without `staircase`.
+        """Determine the number of steps per epoch, which is required if `staircase` is False.
 
         Raises:
             ValueError: if the number is required, but neither the caller nor Keras has set it.

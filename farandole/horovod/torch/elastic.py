@@ -95,7 +95,7 @@ class _Handler:
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Restore the copy."""
+        """Restore the state from the saved copy."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -158,7 +158,7 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Restore the copies."""
+        """Restore the state from the saved copies."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()

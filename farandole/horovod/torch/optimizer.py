@@ -77,8 +77,8 @@ class Trainable:
     Programs may unfreeze parameters and call `add_param_group` after they have created a `DistributedOptimizer`.
 
     Args:
-        param_groups: The optimizer's parameter groups, with which `find` also finds groups that were added later.
-        named_parameters: The parameter names, or None.  Parameters that were added later have generated names.
+        param_groups: The optimizer's current parameter groups.  Groups that are added later are passed to `find`.
+        named_parameters: The parameter names, or None.  Parameters that are added later get generated names.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], named_parameters: Any) -> None:
@@ -320,7 +320,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return [Slot(parameter, name) for parameter, name in self._trainable.find(self.param_groups)]
 
     def _add_group(self, slots: list[Slot]) -> None:
-        """Reduce the gradients of these parameters together."""
+        """Register a group of parameters whose gradients are reduced together."""
         group = self._group(slots)
         group.expect(self.backward_passes_per_step)
         self._gradient_groups.append(group)

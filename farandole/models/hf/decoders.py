@@ -427,8 +427,8 @@ def _read_mixtral(fields: Fields) -> MixtralConfig:
     window = fields.take("sliding_window", None, kind=int)
     common = llama_fields(fields)
     top = fields.size("num_experts_per_tok")
-    # transformers has one loss for all layers, which is `top` for a uniform load, and adds it only if it returns router
-    # logits
+    # transformers computes one loss for all layers, which is `top` for a uniform load, and adds this loss only if the
+    # model returns router logits
     coefficient = float(fields.take("router_aux_loss_coef", 0.001, kind=float))
     balanced = fields.take("output_router_logits", False, kind=bool)
     return MixtralConfig(

@@ -47,7 +47,8 @@ def _read_bert(fields: Fields) -> BERTConfig:
     tied = fields.take("tie_word_embeddings", True, kind=bool)
     if not (tied or classifies):
         raise FolderError(
-            f"{fields.where} has tie_word_embeddings=False: only a BERT whose head is tied to its embedding is supported"
+            f"{fields.where} has tie_word_embeddings=False: only BERT models whose head is tied to the embedding are "
+            "supported"
         )
     dropouts = ["hidden_dropout_prob", "attention_probs_dropout_prob"]
     if classifies and fields.values.get("classifier_dropout") is not None:
@@ -333,7 +334,7 @@ def _t5_layer(table: Table, config: T5Config, ours: str, theirs: str, last: int)
 def _t5_head(config: T5Config, names: Collection[str]) -> T5Config:
     """Return `config` with `tied` set to false if the folder has head weights, and to true otherwise.
 
-    The configuration does not tell, because transformers 5 declares every head as tied.
+    The configuration does not contain this information, because transformers 5 declares every head as tied.
     """
     return replace(config, tied="lm_head.weight" not in names)
 

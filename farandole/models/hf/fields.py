@@ -23,7 +23,7 @@ NEUTRAL = frozenset(
         "name_or_path",
         "torch_dtype",
         "transformers_version",
-        # token numbers, and model usage
+        # token IDs, and model usage
         "bos_token_id",
         "cls_token_id",
         "decoder_start_token_id",

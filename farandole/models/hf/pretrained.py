@@ -97,7 +97,7 @@ def from_pretrained(
         lazy: whether to return a model on the meta device.  `farandole.parallelize` then reads only each rank's shards.
         classes: the number of classes of a classifier head.  Head weights that the folder lacks, or stores with another
             shape, are drawn with `seed`.
-        progress: a callback that receives the bytes read so far and the total bytes.
+        progress: a callback that receives the number of bytes read so far and the total number of bytes.
         changes: new values for configuration fields that do not affect the tensors, such as dropout=0.1.
 
     Returns:
@@ -327,7 +327,7 @@ class Weights:
 
         Args:
             requests: tuples of a tensor name, a box, and a destination tensor with the shape of the box.
-            progress: a callback that receives the bytes read so far and the total bytes.
+            progress: a callback that receives the number of bytes read so far and the total number of bytes.
 
         Raises:
             FolderError: if a file ends early or cannot be read.

@@ -4,7 +4,7 @@ from farandole._troubleshooting import Documented
 
 
 class CheckpointError(Documented, RuntimeError):
-    """Raised if a checkpoint cannot be written, found or loaded; the message contains the checkpoint and the reason."""
+    """Raised if a checkpoint cannot be written, found or loaded; the message names the checkpoint and the reason."""
 
     _section = "checkpointerror"
 

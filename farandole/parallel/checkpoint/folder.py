@@ -78,7 +78,7 @@ class PendingSave:
             raise
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until this rank has finished writing, at most `timeout_s` seconds.  This is not a collective call."""
+        """Wait for at most `timeout_s` seconds until this rank has finished writing.  This is not a collective call."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -139,7 +139,7 @@ class PendingSave:
 class _Writers:
     """A group for the collective calls of the threads that write checkpoints, and the last of these threads.
 
-    Several engines may use the same group.  Each thread waits for the previous one, so that the collective calls have
+    Several engines can use the same group.  Each thread waits for the previous one, so that the collective calls have
     the same order on all ranks: the order of the saves.
     """
 
@@ -204,7 +204,7 @@ def _warn_of_extra_state(model: nn.Module) -> None:
 
 
 def _warn_of_buffers(engine: Engine) -> None:
-    """Log a warning if a forward pass has created or resized a persistent buffer, because it is not saved."""
+    """Log a warning if a forward pass has created or resized a persistent buffer, because the buffer is not saved."""
     names = [name for name, b in persistent_buffers(engine.model) if not engine.has_layout(name, b)]
     if names:
         warn_once(
@@ -259,7 +259,7 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
     with fail_on_all(comm, folder):
         # load into new tensors, so that a failure does not change the engine
         load_state(folder, loaded, comm.group)
-        # records have no space for a second state, so offloaded states are read twice: to check, and to load
+        # offload records have no space for a second state, so offloaded states are read twice: to check, and to load
         for update, unit, states in offloaded_states(engine, folder, loaded):
             try:
                 update.check(unit, states)
@@ -350,7 +350,7 @@ def raise_on_all(
 def _is_damage(error: BaseException) -> bool:
     """Return whether `error` shows that files are missing or damaged.
 
-    Libraries raise many types for damaged files, but system errors and a lack of memory do not show damage.
+    Libraries raise many exception types for damaged files, but system errors and a lack of memory do not show damage.
     """
     if _is_torch_error(error):
         return all(_is_damage(failure) for failure, _ in error.failures.values())

@@ -3,8 +3,8 @@
     model.safetensors                                        or, for larger models,
     model-00001-of-00003.safetensors ... and model.safetensors.index.json, in the layout of Hugging Face
 
-No rank holds the unsharded model.  Ranks write the boxes that they store to a checkpoint, and then each rank writes
-some of the files from it, a few tensors at a time.  To load, each rank reads only the elements that it stores, into
+No rank holds the unsharded model.  Each rank writes its own boxes to a checkpoint, and then writes some of the files
+from this checkpoint, a few tensors at a time.  To load, each rank reads only the elements that it stores, into
 the memory where the engine keeps them.
 """
 
@@ -293,7 +293,7 @@ def _requests(stored: Stored) -> Iterator[tuple[str, Box, Tensor]]:
     if values.is_contiguous():
         for box, part in Range.of(values, stored.start, stored.place).boxes():
             yield stored.name, box, part
-    else:  # an unsharded tensor in channels_last: flattened, it would be a copy
+    else:  # an unsharded channels_last tensor, which flattening would copy
         for local, box in stored.place.regions:
             yield stored.name, box, values[tuple(slice(start, end) for start, end in local)]
 

@@ -1,9 +1,9 @@
 """The saved state of an engine: boxes of globally named tensors, in PyTorch's distributed checkpoint format.
 
     model.NAME              a parameter in the dtype that the optimizer updates, frozen or not, or a buffer
-    optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); numbers are saved unchanged
-    random.rankN            the CPU generator of the Nth group of ranks that draw the same numbers: the ranks that share
-                            samples (tensor and context parallelism), or a single rank
+    optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); non-elementwise states are saved whole
+    random.rankN            the CPU generator of group N: the ranks that share samples (tensor and context parallelism)
+                            and draw the same random numbers, or a single rank
     random.cuda.rankN       the accelerator's generator of the same group
     compression.rankN.KEY   the compression residuals of a rank
 
@@ -129,7 +129,7 @@ def restore(engine: Engine, rank: int, loaded: State) -> None:
 
 
 def _generator_number(engine: Engine, rank: int) -> int:
-    """Return the number of the group of ranks that draw the same random numbers as `rank`."""
+    """Return the index of the group that contains `rank`; the ranks of a group draw the same random numbers."""
     mesh = engine.mesh
     axes = [axis for axis in AXES if axis not in ("context", "tensor")]
     places = [mesh.of_rank(each)[0].at(axes) for each in range(mesh.size)]
@@ -152,7 +152,7 @@ class Stored:
     """This rank's part of a parameter or buffer.
 
     `values()` returns the elements that this rank stores.  The first of them is element `start` of the rank's tensor.
-    The elements can be changed in place.  If `weights` are offloaded, they must be in memory for this.
+    The elements can be changed in place.  Offloaded `weights` must be in memory while elements are read or changed.
     """
 
     name: str
@@ -171,7 +171,7 @@ def stored_tensors(engine: Engine) -> Iterator[Stored]:
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     in_buckets = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
     in_buckets |= {id(parameter) for weights in engine.weights for parameter in weights.parameters}
-    # the ranks that share a bucket have no part of a parameter without elements
+    # a bucket contains no part of a parameter without elements
     in_buckets -= {id(parameter) for parameter in engine.model.parameters() if not parameter.numel()}
 
     def place_of(parameter: nn.Parameter) -> tuple[str, TensorBoxes]:
@@ -317,10 +317,9 @@ def _empty_range(description: STORAGE_TYPES, place: TensorBoxes, start: int, len
             return None
         if not place.is_whole:
             raise CheckpointError(
-                "expected tensors with their shapes, got flattened tensors (the format of versions up to 2026-11), "
-                "which cannot be loaded if this rank stores only a part of a tensor; load the checkpoint with tensor=1 "
-                "and expert=1, save it, and load "
-                "the new checkpoint"
+                "expected tensors in their original shapes, got flattened tensors (the format of versions up to "
+                "2026-11), which cannot be loaded if this rank stores only a part of a tensor; load the checkpoint with "
+                "tensor=1 and expert=1, save it, and load the new checkpoint"
             )
         place = TensorBoxes.whole(size)
     return Range.of(torch.empty(length, dtype=found.properties.dtype), start, place)
@@ -377,7 +376,7 @@ def offloaded_states(
 ) -> Iterator[tuple[OffloadedUpdate, int, list[ShardState]]]:
     """Yield (update, unit, states) for each unit of the offloaded optimizer states, without communication.
 
-    The states are those of the unit's shards in the checkpoint `folder`.  Only one unit is in memory at a time.
+    `states` contains the states of the unit's shards in the checkpoint `folder`.  Only one unit is in memory at once.
     """
     if not engine.offloaded:
         return

@@ -70,7 +70,7 @@ def write_state(
 ) -> None:
     """Write the ranges and tensors in `state` to checkpoint `folder`, and flush its files to the disk.
 
-    This is a collective call of `group`.
+    This is a collective call on `group`.
     """
     writer = FileSystemWriter(folder, sync_files=True)
     dcp.save(dict(state), storage_writer=writer, planner=planner or SavePlanner(), process_group=group)
@@ -79,7 +79,7 @@ def write_state(
 def load_state(folder: Path, state: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Read values from checkpoint `folder` into the ranges and tensors in `state`.
 
-    This is a collective call of `group`.
+    This is a collective call on `group`.
     """
     reader = FileSystemReader(folder)
     dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), process_group=group)

@@ -10,7 +10,7 @@ The experts of a model are stacked, here and in `transformers`, where PEFT adapt
 `down_proj` of the module `experts` (`target_parameters`).  PEFT wraps this module once for each parameter, so the
 tensors of the first parameter have the path `experts.base_layer`.
 
-In the other direction, layers may have different matrices A.  The fused adapter's A is then the concatenation of the
+In the other direction, layers can have different matrices A.  The fused adapter's A is then the concatenation of the
 layers' matrices A, and B is zero in the blocks that combine the rows of one layer with the A of another layer.
 """
 
@@ -52,7 +52,7 @@ def origin_of(model: nn.Module) -> Pretrained | None:
 def for_peft(origin: Pretrained, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert the names of an adapter's tensors to the names in `transformers`, and split fused layers.
 
-    The names in `tensors` are those in `peft_adapter`.
+    The names in `tensors` have the format that `peft_adapter` describes.
     """
     table, found = origin.table, {}
     stacks = {ours: path for path, ours in _wrapped(table, [_split(name)[0] for name in tensors]).items()}
@@ -189,7 +189,8 @@ def _fused(parts: tuple[Part, ...], adapters: list[tuple[Part, Tensor, Tensor]])
         wanted, found = ((a.shape[0], first.shape[1]), (span[1] - span[0], a.shape[0])), (a.shape, own.shape)
         if found != wanted:
             raise ValueError(
-                f"the adapter of {part.name} has matrices of {_shapes(found)}, but this model needs {_shapes(wanted)}"
+                f"the adapter of {part.name} has matrices of size {_shapes(found)}, but this model needs "
+                f"{_shapes(wanted)}"
             )
         b[span[0] : span[1], at : at + a.shape[0]] = own
         at += 0 if same else a.shape[0]
@@ -211,12 +212,12 @@ def _split(name: str) -> tuple[str, str]:
 
 def _rows(part: Part) -> tuple[int, int] | None:
     span = part.index[0] if part.index else None
-    assert not isinstance(span, int)  # a stack
+    assert not isinstance(span, int)  # the caller handles stacks
     return span
 
 
 def peft_stacks(origin: Pretrained, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the paths of the stacked layers that a PEFT adapter adapts, by their paths in this adapter."""
+    """Return the paths of the stacked layers that a PEFT adapter adapts, by their paths in the adapter."""
     targets = [f".{target}" for target in config.get("target_parameters") or ()]
     ours = [
         path
@@ -229,8 +230,8 @@ def peft_stacks(origin: Pretrained, config: Mapping[str, Any]) -> dict[str, str]
 def _wrapped(table: Table, adapted: Iterable[str]) -> dict[str, str]:
     """Return the paths of the adapted stacks, by their paths in a PEFT adapter.
 
-    PEFT wraps a module once for each adapted parameter, and each wrapper adds `.base_layer` to the path of the inner
-    one.
+    PEFT wraps a module once for each adapted parameter, and each wrapper adds `.base_layer` to the path of the
+    wrapped module.
     """
     modules: dict[str, list[str]] = {}
     for path in (path for path in _stacks(table) if path in set(adapted)):
@@ -255,7 +256,7 @@ def _parameter(table: Table, stack: str) -> str:
     """Return the name of a stack's parameter in `transformers`, such as `model.layers.0.mlp.experts.down_proj`."""
     expert = table.parts[f"{stack}.weight"][0].name.rsplit(".", 3)[
         0
-    ]  # without the number, the layer and "weight"
+    ]  # without the expert's index, the layer and "weight"
     return f"{table.module(expert)}.{stack.rpartition('.')[2]}_proj"
 
 

@@ -64,7 +64,7 @@ class AdaptedLayer(nn.Module):
     def _updated(self, result: Tensor, rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return `result` plus the scaled adapter output, `scaling * rows @ a.T @ b.T`.
 
-        `result` may be changed in place.
+        This method can change `result` in place.
         """
         if not torch.is_autocast_enabled(rows.device.type):  # autocast chooses the type of the products
             rows = rows.to(a.dtype)

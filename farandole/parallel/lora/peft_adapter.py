@@ -334,7 +334,7 @@ _SHOWN = 6
 class AdapterError(RuntimeError):
     """Raised if an adapter cannot be written or read, or does not match the model.
 
-    The message contains the adapter and the reason.
+    The message names the adapter and the reason.
     """
 
 
@@ -448,7 +448,7 @@ def check_fits(model: nn.Module, lora: LoRA, saved: Saved, has_lora: bool) -> No
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise AdapterError(
             f"the adapter {saved.folder} does not match the model: {'; '.join(problems[:_SHOWN])}{more}; load the adapter "
-            "into its base model, with the LoRA options of its training"
+            "into its base model, with the LoRA options that were used to train it"
         )
 
 

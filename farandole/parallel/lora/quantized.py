@@ -1,4 +1,4 @@
-"""Frozen weights with 8 or 4 bits, quantized by torchao, and matrix products with these weights.
+"""Frozen 8-bit or 4-bit weights, quantized by torchao, and matrix products with these weights.
 
 A product dequantizes the weight temporarily: in the forward pass, and again in the backward pass to compute the
 gradient of the input (Dettmers et al., 2023, "QLoRA").
@@ -84,7 +84,7 @@ def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
     ) as error:
         raise ValueError(
             f"LoRA base='int4': torchao cannot quantize the {weight.dtype} weight of {path} to int4 on {weight.device} "
-            f"({error}); use base='int8', or base='nf4', which also has 4 bits"
+            f"({error}); use base='int8', or base='nf4', which also uses 4 bits"
         ) from error
     if restored.shape != weight.shape or (restored - weight).norm() > 0.3 * weight.norm():
         raise ValueError(f"LoRA base='int4': torchao cannot dequantize the weight of {path}; use base='int8'")
@@ -92,7 +92,7 @@ def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
 
 
 def _through_config(weight: Tensor, config: Any, torchao: Any) -> Tensor:
-    # in a temporary layer, because torchao adds methods to layers, which cannot be pickled
+    # in a temporary layer, because torchao adds methods to the layer, and the methods cannot be pickled
     with torch.device("meta"):
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=False)

@@ -90,7 +90,7 @@ def held_elsewhere(model: nn.Module, tensor: Tensor, owners: Iterable[nn.Module]
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Return whether the address ranges of two tensors overlap.
 
-    Comparing storages would not suffice: an engine stores parameters as views of a common flat tensor.
+    Comparing storages would not suffice: an engine stores parameters as views of a shared flat tensor.
     """
     if a.device != b.device:
         return False
@@ -138,7 +138,7 @@ def _why_not(module: nn.Module, lora: LoRA) -> str | None:
     if is_wrapper(weight.data):
         return f"an nn.Linear whose weight is already of type {type(weight.data).__name__}"
     if weight.numel() == 0:
-        return f"an nn.Linear of {weight.shape[1]} inputs and {weight.shape[0]} outputs"
+        return f"an nn.Linear with {weight.shape[1]} inputs and {weight.shape[0]} outputs"
     if not weight.is_floating_point():
         return f"an nn.Linear with a weight of dtype {weight.dtype}"
     return None

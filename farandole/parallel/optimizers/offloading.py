@@ -144,7 +144,7 @@ class OffloadedUpdate:
         apart = any(weight.has_master_copy for weight in weights)
         self._elsewhere = any(each.parameters[0].is_cuda for each in self._shards)
         self._brings = self._elsewhere or any(each.bucket.is_offloaded for each in self._shards)
-        # contexts of offloaded gradients and values, during the update of a unit
+        # contexts that keep the offloaded gradients and values of a unit in memory during its update
         self._in_place = ExitStack()
         with memory_tag("masters and states"):
             self.state = OffloadedOptimizer(optimizer, units, records, weights=apart or self._elsewhere)
@@ -187,7 +187,7 @@ class OffloadedUpdate:
                     yield shard, kept if self.state.weights else ShardState(shard.data, kept.state)
 
     def close(self) -> None:
-        """Free the records with the master weights and states in them."""
+        """Free the records that contain the master weights and states."""
         self.state.close()
 
     def _begin_unit(self, unit: int) -> None:

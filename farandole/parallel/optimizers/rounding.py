@@ -46,7 +46,7 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
         noise = torch.empty(-(-count // 4), dtype=torch.int64, device=exact.device)
         noise.random_(-(1 << 63), None, generator=generator)  # 16 random bits for each element
         bits = exact.view(torch.int32)
-        # the two terms add 0 to 65535; torch is slow for mixed types
+        # the sum of the two terms is in [0, 65535]; torch is slow with mixed dtypes
         bits.add_(noise.view(torch.int16)[:count].int()).add_(1 << 15)
         rounded.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
     if wrong is not None:
@@ -105,7 +105,7 @@ class StochasticRounding:
         Args:
             number: the index of the bucket, which selects the random numbers.
         """
-        assert bucket.weights is not None  # weights were cast
+        assert bucket.weights is not None  # weights were cast to bf16
         own = bucket.weights.shard
         master = own.float()
         with bucket.placed_in(master):

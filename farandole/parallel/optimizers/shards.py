@@ -47,7 +47,7 @@ class OptimizerShards:
         self.tensors: list[nn.Parameter | None] = [None] * len(self.parameters)
         """The tensor that the optimizer updates, for each parameter; None if this rank has no part of the parameter."""
         self.starts = [0] * len(self.parameters)
-        """The first element of each tensor in the flattened parameter."""
+        """The index of each tensor's first element in the flattened parameter."""
         self._slices: dict[int, slice] = {}  # of the rank's shard of the bucket
         self._gradients: list[Tensor | None] = [None] * len(self.parameters)
         self._marks: list[ShardedGradient | None] = [None] * len(self.parameters)
@@ -57,7 +57,7 @@ class OptimizerShards:
             self._slices[part.index] = slice(part.offset, part.offset + part.length)
             self.starts[part.index] = part.start
             if weights is not None:
-                assert weights.master is not None  # these are trained
+                assert weights.master is not None  # these weights are trained
                 values = weights.master[self._slices[part.index]]
                 self.tensors[part.index] = nn.Parameter(values.view(parameter.shape) if whole else values)
         if weights is None:
@@ -175,7 +175,7 @@ class OptimizerShards:
     def mark_unfinished(self, has_gradient: Sequence[bool], norms: GradientNorms) -> None:
         """After a pass within `no_sync`, set the `.grad` of parameters whose gradients are kept elsewhere to a mark.
 
-        The next pass then notices if the program clears `.grad`.
+        The next pass can then detect whether the program has cleared `.grad`.
         """
         if self.weights is None:
             return
@@ -186,7 +186,7 @@ class OptimizerShards:
                     self._marks[index] = parameter.grad = UnfinishedGradient(parameter, None, norms, name)
 
     def cleared_marks(self) -> list[nn.Parameter]:
-        """Return the parameters whose marks of an unfinished step the program has cleared."""
+        """Return the parameters whose marks (see `mark_unfinished`) the program has cleared."""
         with unchecked():
             return [
                 parameter
@@ -367,7 +367,7 @@ _ELEMENTWISE = {
     _ATEN.zero_.default,
     _ATEN.nan_to_num_.default,
 }
-"""In-place operations that change each element independently, with one number."""
+"""In-place operations that change each element independently, with scalar arguments."""
 
 
 class GradientNorms:

@@ -28,7 +28,7 @@ _INSTEAD = (
 )
 
 Tensors = Callable[[], Iterable[tuple[nn.Parameter, nn.Parameter, int]]]
-"""A function that returns tuples (parameter, updated tensor, its first element in the flattened parameter)."""
+"""A function that returns tuples (parameter, updated tensor, index of its first element in the parameter)."""
 
 
 class StateDicts:
@@ -64,7 +64,7 @@ class StateDicts:
     def _describe(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self._comm is not None:
             return {**state_dict, _SHARDS: self._description(optimizer, self._comm)}
-        # as in one process, where frozen parameters have numbers too
+        # as in one process, where frozen parameters have indices too
         updated = {id(parameter) for parameter, _, _ in self._tensors()}
         every = [parameter for group in self._given for parameter in group]
         numbers = [number for number, parameter in enumerate(every) if id(parameter) in updated]
@@ -93,7 +93,7 @@ class StateDicts:
         except ValueError as error:
             problem = str(error)
         except (LookupError, TypeError, AttributeError) as error:
-            problem = f"this is not a state of an optimizer ({type(error).__name__}: {error})"
+            problem = f"this is not the state of an optimizer ({type(error).__name__}: {error})"
         try:
             problems = [problem] if self._comm is None else self._comm.all_gather_object(problem)
         except RuntimeError as error:
@@ -168,7 +168,7 @@ def state_of_shard(state: Mapping[str, Any], owner: Tensor, part: Tensor, start:
     State tensors with the shape of `owner` are cut; other values are returned unchanged.
 
     Args:
-        start: the element of the flattened `owner` at which `part` begins.
+        start: the index in the flattened `owner` at which `part` begins.
     """
 
     def cut(value: Any) -> Any:

@@ -308,7 +308,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _restored(current: Any, saved: Any) -> Any:
-    """Return a `saved` setting; a tensor in `current` receives the saved number, because CUDA graphs read it."""
+    """Return a `saved` setting; a tensor in `current`, which CUDA graphs read, receives the saved number."""
     if isinstance(saved, list | tuple):  # JSON has no tuples
         own = current if isinstance(current, tuple) and len(current) == len(saved) else [None] * len(saved)
         return tuple(_restored(*pair) for pair in zip(own, saved, strict=True))
@@ -329,7 +329,8 @@ def use_shards(
     """Replace the optimizer's parameters with shards, and cut its existing states accordingly.
 
     Args:
-        shards: tuples (parameter, shard, first element of the flattened parameter); a whole parameter is also a shard.
+        shards: tuples (parameter, shard, index of its first element in the flattened parameter); a whole parameter is
+            also a shard.
         discard: called by `optimizer.zero_grad` with the ids of the parameters.
     """
     before = [parameter for group in optimizer.param_groups for parameter in group["params"]]

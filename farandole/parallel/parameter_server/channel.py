@@ -26,7 +26,7 @@ class Kind(IntEnum):
 
     # Worker to server:
     HELLO = 1  # `number`: a fingerprint of the session
-    PULL = 2  # requests the parameters, as soon as the mode allows
+    PULL = 2  # requests the parameters; the server answers as soon as the mode allows
     PUSH = 3  # which pieces have a gradient, and the gradients; the `version` of their parameters; `weight`
     PARAMETERS = 4  # the parameters: a worker's answer to WANTED, or a server's answer to PULL or FINISH
     FINISH = 5  # no more gradients; requests the parameters after all workers have finished
@@ -98,7 +98,7 @@ class Channel:
         return Header(Kind(int(kind)), int(number), int(version), weight)
 
     def receive_into(self, tensors: Iterable[Tensor]) -> None:
-        """Receive the tensors that follow a header into `tensors`."""
+        """Receive into `tensors` the data that follows a header."""
         for tensor in tensors:
             self._comm.recv(tensor, self._other)
 

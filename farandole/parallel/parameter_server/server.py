@@ -37,7 +37,7 @@ class Report:
     pushes: dict[int, int] = field(default_factory=dict)
     """The number of gradients from each worker."""
     staleness: list[int] = field(default_factory=list)
-    """For each gradient, the number of updates since its worker had pulled the parameters."""
+    """For each gradient, the number of updates since its worker pulled the parameters."""
     most_lead: int = 0
     """The maximum number of gradients by which a worker that received parameters was ahead of the slowest worker."""
     lost: dict[int, str] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Server:
                 next_beat = time.monotonic() + self._beat_s
         for worker, listener in listeners.items():
             if worker not in self.report.lost:  # the thread ends with the worker's last message
-                listener.join()  # the interpreter aborts if a thread frees tensors while it shuts down
+                listener.join()  # the interpreter aborts if a thread frees tensors during shutdown
         if not self._finished:
             raise AllWorkersLost(
                 f"the server (rank {self._rank}) has lost all its workers: {self._lost_workers()}; start the job again"

@@ -56,7 +56,7 @@ class Session:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError(
-                "the model has no parameter that requires a gradient: set requires_grad of the parameters to train"
+                "the model has no parameter that requires a gradient: set requires_grad=True for parameters to train"
             )
         self._parameters = [parameter for _, parameter in named]
         shares = divide(self._parameters, len(roles.servers), split=split)

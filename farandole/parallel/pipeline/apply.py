@@ -42,7 +42,9 @@ def measured_division(
     example: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Balance:
-    """Divide the blocks of a model into stages, before stages are removed.  This is a collective call.
+    """Divide the blocks of a model into stages, before the blocks of other stages are removed.
+
+    This is a collective call.
 
     Args:
         model: a model that `check` accepts.

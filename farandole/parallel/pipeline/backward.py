@@ -248,7 +248,7 @@ class _Graph:
         self.path: set[Node] = set()
         self._parameters: dict[Node, nn.Parameter] = {}
         self._roots = list(roots)
-        self._order: list[Node] = list(_post_order(roots))  # a function comes after the functions behind it
+        self._order: list[Node] = list(_post_order(roots))  # a function comes after its next functions
         for node in self._order:
             if node in leaves or any(behind in self.path for behind, _ in node.next_functions):
                 self.path.add(node)
@@ -257,7 +257,7 @@ class _Graph:
 
     def branches(self) -> tuple[list[_Branch], list[nn.Parameter]]:
         """Return the branches, and the parameters whose gradients the first half must compute."""
-        behind: dict[Node, frozenset[Node]] = {}  # the parameters behind functions that are not on the path
+        behind: dict[Node, frozenset[Node]] = {}  # the parameters that functions outside the path lead to
         found: dict[Node, frozenset[Node]] = {}
         for node in self._order:
             others = [
@@ -285,14 +285,14 @@ class _Graph:
         return branches, at_once
 
     def _has_vectors(self, node: Node, leaves: Collection[Node]) -> bool:
-        """Return whether all parameters behind `node` are its direct arguments, and have at most one dimension."""
+        """Return whether all parameters that `node` leads to are its direct arguments with at most one dimension."""
         direct = {behind for behind, _ in node.next_functions}
         return all(leaf in direct and self._parameters[leaf].dim() < 2 for leaf in leaves)
 
     def _in_sequence(self, groups: Sequence[Sequence[Node]]) -> set[int]:
         """Return the indices of the groups in which one function is reachable from another through the path."""
         bits = {node: 1 << number for number, nodes in enumerate(groups) if len(nodes) > 1 for node in nodes}
-        reached: dict[Node, int] = {}  # the groups behind each function of the path
+        reached: dict[Node, int] = {}  # the groups that each function on the path leads to
         found = 0
         for node in self._order if bits else ():
             if node in self.path:
@@ -305,7 +305,7 @@ class _Graph:
 
 
 def _with_common_leaves(found: Mapping[Node, Collection[Node]]) -> list[list[Node]]:
-    """Return the functions in groups, such that functions of different groups have no leaf in common."""
+    """Group the functions so that functions in different groups have no leaf in common."""
     groups: list[tuple[list[Node], set[Node]]] = []  # functions and their leaves
     group_of: dict[Node, int] = {}
     for node, leaves in found.items():

@@ -4,7 +4,7 @@
     found = balance([cost.seconds for cost in costs], 4)
     found.ranges, found.imbalance                            # blocks of each stage; excess of the slowest over the mean
 
-The division is optimal, by dynamic programming over the number of stages and the end of the last stage, in
+The division is optimal.  Dynamic programming over the number of stages and the end of the last stage finds it in
 O(stages x blocks^2).  Huang et al. (2019, "GPipe") and Narayanan et al. (2019, "PipeDream") divide models in the same
 way.
 """
@@ -143,7 +143,7 @@ def _least_memory(size: Sequence[Sequence[float]], blocks: int) -> float:
 def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list[BlockCost]:
     """Measure the forward and the backward pass of each block of `model` on one micro-batch.
 
-    Gradients, changes of buffers and the use of random numbers have no effect after the measurement.
+    The measurement does not change gradients, buffers or the states of random number generators.
 
     Args:
         example: the input of the model, as for `call_arguments`.
@@ -213,14 +213,14 @@ def parameter_costs(model: nn.Sequential) -> list[float]:
         for module in block.modules():
             if isinstance(
                 module, MixtureOfExperts
-            ):  # a rank may have some of the experts, and tokens of other ranks
+            ):  # a rank may have only some of the experts, but process tokens of other ranks
                 shares |= {id(p): module.router.top / len(p) for p in module.experts.parameters()}
         costs.append(float(sum(p.numel() * shares.get(id(p), 1.0) for p in block.parameters())))
     return costs
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the different tensors in `value`, which is a tensor or consists of nested tuples and lists."""
+    """Return the distinct tensors in `value`, which is a tensor or consists of nested tuples and lists."""
     if isinstance(value, Tensor):
         return [value]
     parts = value if isinstance(value, tuple | list) else ()

@@ -55,7 +55,7 @@ def text(timeline: Timeline, columns: int = 200) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """Return a line of text with the makespan, the idle time and the peak of activations."""
+    """Return a line of text with the makespan, the idle time and the peak size of the activations."""
     parts = [
         f"makespan {timeline.makespan:g}",
         f"idle {100 * timeline.idle:.1f} %",
@@ -64,7 +64,7 @@ def summary(timeline: Timeline) -> str:
     if timeline.repeated:
         parts.insert(2, f"lost with recomputation {100 * timeline.lost:.1f} %")
     if timeline.schedule.mirrored:
-        parts.append(f"weights 2x, summed {timeline.schedule.reductions}x per step")
+        parts.append(f"weights 2x, gradients summed {timeline.schedule.reductions}x per step")
     return ", ".join(parts)
 
 

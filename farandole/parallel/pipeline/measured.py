@@ -40,7 +40,7 @@ def measured_timeline(pipeline: Pipeline, comm: Communicator, ranks: Sequence[in
 
 
 def step_timeline(pipeline: Pipeline, rows: Sequence[Sequence[Span]]) -> Timeline:
-    """Return the timeline of a step, given each pipeline rank's measured actions, with times of the same clock."""
+    """Return the timeline of a step, given each pipeline rank's measured actions, timed with the same clock."""
     micro_batches = 1 + max(span.action.micro_batch for row in rows for span in row)
     return timeline_of(pipeline.schedule(micro_batches), rows)
 

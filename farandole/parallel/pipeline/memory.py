@@ -28,8 +28,8 @@ class RankActivations:
 
     Args:
         model: the complete model.
-        schedule: the pipeline schedule.  Its number of micro-batches is ignored: the peak is computed for a number at
-            which the peak no longer grows (`steady`).
+        schedule: the pipeline schedule.  Its number of micro-batches is ignored: the peak is computed for so many
+            micro-batches that the peak no longer grows (`steady`).
     """
 
     def __init__(self, model: nn.Sequential, division: Balance, schedule: Schedule, rank: int) -> None:
@@ -58,7 +58,7 @@ def block_sizes(
 ) -> list[list[float]]:
     """Return the size in bytes of each block in each stage: parameters, and activations of micro-batches in flight.
 
-    If a rank has several stages, each stage may use a fraction of the rank's memory, in proportion to its micro-batches
+    If a rank has several stages, each stage gets a fraction of the rank's memory, in proportion to its micro-batches
     in flight.  The returned sizes are divided by this fraction, so that a stage fits if its size is at most the rank's
     memory.
 

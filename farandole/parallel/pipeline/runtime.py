@@ -84,7 +84,7 @@ class Pipeline:
         statistics: the BatchNorm statistics of this rank's stages.
         peers: the ranks that compute these stages together with this rank.
         replica: the communicator of all ranks that compute the same samples: the pipeline's ranks and their peers.
-        number: the number of this rank in error messages.
+        number: the rank number that identifies this rank in error messages.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Pipeline:
         self.adapter: Adapter | None = None
         """The LoRA adapter of the complete model."""
         self.spans: list[Span] = []
-        """The actions of this rank in the last step, in seconds of `time.perf_counter`.
+        """The actions of this rank in the last step, with times in seconds of `time.perf_counter`.
 
         Waiting for messages is idle time.
         """
@@ -145,8 +145,8 @@ class Pipeline:
             micro_batches: the number of micro-batches in the schedule, which is the same for all replicas.
             present: the number of micro-batches that this replica has; the actions of missing micro-batches are
                 skipped.
-            arguments: returns the arguments of the model for a micro-batch, given its number.
-            loss: called on the rank with the last stage, with the output of a micro-batch and its number; returns
+            arguments: returns the arguments of the model for a micro-batch, given its index.
+            loss: called on the rank with the last stage, with the output of a micro-batch and its index; returns
                 the loss to differentiate.
             train: whether to run backward passes.
             completing: returns the context for an action that completes gradients of parameters.  This is the last
@@ -396,7 +396,7 @@ class _Step:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs that have gradients, and these gradients.
 
-        The next stage may not have used an output.  The parameters that lead only to this output have no gradient, as in
+        If the next stage has not used an output, the parameters that affect only this output have no gradient, as in
         one process.
         """
         if stage == self._schedule.stages - 1:

@@ -169,7 +169,8 @@ def of_first(schedule: Schedule, micro_batches: int) -> Schedule:
     """Return `schedule` restricted to its first `micro_batches` micro-batches.
 
     The actions of a micro-batch depend on no other micro-batch, so omitting some micro-batches causes no deadlock.
-    Schedules that need a minimum or a multiple of micro-batches use this function for other numbers.
+    Schedules that need a minimum number of micro-batches, or a multiple of some number, use this function for other
+    numbers.
     """
     kept = tuple(
         tuple(action for action in actions if action.micro_batch < micro_batches)
@@ -266,7 +267,7 @@ def build(name: str, ranks: int, micro_batches: int, **options: Any) -> Schedule
 
 
 def _named() -> dict[str, Named]:
-    for module in ("unidirectional", "v_shaped", "mirrored"):  # they register the schedules of the literature
+    for module in ("unidirectional", "v_shaped", "mirrored"):  # they register the published schedules
         importlib.import_module(f"farandole.parallel.pipeline.{module}")
     return _REGISTRY
 

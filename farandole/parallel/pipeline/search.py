@@ -5,7 +5,7 @@
 
 The search tries list scheduling with several placements and priority rules, and the registered schedules that fit.  The
 best result is then improved by local search: move one action within a rank, and keep the change if the schedule is not
-slower.  No schedule with these placements can be faster than `bound`, so `bound` shows how far the result is at most
+slower.  No schedule with these placements can be faster than `bound`, so `bound` limits the distance of the result
 from the optimum.
 """
 
@@ -77,8 +77,8 @@ def search(
     fitting = [timeline for timeline in candidates if timeline.peak <= memory + 1e-9]
     if not fitting:
         raise ScheduleError(
-            f"no schedule for {ranks} ranks and {micro_batches} micro-batches fits in {memory:g}; the known "
-            f"schedules need at least {least:g}"
+            f"no schedule for {ranks} ranks and {micro_batches} micro-batches fits in memory={memory:g}; the known "
+            f"schedules need memory={least:g} or more"
         )
     best = _improve(min(fitting, key=_quality), costs, memory, tries)
     bound = min(_bound(placement, micro_batches, costs) for placement in _placements(ranks, costs, mirrored))
@@ -93,7 +93,7 @@ def _named(ranks: int, micro_batches: int, costs: Costs) -> Iterator[tuple[str, 
     for each in registered():
         try:
             yield each.name, simulate(build(each.name, ranks, micro_batches), costs)
-        except ScheduleError:  # needs another number of ranks, or of costs
+        except ScheduleError:  # needs another number of ranks, or `costs` lists of another length
             continue
 
 
@@ -175,7 +175,7 @@ def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
 
 
 def _improve(timeline: Timeline, costs: Costs, memory: float, tries: int) -> Timeline:
-    """Try random moves of actions within ranks, and keep each move with which the schedule fits and is not slower.
+    """Try random moves of actions within ranks, and keep each move after which the schedule fits and is not slower.
 
     Args:
         tries: the number of moves to try.

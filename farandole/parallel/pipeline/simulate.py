@@ -40,8 +40,8 @@ class Costs:
         forward: the time of a forward pass, F.
         input: the time of an input gradient, I.
         weight: the time of a weight gradient, W.
-        send: the time until an output arrives on another rank, or one such time for each boundary between two stages;
-            ranks compute meanwhile.
+        send: the time until an output arrives on another rank, or a list with the time for each boundary between two
+            stages; ranks compute during this time.
         activation: the memory that a forward pass stores for the backward pass.
         waiting: the memory that is stored between an input gradient and its weight gradient; None for `activation`.
         recompute: whether backward passes repeat the forward pass.  In between, only the stage's input is stored.
@@ -204,7 +204,7 @@ def inputs_of(action: Action, schedule: Schedule) -> Iterator[tuple[str, int]]:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Check that each rank runs all passes of its stages exactly once, and in a possible order.
+    """Check that each rank runs all passes of its stages exactly once, and in a valid order.
 
     Dependencies between actions of different ranks are not checked.
 

@@ -93,7 +93,7 @@ class Stage:
         self.view.__dict__ |= {k: v for k, v in attributes.items() if k not in ("_modules", "forward")}
 
     def _independent(self, output: Any) -> Any:
-        """Return `output` with copies of buffers, which the next forward pass may change before they are used."""
+        """Return `output` with its buffers copied, because the next forward pass may change the buffers too early."""
         if all(tensor.requires_grad for tensor in tensors_of(output)):
             return output
         buffers = {_memory_of(buffer) for block in self.blocks for buffer in block.buffers()}
@@ -106,7 +106,7 @@ class Stage:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Return a number that tensors have in common if they share memory; also for fake tensors."""
+    """Return a number that is equal for tensors that share memory; fake tensors are supported."""
     return tensor.untyped_storage()._cdata
 
 
@@ -192,7 +192,7 @@ def shallow_copy(model: nn.Sequential) -> nn.Sequential:
 
 
 def blocks_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """Return the names and blocks of a model; unlike `named_children`, a block that occurs twice is listed twice."""
+    """Return the names and blocks of a model; unlike in `named_children`, a repeated block is listed each time."""
     return [(name, block) for name, block in model._modules.items() if block is not None]
 
 

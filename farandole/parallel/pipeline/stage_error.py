@@ -76,7 +76,7 @@ def raise_on_all(comm: _Ranks, rank: int, failure: StageFailure | None) -> None:
     If actions failed on several ranks, the message describes the first failure.
 
     Args:
-        rank: the number of this rank in error messages.
+        rank: the rank number that identifies this rank in error messages.
         failure: the failure of this rank, if an action failed.
     """
     failed = torch.tensor([failure is not None], dtype=torch.int32)

@@ -33,7 +33,7 @@ class StagePeers:
         return bool(self._comms)
 
     def leave(self, note: str) -> None:
-        """Leave all groups, unless this rank has left them; waiting ranks raise `RankLeft` with `note`."""
+        """Leave all groups, unless this rank has already left them; waiting ranks raise `RankLeft` with `note`."""
         if not self._left:
             self._left = True
             for comm in self._comms:

@@ -1,7 +1,7 @@
 """Events of a trace in Chrome's Trace Event Format, for https://ui.perfetto.dev.
 
 A trace is a list of events.  Each rank is a process of the trace, and each row of a rank is a thread.  Perfetto treats
-process 0 as the idle process of Linux, and a thread whose number equals that of its process as the main thread, so
+process 0 as the idle process of Linux, and a thread with the same number as its process as the main thread, so
 neither number is used.  Perfetto sorts ranks and rows by name, so rank numbers are padded with zeros; other viewers use
 the order that the events give.
 """
@@ -54,7 +54,7 @@ def action_events(
     offset_s: float = 0.0,
     unit_s: float = 1.0,
 ) -> Iterator[Event]:
-    """Yield the events of a rank's actions, with the names of `Schedule.label`.
+    """Yield the events of a rank's actions, named by `Schedule.label`.
 
     Args:
         thread: the row of the rank.

@@ -2,13 +2,13 @@
 
 Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank
 of the previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an output.  A tensor that
-occurs twice in an output is sent once, and its gradient also.  A gradient has the shapes of the output, which the
-receiver of the gradient knows.  A byte with each gradient contains its state: a gradient may not exist, or be invalid.
+occurs twice in an output is sent once, and so is its gradient.  A gradient has the shapes of the output, which the
+receiver of the gradient knows.  A byte sent with each gradient tells whether it is present, absent or invalid.
 
 A rank that has failed sends an empty tuple as each further output, and invalid gradients (`stage_error`).
 
 The order of messages follows from the schedule of all ranks.  A rank sends a result directly after the action that
-computed it, and posts the receives from a peer in the order of the peer's sends.  There is no deadlock with any order:
+computed it, and posts the receives from a peer in the order of the peer's sends.  No order causes a deadlock:
 
 - Sends never block, and a rank waits only for receives.
 - Assume that some ranks wait forever.  Each of them waits, before one of its actions, for a message from a peer, or for
@@ -81,7 +81,7 @@ class OutputShape:
     """The shape of a stage's output, which is a tensor, or a tuple of tensors and None."""
 
     tensors: list[TensorShape]
-    """The shapes of the different tensors in the output."""
+    """The shapes of the distinct tensors in the output."""
     parts: list[int]
     """For each part of the output, the index of its tensor in `tensors`, or -1 for None."""
     single: bool = False

@@ -1,4 +1,4 @@
-"""Split the modules of a model by their rules."""
+"""Split the modules of a model according to their rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
     Raises:
         PlanError: if no module has a rule, or if a module cannot be split over this number of ranks; the message
-            contains the nearest possible numbers.
+            contains the nearest possible sizes of the axis.
     """
     ranks = position.size(AXIS)
     if ranks == 1:
@@ -121,7 +121,7 @@ def _split(module: nn.Module, rule: Rule, position: Position, layouts: Layouts) 
         linear = module.get_submodule(path)
         for name in ("weight", "bias", "lora_B"):
             if (parameter := linear._parameters.get(name)) is not None:
-                outputs = max(parameter.dim() - 2, 0)  # after the experts of a stack
+                outputs = max(parameter.dim() - 2, 0)  # in a stack of experts, dimension 0 is the expert
                 layouts.shard(parameter, AXIS, Shard(outputs, parts[path]), position)
         linear.out_features = linear.weight.shape[-2]  # type: ignore[assignment, index]
     for path in rule.row:

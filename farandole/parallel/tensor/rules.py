@@ -26,7 +26,7 @@ Parts = Callable[[Any, int], Sequence[Part]]
 class Indivisible(ValueError):
     """Raised if a module cannot be split over the ranks.
 
-    `nearest` contains numbers of ranks over which the module can be split.
+    `nearest` contains the sizes of the tensor axis with which the module can be split.
     """
 
     def __init__(self, what: str, nearest: Iterable[int]) -> None:
@@ -43,8 +43,8 @@ class Rule:
         row: the linear layers whose inputs are split, by path, with the parts of the inputs.
         tensors: other parameters that are split, by name, with the split dimension and its parts.
         vocabulary: the embeddings (by path) and parameters that are split along the vocabulary.
-        region: whether the module is a region.  A module that is not a region does not communicate, or is inside
-            another region.
+        region: whether the module is a region.  A module that is not a region is inside a region, is split only along
+            the vocabulary, or does not communicate.
         inputs: the number of leading arguments that enter the region.
         overlaps: whether a single column layer uses the input of the region, so that its backward pass can overlap with
             communication.
@@ -75,7 +75,7 @@ def _heads(module: SelfAttention) -> tuple[int, int]:
 def _query_units(module: SelfAttention, ranks: int) -> Part:
     heads, kv_heads = _heads(module)
     width = module.head_width
-    if ranks <= kv_heads:  # whole groups of query heads, and uneven numbers of them if necessary
+    if ranks <= kv_heads:  # whole groups of query heads; ranks get different numbers of groups if necessary
         return Part(heads * width, module.group * width)
     # several ranks share a key-value head, and each projects an equal part of its width
     sharing = [

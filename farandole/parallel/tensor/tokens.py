@@ -28,8 +28,8 @@ class Tokens:
 
     Tokens (batch, positions) are numbered in row-major order.
 
-    The numbers of sequences and positions are taken from the `SequenceInfo` of each call, for two reasons: passes may
-    overlap, because a recomputation runs a block of an earlier pass, and a pipeline stage may have no embedding.
+    The numbers of sequences and positions are taken from the `SequenceInfo` of each call, for two reasons.  Passes may
+    overlap, because a recomputation runs a block of an earlier pass.  A pipeline stage may have no embedding.
     """
 
     def __init__(self, comm: AxisCommunicator | None) -> None:

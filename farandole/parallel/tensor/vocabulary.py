@@ -28,7 +28,7 @@ class ParallelVocabulary(Vocabulary):
     """
 
     gathered = True
-    """Whether `logits` returns the logits of all tokens, instead of this rank's tokens (`sharded_logits`)."""
+    """Whether `logits` returns the logits of all tokens, instead of those of this rank's tokens (`sharded_logits`)."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ def sharded_logits(model: nn.Module) -> Iterator[slice]:
     The backward pass expects, on each rank, the gradient of the total loss with respect to the rank's logits.
 
     Yields:
-        The slice of the vocabulary that belongs to this rank: the whole vocabulary without tensor parallelism.
+        The slice of the vocabulary that belongs to this rank; without tensor parallelism, the whole vocabulary.
     """
     found = [module.__dict__.get("vocabulary") for module in model.modules()]
     shards = [vocabulary for vocabulary in found if isinstance(vocabulary, ParallelVocabulary)]

@@ -39,7 +39,7 @@ class BufferPool:
     The buffers are in shared memory, so that reductions need no copies.  Therefore bucket n uses buffer n % DEPTH on
     every rank.  If that buffer is in use, the bucket uses normal memory.
 
-    The pool limits the number of buckets that hold memory, with or without its buffers.  Before a bucket gets memory,
+    The pool limits the number of buckets that hold memory, in its buffers or elsewhere.  Before a bucket gets memory,
     it waits until at most DEPTH - 1 reductions are in progress.  If too many buckets wait for the start of their
     reductions because an earlier bucket is incomplete, reductions start early (`GradientReducer`).
 
@@ -80,7 +80,7 @@ class BufferPool:
         return [*found, user] if user is not None and user.in_flight and user not in found else found
 
     def first_to_launch(self) -> Bucket | None:
-        """Return the oldest bucket that waits for the start of its reduction, or None unless too many buckets wait."""
+        """If too many buckets wait for the start of their reductions, return the oldest one; otherwise None."""
         waiting = [bucket for bucket in self._holders if not bucket.was_reduced]
         complete = sum(bucket.ready for bucket in waiting)
         return waiting[0] if complete >= DEPTH or len(waiting) > _UNREDUCED else None

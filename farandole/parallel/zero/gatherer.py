@@ -5,9 +5,10 @@ soon after the block itself has computed.  Weights shared by several blocks, suc
 until the last of these blocks has computed its forward pass.  All ranks gather in the same order (`call_order`), even
 if they compute different blocks.
 
-Autograd saves weights for the backward pass, which would keep the gathered memory.  Therefore hooks
-(`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight with its position in the group.  When the backward
-pass requests the tensor, released weights are gathered again, and the tensor becomes a view of the gathered weights.
+Autograd saves weights for the backward pass.  The saved weights would keep the gathered memory allocated.  Therefore
+hooks (`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight with its position in the group.  When the
+backward pass requests the tensor, released weights are gathered again, and the tensor becomes a view of the gathered
+weights.
 
 An offloaded shard is read before its group is gathered.  Because the order of gathers is known, the read overlaps
 with the computation of earlier groups.
@@ -98,13 +99,13 @@ class Gatherer:
     ) -> None:
         self._groups = [list(group) for group in groups]
         self._recent: list[int] = []  # gathered groups and groups being gathered, the latest last
-        self._users = [0] * len(groups)  # the running modules that need each group
+        self._users = [0] * len(groups)  # the number of running modules that need each group
         self._needed = Counter(
             group for _, numbers in needs for group in numbers
-        )  # modules that need each group
+        )  # the number of modules that need each group
         self._later: Counter[int] = (
             Counter()
-        )  # modules that need each group and have not ended in this forward pass
+        )  # the number of modules that need each group and have not ended in this forward pass
         self._depth = 0  # the nesting depth of the running modules
         self._handled: BaseException | None = None
         self._whole_contexts = 0
@@ -121,7 +122,7 @@ class Gatherer:
         self._reduced: list[int] = []  # buckets whose reductions were started in this backward pass, in order
         self._order = CallOrder(comm, self._launch, len(groups))
         self.before_reduction: Callable[[int], None] = lambda _: None
-        """Called with the number of a bucket before it is reduced."""
+        """Called with the index of a bucket before the bucket is reduced."""
         self.without_gradients: Callable[[], None] = lambda: None
         """Called at the end of a backward pass in which no parameter of this rank got a gradient."""
         self._handles = []
@@ -382,8 +383,9 @@ class Gatherer:
     def _around_part(self, needs: list[int]) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return hooks for a part of a module, which `torch.utils.checkpoint` may recompute without the module itself.
 
-        They have an effect only if the gatherer's hooks for saved tensors are not active, or are hidden by other hooks,
-        such as those of the checkpoint.  So the part saves the same tensors in its forward pass and in its recomputation.
+        These hooks have an effect only if the gatherer's hooks for saved tensors are not active, or are hidden by
+        other hooks, such as those of the checkpoint.  So the part saves the same tensors in its forward pass and in
+        its recomputation.
         """
         gathered: list[list[int]] = []  # the groups that each running call needs
 
@@ -441,7 +443,7 @@ class Gatherer:
 
 
 def _parts(module: nn.Module, owners: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the submodules of `module` that have parameters, without those that are, contain or belong to `owners`."""
+    """Yield the submodules of `module` that have parameters, except those that are, contain or belong to `owners`."""
     for child in module.children():
         if child not in owners:
             if any(True for _ in child.parameters()) and not any(part in owners for part in child.modules()):

@@ -46,7 +46,7 @@ class WeightSource(Protocol):
 
     @property
     def folder(self) -> Path:
-        """The folder of the values, for error messages."""
+        """The folder that contains the values, for error messages."""
 
     def __contains__(self, name: str) -> bool:
         """Return whether the source has values for a tensor."""

@@ -1,4 +1,4 @@
-"""Plan the buckets: their parameters, the ranks that reduce their gradients, and the ranks that shard them.
+"""Plan the buckets: the parameters of each bucket, the ranks that reduce its gradients, and the ranks that shard it.
 
     plan = plan_sharding(model, mesh, layouts, rank, zero=2)
     plan.trained[0].ranks.column       # the ranks whose gradients are summed
@@ -77,9 +77,9 @@ class BucketPlan:
     dtype: torch.dtype
     """The dtype in which the model computes."""
     master_dtype: torch.dtype
-    """The dtype in which the optimizer updates, and in which gradients are reduced."""
+    """The dtype in which the optimizer updates parameters, and in which gradients are reduced."""
     group: int = 0
-    """The number of the group in which these weights are gathered."""
+    """The index of the group in which these weights are gathered."""
     every_pass: bool = False
     """Whether gradients are reduced after each backward pass (`zero` 2 and 3), so that no unsharded gradient is kept.
 
@@ -115,7 +115,7 @@ class ShardingPlan:
     gathered: bool
     """Whether weights are gathered when they are needed (`gathered_weights`)."""
     needs: list[tuple[nn.Module, list[int]]] = field(default_factory=list)
-    """The modules that gather weights, each with the numbers of its groups."""
+    """The modules that gather weights, each with the indices of its groups."""
 
     @property
     def groups(self) -> int:
@@ -195,7 +195,7 @@ def plan_sharding(
     """Assign the parameters on `rank` to buckets.
 
     Args:
-        layouts: the layouts of all parameters of the mesh, in the same order on all ranks.
+        layouts: the layouts of all parameters on the mesh, in the same order on all ranks.
         dtype: the dtype in which the model computes; None for the dtypes of the parameters.
         flat: whether parameters are moved into flat buffers; by default if states are sharded or `dtype` is given.
         gathered: whether weights are gathered block by block.
@@ -204,7 +204,7 @@ def plan_sharding(
             stages.
 
     Raises:
-        LayoutError: if parts of a tensor are summed by different ranks.
+        LayoutError: if different ranks sum the gradients of different parts of a tensor.
     """
     flat = zero > 0 or dtype is not None if flat is None else flat
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -246,7 +246,9 @@ def plan_sharding(
             for p in parameters
         }
         filled = fill(members, _NO_LIMIT if gathered else bucket_bytes, keys)
-        if gathered:  # the backward pass starts with the last block; parameters of no block or several blocks are complete last
+        if gathered:
+            # the backward pass starts with the last block; gradients of parameters that belong to no block, or to
+            # several blocks, are complete last
             order = [*reversed(range(len(groups) - 1)), len(groups) - 1]
             filled.sort(key=lambda each: order.index(group_of[id(each[0])]))
         return [plan_of(each) for each in filled]
@@ -327,7 +329,7 @@ def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, 
     for each in column:
         cells = mesh.of_rank(each)
         replica = mesh.coordinate(cells[0], REPLICATE) if REPLICATE in mesh.sub_axes else 0
-        # stages have copies of gathered weights because they compute different blocks
+        # each stage has its own copy of gathered weights, because stages compute different blocks
         stages = _stages_on(mesh, each) if zero == 3 else ()
         parts.setdefault((replica, stages), []).append(each)
     return [tuple(members) for members in parts.values()]
@@ -401,7 +403,7 @@ class FlatRange:
 
 
 class FlatLayout:
-    """The positions of tensors with `shapes` in a flat buffer that consists of `shards` of equal length.
+    """The positions of tensors with `shapes` in a flat buffer that consists of `shards` shards of equal length.
 
     A shard may end within a tensor.  Elements between tensors and after the last tensor are padding.  With several
     shards, tensors are contiguous; with one shard, they can have other dense `strides`.

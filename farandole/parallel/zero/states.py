@@ -77,8 +77,8 @@ def shard_states(
         initialize: the function that fills a model on the meta device; see `Engine`.
 
     Raises:
-        ValueError: if the model is on the meta device without `initialize` or a `weight_source`, or in memory with
-            `initialize`.
+        ValueError: if the model is on the meta device and has neither `initialize` nor a `weight_source`, or if the
+            model is in memory and `initialize` is given.
     """
     deferred = is_deferred(complete)
     source: WeightSource | None = getattr(model, "weight_source", None) if deferred else None

@@ -46,7 +46,8 @@ class TokenTexts:
 def _byte_of_character() -> dict[str, int]:
     """Return GPT-2's table, which maps characters to bytes.
 
-    Printable bytes are represented by their own characters, and the other bytes by the characters from 256 on.
+    Printable bytes are represented by their own characters, and the other bytes by the characters from code
+    point 256 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -125,5 +126,5 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[tuple[Logprob, int]]) -> 
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Return the numbers of tokens in the format of OpenAI's field `usage`."""
+    """Return the token counts in the format of OpenAI's field `usage`."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -38,7 +38,7 @@ class ServedModel(Protocol):
         ...
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         ...
 
     @property

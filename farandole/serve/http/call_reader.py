@@ -11,7 +11,10 @@ _CLOSING = {"{": "}", "[": "]"}
 _LITERALS = frozenset("-+.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 _Next = Generator[None, str, str]
-"""A part of the parser, which receives one character at a time, and returns the first character after its part."""
+"""A part of the parser.
+
+The part receives one character at a time, and returns the first character after the text that it parses.
+"""
 
 
 @dataclass

@@ -36,7 +36,8 @@ class _Job:
         head: the common fields of all parts of the response.
         tickets: the engine's requests, one per prompt.
         choices: the choices of all prompts, `n` for each prompt.
-        echoes: for each prompt, the text to prepend to its choices: the prompt with `echo`, or an empty string.
+        echoes: for each prompt, the text to prepend to its choices: the prompt if `echo` is set, otherwise an empty
+            string.
         replies: for each choice of a chat, the reader that divides its text into reasoning, content and calls;
             otherwise empty.
     """
@@ -55,7 +56,7 @@ class _Job:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Return the numbers of prompt, completion and total tokens so far, as in the field `usage` of a response."""
+        """Return the counts of prompt, completion and total tokens so far, as in the field `usage` of a response."""
         return usage(self.prompt_tokens, sum(choice.tokens for choice in self.choices))
 
 

@@ -1,6 +1,6 @@
 """Compute embeddings in a thread, for clients in an asyncio event loop.
 
-The thread computes all waiting sequences together, up to `token_budget` tokens at a time, and sleeps while no sequence
+The thread embeds all waiting sequences together, up to `token_budget` tokens at a time, and sleeps while no sequence
 is waiting.
 """
 
@@ -62,7 +62,7 @@ class EmbeddingService:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread after its current batch, and join it.  Waiting sequences are not computed."""
+        """Stop the thread after its current batch, and join it.  Waiting sequences are not embedded."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -127,7 +127,7 @@ class EmbeddingService:
         return [
             Family(name, kind, text, [("", value)])
             for name, kind, text, value in (
-                ("embeddings_waiting", "gauge", "Sequences that wait.", self.waiting),
+                ("embeddings_waiting", "gauge", "Waiting sequences.", self.waiting),
                 ("embeddings_total", "counter", "Sequences computed.", self.sequences),
                 ("embedding_tokens_total", "counter", "Tokens computed.", self.tokens),
                 ("embedding_batches_total", "counter", "Batches computed.", self.batches),

@@ -110,7 +110,7 @@ class Guard:
         await self._app(scope, again, send)
 
     def _is_known(self, header: bytes) -> bool:
-        """Compare a header with all keys, in a time that does not depend on the result."""
+        """Compare a header with all keys, in time that does not depend on the result."""
         scheme, _, key = header.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         found = [hmac.compare_digest(digest, each) for each in self._keys]

@@ -30,7 +30,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_text(cls, values: Any) -> Any:
-        """Refuse strings that cannot be encoded as UTF-8, because JSON permits unpaired surrogates."""
+        """Refuse strings with unpaired surrogates, which JSON permits but UTF-8 cannot encode."""
         for name, value in values.items() if isinstance(values, dict) else ():
             try:
                 json.dumps(value, ensure_ascii=False).encode()
@@ -97,7 +97,7 @@ class _Generation(Fields):
 
     @property
     def include_usage(self) -> bool:
-        """Return whether the last event of a stream contains the numbers of tokens.
+        """Return whether the last event of a stream contains the token counts.
 
         Raises:
             RequestError: if the request has `stream_options` but no stream.

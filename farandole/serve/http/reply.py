@@ -176,7 +176,7 @@ class Reply:
     def _divide(self, text: str, *marks: str) -> tuple[str, str]:
         """Return the start of `text` that can be returned now, and the rest, which is held back.
 
-        The rest is the longest end that could be the beginning of a delimiter, with the whitespace before this end.
+        The rest is the longest suffix that could be the beginning of a delimiter, and the whitespace before the suffix.
         """
         if self._is_last:
             return text, ""

@@ -72,7 +72,7 @@ class Service:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its current step.  Requests in progress receive no more outputs."""
+        """Stop the thread after its current step.  Requests in progress receive no more outputs."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -154,7 +154,7 @@ class Service:
             )
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Tell the thread to remove requests.  Their memory is free before the next step."""
+        """Tell the thread to remove requests.  Their memory is freed before the next step."""
         with self._condition:
             self._inbox.append(lambda: self._cancel(tickets))
             self._condition.notify()
@@ -202,7 +202,7 @@ class Service:
     def _advance(self) -> bool:
         """Wait for work, and run a step; return False after `close`.
 
-        If there is no work for the runner's `heartbeat_s` seconds, check the other ranks instead.
+        If no work arrives within `runner.heartbeat_s` seconds, check the other ranks instead.
 
         Raises:
             RanksFailed: if a rank of this service fails, or after `end`.
@@ -252,7 +252,7 @@ class Service:
         ]
 
     def _deliver(self, outputs: Sequence[Output]) -> None:
-        """Put outputs into the queues of their tickets, in one call of the event loop."""
+        """Put outputs into the queues of their tickets, in one callback of the event loop."""
         pairs = [(self._tickets[output.request].outputs, output) for output in outputs]
         ended = [output.request for output in outputs if output.finish_reason is not None]
         for number in ended:
@@ -278,7 +278,7 @@ class ReplicatedService:
     services of all replicas end, because the launcher ends all ranks.
 
     Args:
-        engines: the engines of the replicas, with equal arguments.
+        engines: the engines of the replicas, created with the same arguments.
         on_failure: see `Service`.
     """
 
@@ -295,7 +295,7 @@ class ReplicatedService:
             service.start()
 
     def close(self) -> None:
-        """End the threads after their current steps.  Requests in progress receive no more outputs."""
+        """Stop the threads after their current steps.  Requests in progress receive no more outputs."""
         for service in self.services:
             service.close()
 
@@ -325,7 +325,7 @@ class ReplicatedService:
         return tickets
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Tell the threads to remove requests.  Their memory is free before the next step."""
+        """Tell the threads to remove requests.  Their memory is freed before the next step."""
         for service in self.services:
             if own := [ticket for ticket in tickets if ticket.service is service]:
                 service.cancel(own)

@@ -189,7 +189,7 @@ def start(
 def _run(web: uvicorn.Server, listener: socket.socket, *, reports_stop: bool) -> None:
     """Run the server until it ends.
 
-    Uvicorn raises the signal that has stopped the server again after the running requests are complete.  If
+    After the running requests are complete, uvicorn re-raises the signal that has stopped the server.  If
     `reports_stop` is True, the signal is then printed.
 
     After a second SIGINT, uvicorn does not wait for the requests, and logs a traceback for each; these are not printed.

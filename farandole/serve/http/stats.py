@@ -51,7 +51,7 @@ def stats_of(engines: Sequence[GenerationEngine], queued: int) -> dict[str, Any]
 
 
 def _sum(histograms: Sequence[Histogram]) -> dict[str, Any]:
-    """Return the sum of histograms with equal buckets.
+    """Return the sum of histograms with the same buckets.
 
     The keys are "bounds" (the upper bounds of the buckets), "counts" (one count per bucket, and one for larger values)
     and "sum" (of all observations).

@@ -1,7 +1,7 @@
 """Compute each step of the generation engine on several tensor-parallel ranks.
 
 Rank 0, the *driver*, schedules, samples and manages the store.  Before each step, the driver broadcasts
-the changes of the store's memory since the last step, and the spans of tokens.  The other ranks, the *workers*, apply
+the changes to the store's memory since the last step, and the spans of tokens.  The other ranks, the *workers*, apply
 the changes to their own memory, which stores the keys and values of their heads, and run the same forward pass.  The
 logits are sharded along the vocabulary, and gathered on the driver.
 
@@ -94,7 +94,7 @@ class Driver(Runner):
         self._steps.pause()
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._steps.close()
 
 
@@ -215,7 +215,7 @@ class _Steps:
 
     def __init__(self, comm: Communicator, adapters: Sequence[str]) -> None:
         self.changes = array("i")
-        """The changes of the store's memory since the last message."""
+        """The changes to the store's memory since the last message."""
         self._comm, self._channel = comm, _Channel(comm)
         self._numbers = {name: number for number, name in enumerate(adapters)}
         self._failure: str | None = None
@@ -270,7 +270,7 @@ class _Steps:
             self.send(_PAUSE)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         if self._failure is None:
             with contextlib.suppress(CommunicationError):
                 self.send(_STOP)

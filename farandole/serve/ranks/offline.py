@@ -73,7 +73,7 @@ class Ranks:
         raise NotImplementedError("rank 0 does not receive values")
 
     def close(self) -> None:
-        """End the other ranks."""
+        """Stop the other ranks."""
 
 
 class StartedRanks(Ranks):
@@ -127,7 +127,7 @@ class StartedRanks(Ranks):
             raise RanksFailed(str(error)) from None
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None

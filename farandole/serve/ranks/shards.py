@@ -32,7 +32,7 @@ from farandole.serve.rows import largest_of
 def raised_together(comm: Communicator) -> Iterator[None]:
     """Raise an error on all ranks if the block fails on any rank.
 
-    A rank whose block fails raises its own error; other ranks raise the error of the first such rank.  Leaving the
+    A rank whose block fails raises its own error; other ranks raise the error of the lowest failed rank.  Leaving the
     context is a collective call.
     """
     own: Exception | None = None
@@ -116,9 +116,10 @@ class ModelShards:
 def shard_model(
     model: Transformer, comm: Communicator, adapters: Mapping[str, Adapter] = MappingProxyType({})
 ) -> ModelShards:
-    """Replace the parameters of `model` by this rank's shards.  This is a collective call.
+    """Replace the parameters of `model` with this rank's shards.  This is a collective call.
 
-    If the model is on the meta device, as from `from_pretrained(folder, lazy=True)`, each rank reads only its shards.
+    If the model is on the meta device, as returned by `from_pretrained(folder, lazy=True)`, each rank reads only its
+    shards.
 
     Args:
         adapters: complete LoRA adapters by name.
@@ -175,7 +176,7 @@ def _apply(model: nn.Module, position: Position) -> Layouts:
 
 
 def _requests(name: str, values: Tensor, layout: Layout | None, position: Position) -> Iterator[Request]:
-    """Yield a request for each box of a tensor that belongs to this rank.
+    """Yield a request for each of this rank's boxes of a tensor.
 
     A tensor without a layout, such as a buffer, is not sharded.
     """

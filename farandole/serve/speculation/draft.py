@@ -88,7 +88,7 @@ class DraftProposer:
         return max(len(state.tokens) - 1 - state.computed, 0)
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return the measured seconds of a pass.
+        """Return the measured duration of a pass in seconds.
 
         The three values are a constant, the seconds per sequence, and the seconds per token of the backlog.
         """
@@ -156,7 +156,7 @@ def read_draft(folder: str | Path, served: ModelFolder, precision: str) -> Draft
 
     Raises:
         FolderError, CheckpointError, DataError: if a file is missing or damaged, or the model is not supported.
-        RequestError: if the draft model's tokenizer differs from that of the served model.
+        RequestError: if the draft model's tokenizer differs from the served model's tokenizer.
     """
     found = read_model(folder, precision=precision)
     own, expected = found.tokenizer.get_vocab(), served.tokenizer.get_vocab()
@@ -164,8 +164,8 @@ def read_draft(folder: str | Path, served: ModelFolder, precision: str) -> Draft
         text = min(own.items() ^ expected.items())[0]
         raise RequestError(
             "draft",
-            f"expected the tokens of the served model, but token {text!r} has the ID {own.get(text)} in the draft "
-            f"model and the ID {expected.get(text)} in the served model (None: no token); choose a draft model with "
-            "the same tokenizer",
+            f"expected the vocabulary of the served model, but token {text!r} has the ID {own.get(text)} in the draft "
+            f"model and the ID {expected.get(text)} in the served model (None: not in the vocabulary); choose a draft "
+            "model with the same tokenizer",
         )
     return DraftModel(Runner(found.model), found.context)

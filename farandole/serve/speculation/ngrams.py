@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 LENGTHS = (4, 3, 2)
-"""The lengths of the n-grams at the end of a sequence to search for, in this order."""
+"""The lengths of a sequence's last n-grams, in the order in which they are searched for."""
 
 
 @dataclass(eq=False)

@@ -7,8 +7,8 @@ same as without speculation.
 
 Verifying one proposed token takes about as long as decoding one more sequence in the same step.  While few sequences
 decode, additional tokens hardly prolong a step, because the step reads all weights anyway.  In a large batch, rejected
-tokens delay other sequences.  The number of proposed tokens therefore maximizes the expected tokens per second, from
-the measured step times and the measured acceptance rate.
+tokens delay other sequences.  The number of proposed tokens is therefore chosen to maximize the expected tokens per
+second, given the measured step times and the measured acceptance rate.
 
 Y. Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
 X. Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (2024).
@@ -25,7 +25,7 @@ from farandole.serve.admission import Rate
 MAX_PROPOSED = 16
 """The maximum number of proposed tokens per sequence and step."""
 PROBE_STEPS = 64
-"""The number of steps without a proposal after which one token is proposed, to measure the acceptance again."""
+"""The number of steps without a proposal after which one token is proposed, to measure the acceptance rate again."""
 LEAST_GAIN = 1.1
 """The minimum expected speed-up from proposals; smaller speed-ups are within the error of the prediction."""
 BACKLOG_STEPS = 16
@@ -53,7 +53,7 @@ class Proposer(Protocol):
         ...
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return the measured seconds of a proposal.
+        """Return the measured duration of a proposal in seconds.
 
         The three values are the seconds per proposed token for all sequences together, the additional seconds per
         proposed token of each sequence, and the seconds per token of the backlog.
@@ -129,7 +129,7 @@ class Speculator:
 
         Args:
             limits: the maximum number of tokens for each sequence.
-            step: the measured seconds of a step, and the additional seconds per token.
+            step: the measured duration of a step in seconds, and the additional seconds per token.
             budget: the maximum number of tokens for all sequences together.
         """
         self._steps += 1
@@ -174,7 +174,7 @@ class Speculator:
         counts = [0] * len(candidates)
         base, each = step
         tokens, seconds = float(decoding), base + each * decoding
-        if seconds <= 0:  # nothing is measured
+        if seconds <= 0:  # no step has been measured yet
             return counts
         pass_base, pass_each, per_backlog = self._proposer.seconds()
         cost = each + pass_each

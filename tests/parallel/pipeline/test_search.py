@@ -46,7 +46,7 @@ def test_costs_per_stage_exclude_other_numbers_of_stages():
 
 
 def test_an_impossible_limit_is_refused():
-    with pytest.raises(ScheduleError, match="fits in 0.5; the known schedules need at least 1"):
+    with pytest.raises(ScheduleError, match="fits in memory=0.5; the known schedules need memory=1 or more"):
         search(2, 4, memory=0.5)
 
 
