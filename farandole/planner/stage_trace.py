@@ -1,8 +1,8 @@
 """Trace the actions of a pipeline stage on fake tensors: the memory that each action needs and keeps, and its work.
 
     tracer = StageTracer()
-    # `shapes` and `single` describe the stage's input, and then its output
-    found, shapes, single = tracer.trace(workload, plan, stage, shapes, single, splits=True)
+    # `shape` describes the stage's input, and then its output
+    found, shape = tracer.trace(workload, plan, stage, shape, splits=True)
     found.forward.kept, found.input.peak, found.weight.flops
 
 The trace runs the same code as `pipeline.runtime`: a forward pass, and a backward pass at once or in two halves.  The
