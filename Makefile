@@ -11,6 +11,7 @@
 # make coverage  measure the branch coverage of all tests on all ranks, and fail if it is below 93 % (20 minutes)
 # make test-all  run test, coverage, wheels, matrix and all slow tests, including the tests of sanitize (several hours)
 # make sanitize   fuzz the C core, and run random operations under sanitizers; needs gcc and clang (10 minutes)
+# make random run CASES random programs of each kind, starting with seed SEED, and compare them with one process, Gloo and lone requests
 # make gpu    check every CUDA path on one NVIDIA GPU, without a network (docs/guides/gpu.md); WHEELS=folder installs missing packages
 # make clean  remove the virtual environments and build outputs
 #
@@ -38,7 +39,7 @@ INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --c
 # Container images often set this variable. Without bytecode files, each process spends 2 to 3 s compiling torch's modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types tests test-tensorflow test-torch test-without-compiler test-all docs docs-serve pictures coverage matrix wheels gpu sanitize clean
+.PHONY: demo test types tests test-tensorflow test-torch test-without-compiler test-all docs docs-serve pictures coverage matrix wheels gpu sanitize random clean
 
 demo: $(VENV)/train.stamp
 	$(BIN)/farandole train
@@ -133,6 +134,12 @@ test-all: test coverage wheels matrix
 
 sanitize: $(VENV)/test.stamp
 	$(BIN)/pytest -m slow --timeout=3600 tests/native
+
+# Each run selects other programs. A failure prints its seed: `make random SEED=7 CASES=1` runs the programs of seed 7 again.
+SEED  ?= $(shell date +%s)
+CASES ?= 100
+random: $(VENV)/test.stamp
+	FARANDOLE_SEEDS=$(SEED):$(CASES) $(PYTEST) --numprocesses 2 tests/random_programs
 
 gpu:
 	@$(GPU_PYTHON) -m benchmarks.gpu --json $(GPU_JSON) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(ONLY),--only $(ONLY))

@@ -175,7 +175,11 @@ class Hooked(Residual):
     def __init__(self) -> None:
         super().__init__()
         self.linear.weight.register_hook(lambda gradient: gradient * 0.5)
-        self.linear.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.7,))
+        self.linear.register_full_backward_hook(_scale)
+
+
+def _scale(module: nn.Module, inputs: Any, outputs: Any) -> tuple[Tensor | None]:
+    return (None if inputs[0] is None else inputs[0] * 0.7,)
 
 
 class Routed(nn.Module):
