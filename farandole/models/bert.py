@@ -142,7 +142,7 @@ class BERTEmbedding(nn.Module):
         self.segments = nn.Embedding(config.segments, config.width)
         self.norm = nn.LayerNorm(config.width, config.epsilon)
         self.dropout = nn.Dropout(config.dropout)
-        self.padding = config.padding
+        self.padding, self.context = config.padding, config.context
 
     def forward(self, tokens: Tensor | tuple[Tensor, Tensor], info: SequenceInfo | None = None) -> Tensor:
         """Embed int64 tokens (batch, positions), or a pair of tokens and segments.  The default segment is 0."""
@@ -212,25 +212,27 @@ class ClassifierHead(nn.Module):
 class BERT(Transformer):
     """A bidirectional transformer that masks padding tokens."""
 
+    def __init__(self, *blocks: Any) -> None:
+        super().__init__(*blocks)
+        first = next(iter(self), None)
+        # read here, because a pipeline stage replaces the blocks of other stages; a slice may have no embedding
+        self._padding = first.padding if isinstance(first, BERTEmbedding) else None
+        self._context = first.context if isinstance(first, BERTEmbedding) else 0
+
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
         """Return `info` with the padding as a separate document, if the configuration has a padding token.
 
         The padding does not shift the positions of the other tokens.
         """
         info = super().prepare(inputs, info)
-        embedding = self[0]
-        if (
-            not isinstance(embedding, BERTEmbedding)
-            or embedding.padding is None
-            or info.documents is not None
-        ):
+        if self._padding is None or info.documents is not None:
             return info
         tokens = inputs[0] if isinstance(inputs, tuple) else inputs
         positions = info.positions
         if positions is None:
-            check_context(tokens.shape[1], embedding.positions)
+            check_context(tokens.shape[1], self._context)
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return replace(info, documents=(tokens == embedding.padding).int(), positions=positions)
+        return replace(info, documents=(tokens == self._padding).int(), positions=positions)
 
 
 def bert(config: BERTConfig) -> BERT:

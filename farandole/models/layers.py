@@ -333,18 +333,17 @@ def position_embeddings(table: nn.Embedding, tokens: Tensor, info: SequenceInfo 
     count = tokens.shape[1]
     start = info.cache.length if info is not None and info.cache is not None else 0
     if info is None or (info.positions is None and info.documents is None):
-        check_context(start + count, table)
+        check_context(start + count, table.num_embeddings)
         if info is None or start == 0:
             return table.weight[:count]
     embedded: Tensor = table(info.positions_of(count, tokens.device))
     return embedded
 
 
-def check_context(count: int, table: nn.Embedding) -> None:
-    """Raise ValueError if there are more positions than position embeddings."""
-    most = table.num_embeddings
-    if count > most:
-        raise ValueError(f"expected at most {most} positions (the model's context), got {count}")
+def check_context(count: int, context: int) -> None:
+    """Raise ValueError if there are more positions than `context`."""
+    if count > context:
+        raise ValueError(f"expected at most {context} positions (the model's context), got {count}")
 
 
 def check_padding(padding: int | None, vocabulary: int) -> None:

@@ -282,15 +282,20 @@ class T5Head(nn.Module):
 class T5(Transformer):
     """An encoder-decoder transformer that masks padding tokens in the source."""
 
+    def __init__(self, *blocks: Any) -> None:
+        super().__init__(*blocks)
+        first = next(iter(self), None)
+        # read here, because a pipeline stage replaces the blocks of other stages; a slice may have no embedding
+        self._padding = first.padding if isinstance(first, T5Embedding) else None
+
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
         """Return a copy of `info` in which the source's padding is a separate document."""
         if info.cache is not None:
             raise ValueError("T5 does not support a key-value cache; omit the cache")
         info = super().prepare(inputs, info)
-        padding = getattr(self[0], "padding", None)
-        if padding is None or info.source is not None:
+        if self._padding is None or info.source is not None:
             return info
-        return replace(info, source=SequenceInfo(documents=(inputs[0] == padding).int()))
+        return replace(info, source=SequenceInfo(documents=(inputs[0] == self._padding).int()))
 
 
 def t5(config: T5Config) -> T5:

@@ -177,7 +177,8 @@ class _ShareSequences:
     ) -> Any:
         inputs, info, targets = _arguments(*args, **kwargs)
         info = info or SequenceInfo()
-        if info.cache is not None:  # generation, in which every rank computes all positions
+        # in generation, every rank computes all positions; the call of a pipeline has split them for its stages
+        if info.cache is not None or info.shard is not None:
             return call(inputs, info, targets)
         length, grid = inputs.shape[1], self._grid
         if length < grid.all.size:

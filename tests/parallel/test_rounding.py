@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan, PlanError
+from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.parallel.engine import Engine
 from farandole.parallel.optimizers.rounding import StochasticRounding, round_stochastically
 from tests.parallel.odd import world
@@ -149,6 +150,41 @@ def test_all_ranks_have_the_same_weights(ranks: Any, zero: int, backend: str) ->
         torch.equal(first[name], second[name]) and torch.equal(first[name], again[name]) for name in first
     )
     assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def _copies(rank: int, size: int, plan: Plan, width: int, copied: str) -> tuple[list[str], dict[str, Tensor]]:
+    """Return the first parameter of each bucket, and the weights whose names contain `copied`."""
+    torch.manual_seed(0)
+    model = build_gpt(GPTConfig(vocabulary=64, context=8, layers=1, heads=3, width=width))
+    if plan.pipeline > 1:
+        model[1].requires_grad_(False)  # a rank then has only the bucket of the tied embedding
+    engine = farandole.parallelize(model, plan)
+    optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 1e-3))
+    for step in range(3):
+        tokens = torch.arange(step, step + 16).view(2, 8)
+        engine.forward_backward(
+            [tokens], lambda output, _: output, lambda batch: {"inputs": batch, "targets": batch.roll(1, 1)}
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    buckets = [bucket.plan.names[0] for bucket in engine.buckets]
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if copied in name}
+    engine.close()
+    return buckets, weights
+
+
+@pytest.mark.parametrize(
+    ("axis", "width", "copied"), [({"tensor": 2}, 408, "norm"), ({"pipeline": 2}, 12, "tokens")]
+)
+def test_copies_in_buckets_with_different_numbers_are_equal(
+    ranks: Any, axis: dict[str, int], width: int, copied: str
+) -> None:
+    plan = Plan(precision="bf16", rounding="stochastic", **axis)
+    (buckets, weights), (other_buckets, others) = ranks(2).run(_copies, plan, width, copied)
+    assert buckets != other_buckets
+    assert weights and weights.keys() == others.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
 
 
 def _small_updates(rank: int, size: int) -> tuple[float, float]:

@@ -122,6 +122,19 @@ def test_conversations_train_in_stages_as_in_one_process(
         assert (value - expected[name]).abs().mean() < 1e-5, name
 
 
+def test_padded_texts_train_in_stages_as_in_one_process(ranks: Any, tmp_path: Path) -> None:
+    model_with_tokenizer(tmp_path / "base", "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    texts = [{"text": "say" + n % 5 * " red", "label": n % 2} for n in range(40)]
+    write_jsonl(tmp_path / "texts.jsonl", texts)
+    words = [f"model={tmp_path / 'base'}", f"data.path={tmp_path / 'texts.jsonl'}", f"data.cache={tmp_path}"]
+    words += ["batch=8", "data.validation_share=0.2"]
+    staged = [*words, "plan.pipeline=2", "plan.micro_batches=2"]
+    ((expected, metrics, *_),) = ranks(1).run(_steps, "classify", words, tmp_path / "alone")
+    for found, own_metrics, *_ in ranks(2).run(_steps, "classify", staged, tmp_path / "stages"):
+        assert found == pytest.approx(expected, rel=1e-4)
+        assert own_metrics == pytest.approx(metrics, rel=1e-4)
+
+
 def test_adapters_train_in_stages_as_in_one_process_and_resume_in_any_layout(
     ranks: Any, tmp_path: Path
 ) -> None:

@@ -57,8 +57,9 @@ class StochasticRounding:
     """Makes an optimizer update bf16 weights with stochastic rounding, one bucket at a time.
 
     The random number for a weight depends only on `seed`, on `steps` (the number of steps so far) and on the weight's
-    position.  Therefore rounding is the same on ranks that update the same weights, and in a run that resumes from a
-    checkpoint with the weights, the optimizer's state and `steps`.
+    position: the name of the bucket's first parameter, the index of the shard and the index in the shard.  Therefore
+    rounding is the same on ranks that update the same weights, also if their other buckets differ, and in a run that
+    resumes from a checkpoint with the weights, the optimizer's state and `steps`.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -78,7 +79,7 @@ class StochasticRounding:
         changed: dict[int, dict[str, Any]] = {}
         try:
             with divided_step(optimizer) as step_part:
-                for number, bucket in enumerate(shards):
+                for bucket in shards:
                     members: dict[int, list[Tensor]] = {}
                     for tensor in bucket.tensors:
                         if tensor is not None and tensor.grad is not None and id(tensor) in group_of:
@@ -87,7 +88,7 @@ class StochasticRounding:
                         continue
                     groups = {at: {**whole[at], "params": params} for at, params in sorted(members.items())}
                     optimizer.param_groups = list(groups.values())
-                    with self._masters(bucket, number):
+                    with self._masters(bucket):
                         step_part()
                     changed |= groups
         finally:
@@ -97,22 +98,21 @@ class StochasticRounding:
         self.steps += 1
 
     @contextmanager
-    def _masters(self, bucket: OptimizerShards, number: int) -> Iterator[None]:
+    def _masters(self, bucket: OptimizerShards) -> Iterator[None]:
         """Return a context in which the tensors of `bucket` are fp32 copies of the bf16 weights.
 
         At the end of the context, the copies are rounded to the weights.
-
-        Args:
-            number: the index of the bucket, which selects the random numbers.
         """
         assert bucket.weights is not None  # weights were cast to bf16
         own = bucket.weights.shard
         master = own.float()
         with bucket.placed_in(master):
             yield
-            round_stochastically(own, master, self._generator(number, bucket.number, own.device))
+            round_stochastically(own, master, self._generator(bucket, own.device))
 
-    def _generator(self, number: int, shard: int, device: torch.device) -> torch.Generator:
-        words = struct.pack("<4Q", self.seed % 2**64, self.steps, number, shard)
+    def _generator(self, bucket: OptimizerShards, device: torch.device) -> torch.Generator:
+        # ranks number their buckets differently, but ranks with the same bucket know it by the same name
+        name = bucket.bucket.plan.names[0].encode()
+        words = struct.pack("<3Q", self.seed % 2**64, self.steps, bucket.number) + name
         digest = hashlib.blake2b(words, digest_size=4).digest()  # torch's generator on the CPU takes 32 bits
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))

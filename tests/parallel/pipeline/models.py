@@ -13,15 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import farandole
+from farandole.models.bert import BERTConfig, build_bert
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.mixtral import MixtralConfig, build_mixtral
 from farandole.models.resnet import ResNetConfig, build_resnet
+from farandole.models.t5 import T5Config, build_t5
 from farandole.plan import Plan
 
 WORDS, CLASSES, CLIP, RATE = 29, 5, 0.3, 0.5
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Any, Tensor]
 
 
 class Tuples(nn.Module):
@@ -131,6 +133,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: build_gpt(GPTConfig(WORDS, 16, 6, 4, 16, positions="learned")),
     "llama": lambda: build_llama(LlamaConfig(WORDS, 6, 4, 16, 20, kv_heads=2)),
     "mixtral": lambda: build_mixtral(MixtralConfig(WORDS, 6, 4, 16, 20, kv_heads=2, experts=4)),
+    "bert": lambda: build_bert(BERTConfig(WORDS, 16, 6, 4, 16, padding=0)),
+    "t5": lambda: build_t5(T5Config(WORDS, 2, 2, 4, 16, 4, 24, dropout=0.0)),
     "tuples": lambda: nn.Sequential(nn.Embedding(WORDS, 6), *(Tuples() for _ in range(6)), Last()),
     "in_place": lambda: nn.Sequential(
         nn.Embedding(WORDS, 6),
@@ -156,7 +160,7 @@ def build(name: str) -> nn.Module:
 
 
 def batches(name: str, step: int, replica: int, count: int) -> list[Batch]:
-    """Return micro-batches of different sizes and shapes, some with masked targets."""
+    """Return micro-batches of different sizes and shapes, some with masked targets; those of encoders are padded."""
     generator = torch.Generator().manual_seed(100 * step + replica)
     found = []
     for number in range(count):
@@ -167,10 +171,12 @@ def batches(name: str, step: int, replica: int, count: int) -> list[Batch]:
             shape = () if name == "resnet" else size
         else:
             inputs = torch.randint(1, WORDS, (rows, *shape), generator=generator)
+        if name in ("bert", "t5"):
+            inputs[0, -2:] = 0
         targets = torch.randint(0, CLASSES, (rows, *shape), generator=generator)
         if shape:
             targets[0, ..., : number % 3] = -1
-        found.append((inputs, targets))
+        found.append(((inputs, inputs.flip(1)) if name == "t5" else inputs, targets))
     return found
 
 
@@ -250,7 +256,7 @@ def train(
     losses, norms = [], []
 
     def inputs(batch: Batch) -> Any:
-        return {"inputs": batch[0], "targets": batch[1]} if chunked else batch[0]
+        return {"inputs": batch[0], "targets": batch[1]} if chunked else (batch[0],)
 
     for step in range(steps):
         samples = batches(name, step, replica, micro_batches)
@@ -258,7 +264,7 @@ def train(
         norms.append(engine.clip(CLIP))
         optimizer.step()
         optimizer.zero_grad()
-    metric = engine.evaluate(batches(name, 9, replica, micro_batches), loss)
+    metric = engine.evaluate(batches(name, 9, replica, micro_batches), loss, lambda batch: (batch[0],))
     if folder is not None and not folder.exists():
         engine.save(folder)
     names = {p: n for n, p in model.named_parameters()}

@@ -67,6 +67,29 @@ def test_stages_combine_with_context_parallelism(ranks: Any) -> None:
         compare(results, alone(name, 3))
 
 
+def _evaluate(rank: int, size: int, plan: Plan) -> tuple[list[Tensor], list[float]]:
+    """Return the logits and the mean losses of calls of a model in evaluation mode, with different sequences."""
+    model = build("llama").eval()
+    engine = farandole.parallelize(model, plan)
+    logits, losses = [], []
+    with torch.no_grad():
+        for positions in (8, 9):
+            tokens = torch.arange(2 * positions).view(2, positions)
+            logits.append(engine(tokens))
+            total, count = engine(tokens, None, tokens.roll(1, 1))
+            losses.append(float(total) / float(count))
+    engine.close()
+    return logits, losses
+
+
+def test_a_call_in_evaluation_mode_splits_positions_once(ranks: Any) -> None:
+    ((expected, losses),) = ranks(1).run(_evaluate, Plan())
+    for found, found_losses in ranks(4).run(_evaluate, Plan(pipeline=2, context=2)):
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        for logits, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(logits, other, rtol=1e-4, atol=1e-5)
+
+
 def test_stages_recompute_their_blocks(ranks: Any) -> None:
     cases: list[Case] = [
         ("gpt", Plan(pipeline=2, recompute="block"), {}),

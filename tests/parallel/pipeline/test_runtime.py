@@ -55,6 +55,13 @@ def test_other_models_train_as_one_process(ranks: Any, name: str, schedule: str)
     compare(results, alone(name, 4))
 
 
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_all_stages_mask_padding(ranks: Any, name: str) -> None:
+    for schedule in ("1f1b", "zb-v"):
+        results = ranks(2).run(train, name, Plan(pipeline=2, schedule=schedule), 4)
+        compare(results, alone(name, 4))
+
+
 @pytest.mark.parametrize("name", ["in_place", "twice"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_stages_may_modify_their_inputs_in_place(ranks: Any, name: str, schedule: str) -> None:
