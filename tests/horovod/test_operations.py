@@ -147,6 +147,11 @@ def data_movement(rank, size):
         close(hvd.alltoall(even[rank]), torch.cat([one.split(2)[rank] for one in even]))
         output, received = hvd.alltoall(torch.zeros(0, 2), splits=[0] * size)
         assert output.shape == (0, 2) and received.tolist() == [0] * size
+        # rank 0 sends to itself, and other ranks neither send nor receive
+        rows = size if rank == 0 else 0
+        output, received = hvd.alltoall(torch.ones(rows, 2), splits=[rows] + [0] * (size - 1))
+        close(output, torch.ones(rows, 2))
+        assert received.tolist() == [rows] + [0] * (size - 1)
 
 
 @pytest.mark.parametrize("size", SIZES)
