@@ -19,7 +19,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from farandole.launch.child import run_script
+
 _OURS = "farandole.horovod"
+_IMPORT_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_import_path")
 
 _MODULES = {
     "horovod.common": "",
@@ -107,12 +110,12 @@ def main(arguments: list[str]) -> None:
     if not program or program[0].startswith("-"):
         sys.exit("usage: python -m farandole.horovod.shim [-m] SCRIPT_OR_MODULE [ARGUMENTS...]")
     install()
+    sys.path.insert(1, _IMPORT_PATH)  # for spawned processes; ahead of Horovod, if Horovod is installed
     sys.argv = program
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
-        runpy.run_path(program[0], run_name="__main__")
+        run_script(os.path.abspath(program[0]))
 
 
 if __name__ == "__main__":
