@@ -97,7 +97,7 @@ def _run_command(name: str, arguments: list[str]) -> NoReturn:
 
 def run_script(path: str) -> None:
     """Run a script as `python path` does: under its full name, as the module `__main__`."""
-    sys.path[0] = os.path.dirname(path)
+    sys.path[0] = os.path.dirname(os.path.realpath(path))  # the folder of a symbolic link's target
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     program = ModuleType("__main__")
