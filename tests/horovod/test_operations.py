@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 
 import pytest
@@ -229,6 +230,20 @@ def wrong_arguments(rank, size):
             (lambda: hvd.join("cuda"), "device number"),
             (lambda: hvd.allreduce_(torch.ones(1, 2).expand(3, 2)), "share memory"),
             (lambda: hvd.broadcast_(torch.ones(1).expand(3), 0), "share memory"),
+            (
+                lambda: hvd.allreduce(ones, name=3),
+                "expected name to be a string or None, got 3; try name='3'",
+            ),
+            (lambda: hvd.allreduce(ones, op=1.0), "use one of hvd"),
+            (
+                lambda: hvd.allreduce(ones, prescale_factor=None),
+                "prescale_factor to be a finite number, got None",
+            ),
+            (
+                lambda: hvd.grouped_allreduce_([ones], postscale_factor=math.nan),
+                "postscale_factor .* got nan",
+            ),
+            (lambda: hvd.reducescatter(ones, prescale_factor="a"), "prescale_factor .* got 'a'"),
         ]:
             with pytest.raises(ValueError, match=words):
                 call()
