@@ -2,6 +2,7 @@
 
     python -m farandole.horovod.shim script.py ARGUMENTS
     farandole launch -n 2 -m farandole.horovod.shim script.py ARGUMENTS
+    farandole-horovodrun -np 2 python script.py ARGUMENTS
     mpirun -n 2 python -m farandole.horovod.shim -m package.module
 
 `horovod.x` is an alias for the module `farandole.horovod.x`.  `_MODULES` lists the exceptions.
@@ -97,6 +98,8 @@ def install() -> None:
     """Make `import horovod.torch` import `farandole.horovod.torch`, even if Horovod is installed."""
     if not any(isinstance(finder, HorovodFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, HorovodFinder())
+    if _IMPORT_PATH not in sys.path:
+        sys.path.insert(1, _IMPORT_PATH)  # for spawned processes, which inherit only the path
 
 
 def main(arguments: list[str]) -> None:
@@ -110,7 +113,6 @@ def main(arguments: list[str]) -> None:
     if not program or program[0].startswith("-"):
         sys.exit("usage: python -m farandole.horovod.shim [-m] SCRIPT_OR_MODULE [ARGUMENTS...]")
     install()
-    sys.path.insert(1, _IMPORT_PATH)  # for spawned processes; ahead of Horovod, if Horovod is installed
     sys.argv = program
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)

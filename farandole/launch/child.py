@@ -8,6 +8,7 @@ module does not import torch, because the number of threads must be set first.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import json
 import os
@@ -39,6 +40,8 @@ class RankSpec:
     kind: Kind
     output: str | None = None
     """The folder for the ranks' output, or None to leave the output with the launcher."""
+    shim: str | None = None
+    """A module whose function `install` is called before the script or module runs."""
 
     def dump(self) -> str:
         """Return the spec as JSON."""
@@ -69,7 +72,9 @@ def main(arguments: list[str]) -> None:
             pause_collection()
         if spec.kind == "command":
             _run_command(target, program_arguments)
-        elif spec.kind == "module":
+        if spec.shim is not None:
+            importlib.import_module(spec.shim).install()
+        if spec.kind == "module":
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             run_script(os.path.abspath(target))

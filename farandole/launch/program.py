@@ -46,6 +46,8 @@ class Program:
     """How long, in seconds, ranks may run after a signal to the launcher before they are killed."""
     quiet: bool = False
     """Whether to omit the line that describes the division of the cores."""
+    shim: str | None = None
+    """A module whose function `install` each rank calls before it runs the script or module."""
 
     def check(self) -> None:
         """Raise `LaunchError` if the script, module or command does not exist."""

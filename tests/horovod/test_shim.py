@@ -96,6 +96,15 @@ def test_a_module_and_wrong_usage(tmp_path):
         assert status == 1 and err.startswith("usage: ")
 
 
+def test_farandole_horovodrun_runs_scripts_that_import_horovod(tmp_path):
+    write(tmp_path, "import horovod\nimport farandole.horovod\nassert horovod is farandole.horovod\n")
+    script = "from farandole.cli.main import horovodrun; horovodrun()"
+    for program in (["python", "program.py"], ["python", "-m", "program"]):
+        command = ["env", sys.executable, "-c", script, "-np", "2", *program]
+        status, _, err = run(command, tmp_path)
+        assert status == 0, err
+
+
 SPAWNING = """
 import multiprocessing
 import os

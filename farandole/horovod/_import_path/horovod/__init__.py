@@ -1,6 +1,6 @@
 """Replace this module by `farandole.horovod`.
 
-`farandole.horovod.shim` adds the folder of this package to `sys.path`.  Processes that multiprocessing spawns inherit
+`farandole.horovod.shim.install` adds the folder of this package to `sys.path`.  Processes that multiprocessing spawns inherit
 `sys.path`, but not the import hook of the shim.
 """
 
