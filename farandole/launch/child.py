@@ -128,13 +128,18 @@ def _apply_share(share: Share) -> None:
 
 
 def _redirect_output(folder: str) -> None:
-    """Redirect this rank's output to the files `stdout` and `stderr` in `folder`/rank.N, as horovodrun does."""
+    """Redirect this rank's output to the files `stdout` and `stderr` in `folder`/rank.N, as horovodrun does.
+
+    A restarted rank appends to the files.
+    """
+    restarted = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
+    mode = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if restarted else os.O_TRUNC)
     width = len(str(int(os.environ["WORLD_SIZE"]) - 1))
     own = os.path.join(folder, f"rank.{os.environ['RANK']:0>{width}}")
     os.makedirs(own, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):
         path = os.path.join(own, stream.name.strip("<>"))
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        file = os.open(path, mode, 0o666)
         os.dup2(file, stream.fileno())
         os.close(file)
 

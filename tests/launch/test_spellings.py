@@ -143,6 +143,17 @@ def test_failed_ranks_are_restarted(tmp_path: Path) -> None:
     assert "restart 2 of 2" not in err
 
 
+def test_restarted_ranks_append_to_their_output_files(tmp_path: Path) -> None:
+    (tmp_path / "rank.1").mkdir()
+    write(tmp_path / "rank.1", "an earlier job\n", "stdout")
+    words = ["--max-restarts", "1", "--output-filename", str(tmp_path), write(tmp_path, PROGRAM), "fail", "0"]
+    status, _, err = run(ours("-n", "2", *words))
+    assert status == 0, err
+    assert (tmp_path / "rank.1" / "stdout").read_text().splitlines() == [
+        f"1|2|{restart}|||fail|0" for restart in range(2)
+    ]
+
+
 def test_a_failure_after_the_last_restart_ends_the_job(tmp_path: Path) -> None:
     program = write(tmp_path, "import sys\nsys.exit(7)\n")
     status, _, err = run(ours("-n", "2", "--max-restarts", "1", program))
