@@ -96,7 +96,8 @@ def _run_command(name: str, arguments: list[str]) -> NoReturn:
 
     The command remains pinned to this rank's cores, and the kernel still kills the command when the launcher ends.
     """
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     os.execvp(name, [name, *arguments])
 
 
@@ -137,7 +138,7 @@ def _redirect_output(folder: str) -> None:
     width = len(str(int(os.environ["WORLD_SIZE"]) - 1))
     own = os.path.join(folder, f"rank.{os.environ['RANK']:0>{width}}")
     os.makedirs(own, exist_ok=True)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a stream is None if its descriptor was closed
         path = os.path.join(own, stream.name.strip("<>"))
         file = os.open(path, mode, 0o666)
         os.dup2(file, stream.fileno())
