@@ -291,8 +291,10 @@ def states(rank, size):
                     return loss
 
                 optimizer.step(closure)
+                optimizer.state["shared"] = {"count": 3, "average": torch.ones(2)}
             hvd.broadcast_parameters(model.state_dict(), root_rank=size - 1)
             hvd.broadcast_optimizer_state(optimizer, root_rank=size - 1)
+            assert optimizer.state["shared"]["count"] == 3
             everyone = hvd.allgather_object((optimizer.state_dict(), list(model.parameters())))
             for state, parameters in everyone:
                 assert str(state) == str(everyone[0][0])
