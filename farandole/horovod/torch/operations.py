@@ -364,7 +364,8 @@ def sparse_allreduce_async(
             f"sparse tensors can be reduced only with op=Average or op=Sum, got op={kinds.OP_NAMES[op]}"
         )
     indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(tensor._values(), f"{name}.values", process_set)
+    # under the plain name, so that a dense all-reduce of the same tensor on another rank raises an error
+    values = allgather_async(tensor._values(), name, process_set)
 
     def collect() -> Tensor:
         all_values, all_indices = synchronize(values), synchronize(indices)
