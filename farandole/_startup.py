@@ -83,7 +83,7 @@ def leave(status: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing calls this function too
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a stream is None if its descriptor was closed
         with contextlib.suppress(OSError, ValueError):  # the stream is closed, or its reader has ended
             stream.flush()
     os._exit(status)

@@ -221,6 +221,7 @@ def launch(
     stall_check_shutdown_time_seconds: Annotated[
         int | None, typer.Option(min=0, help="Sets HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.")
     ] = None,
+    horovod_shim: Annotated[bool, typer.Option("--horovod-shim", hidden=True)] = False,
     check_build: Annotated[bool, typer.Option("-cb", hidden=True, is_eager=True, callback=_reject)] = False,
     prefix_timestamp: Annotated[
         bool, typer.Option("-prefix-timestamp", hidden=True, is_eager=True, callback=_reject)
@@ -275,7 +276,8 @@ def launch(
         words: Sequence[str] = (target, *(arguments or ()))
         if kind == "script":
             kind, words = without_python(words)
-        program = Program(words[0], words[1:], kind, pin, threads, output, verbose, max_restarts)
+        shim = "farandole.horovod.shim" if horovod_shim else None
+        program = Program(words[0], words[1:], kind, pin, threads, output, verbose, max_restarts, shim=shim)
         interfaces = ",".join(network_interface) if network_interface else None
         rendezvous = _rendezvous(rendezvous, master_addr, master_port, nodes)
         if hosts is None and hostfile is None:

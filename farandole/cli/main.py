@@ -85,10 +85,10 @@ def _options(
 def horovodrun() -> None:
     """Run `farandole launch` with the arguments of a horovodrun command, and end the process.
 
-    This function is the entry point of the script farandole-horovodrun.  The name horovodrun would conflict with
-    Horovod's own script.
+    The program may import `horovod`.  This function is the entry point of the script farandole-horovodrun.  The name
+    horovodrun would conflict with Horovod's own script.
     """
-    main(["launch", *sys.argv[1:]])
+    main(["launch", "--horovod-shim", *sys.argv[1:]])
 
 
 def main(words: list[str] | None = None) -> None:

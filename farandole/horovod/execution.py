@@ -6,6 +6,7 @@ agreed request list determines which tensors are fused, so all ranks fuse the sa
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -351,10 +352,9 @@ class Executor:
         sent = list(request.signature.splits)
         received = [found.splits[self._rank] for found in one.signatures if found is not None]
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-        row = tensor[:1].numel() if len(tensor) else output[:1].numel()
-        if row or not tensor.shape[1:]:
-            # flatten, so that a row of any shape is a block of `width` elements
-            width = max(1, row)
+        # flatten, so that a row of any shape is a block of `width` elements; the width is the same on all ranks
+        width = math.prod(tensor.shape[1:])
+        if width:
             dist.all_to_all_single(
                 output.view(-1),
                 tensor[: sum(sent)].contiguous().view(-1),

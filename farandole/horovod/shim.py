@@ -2,6 +2,7 @@
 
     python -m farandole.horovod.shim script.py ARGUMENTS
     farandole launch -n 2 -m farandole.horovod.shim script.py ARGUMENTS
+    farandole-horovodrun -np 2 python script.py ARGUMENTS
     mpirun -n 2 python -m farandole.horovod.shim -m package.module
 
 `horovod.x` is an alias for the module `farandole.horovod.x`.  `_MODULES` lists the exceptions.
@@ -19,7 +20,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from farandole.launch.child import run_script
+
 _OURS = "farandole.horovod"
+_IMPORT_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_import_path")
 
 _MODULES = {
     "horovod.common": "",
@@ -94,6 +98,8 @@ def install() -> None:
     """Make `import horovod.torch` import `farandole.horovod.torch`, even if Horovod is installed."""
     if not any(isinstance(finder, HorovodFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, HorovodFinder())
+    if _IMPORT_PATH not in sys.path:
+        sys.path.insert(1, _IMPORT_PATH)  # for spawned processes, which inherit only the path
 
 
 def main(arguments: list[str]) -> None:
@@ -111,8 +117,7 @@ def main(arguments: list[str]) -> None:
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
-        runpy.run_path(program[0], run_name="__main__")
+        run_script(os.path.abspath(program[0]))
 
 
 if __name__ == "__main__":

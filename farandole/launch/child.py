@@ -8,6 +8,7 @@ module does not import torch, because the number of threads must be set first.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import json
 import os
@@ -39,6 +40,8 @@ class RankSpec:
     kind: Kind
     output: str | None = None
     """The folder for the ranks' output, or None to print the output."""
+    shim: str | None = None
+    """A module whose function `install` is called before the script or module runs."""
 
     def dump(self) -> str:
         """Return the spec as JSON."""
@@ -69,7 +72,9 @@ def main(arguments: list[str]) -> None:
             pause_collection()
         if spec.kind == "command":
             _run_command(target, program_arguments)
-        elif spec.kind == "module":
+        if spec.shim is not None:
+            importlib.import_module(spec.shim).install()
+        if spec.kind == "module":
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             run_script(os.path.abspath(target))
@@ -91,13 +96,14 @@ def _run_command(name: str, arguments: list[str]) -> NoReturn:
 
     The command remains pinned to this rank's cores, and the kernel still kills the command when the launcher ends.
     """
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     os.execvp(name, [name, *arguments])
 
 
 def run_script(path: str) -> None:
     """Run a script as `python path` does: under its full name, as the module `__main__`."""
-    sys.path[0] = os.path.dirname(path)
+    sys.path[0] = os.path.dirname(os.path.realpath(path))  # the folder of a symbolic link's target
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     program = ModuleType("__main__")
@@ -123,13 +129,18 @@ def _apply_share(share: Share) -> None:
 
 
 def _redirect_output(folder: str) -> None:
-    """Redirect this rank's output to the files `stdout` and `stderr` in `folder`/rank.N, as horovodrun does."""
+    """Redirect this rank's output to the files `stdout` and `stderr` in `folder`/rank.N, as horovodrun does.
+
+    A restarted rank appends to the files.
+    """
+    restarted = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
+    mode = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if restarted else os.O_TRUNC)
     width = len(str(int(os.environ["WORLD_SIZE"]) - 1))
     own = os.path.join(folder, f"rank.{os.environ['RANK']:0>{width}}")
     os.makedirs(own, exist_ok=True)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a stream is None if its descriptor was closed
         path = os.path.join(own, stream.name.strip("<>"))
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        file = os.open(path, mode, 0o666)
         os.dup2(file, stream.fileno())
         os.close(file)
 

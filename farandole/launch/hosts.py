@@ -48,9 +48,13 @@ def read_hostfile(path: Path) -> list[Host]:
         LaunchError: if the file cannot be read or contains no host.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except OSError as error:
         raise LaunchError(f"cannot read --hostfile {path}: {error.strerror}; correct the path") from error
+    except UnicodeDecodeError as error:
+        raise LaunchError(
+            f"cannot read --hostfile {path}: byte {error.start} is not UTF-8; save the file as UTF-8"
+        ) from error
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].replace(" slots=", ":").replace(" ", "")

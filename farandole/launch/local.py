@@ -120,7 +120,7 @@ def run_on_this_host(
         if program.output is not None:
             folder = os.path.join(program.output, "rank.N")
             notify(f"{prefix}the ranks write their output to {folder}/stdout and stderr")
-        spec = RankSpec(os.getpid(), division.shares, program.kind, program.output)
+        spec = RankSpec(os.getpid(), division.shares, program.kind, program.output, program.shim)
         command = ["-m", "farandole.launch.child", spec.dump(), program.target, *program.arguments]
         return _run_agent(command, ranks, rendezvous, program, print_end=name is None)
 

@@ -46,6 +46,8 @@ class Program:
     """How long, in seconds, ranks may run after a signal to the launcher before they are killed."""
     quiet: bool = False
     """Whether to omit the line that describes the division of the cores."""
+    shim: str | None = None
+    """A module whose function `install` each rank calls before it runs the script or module."""
 
     def check(self) -> None:
         """Raise `LaunchError` if the script, module or command does not exist."""
@@ -67,11 +69,16 @@ def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
         The kind of the program, and the remaining words: the script or module, and its arguments.
 
     Raises:
-        LaunchError: if `python` is not followed by a script or a module.
+        LaunchError: if `python` is not the interpreter of the launcher, or is not followed by a script or a module.
     """
     name = Path(words[0]).name
     if not PYTHON.fullmatch(name) or Path(words[0]).suffix == ".py":
         return "script", words
+    if not _is_own_python(words[0]):
+        raise LaunchError(
+            f"ranks run in the Python of the launcher ({sys.executable}), not in {words[0]}; "
+            f"omit {words[0]}, or write --no-python {words[0]} ..."
+        )
     rest = list(words[1:])
     while rest[:1] == ["-u"]:  # ranks write their output line by line anyway
         rest.pop(0)
@@ -88,6 +95,24 @@ def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
             f"{words[0]} {rest[0]}: Python options are not supported; write --no-python {words[0]} {rest[0]} ..."
         )
     return kind, rest
+
+
+def _is_own_python(word: str) -> bool:
+    """Return whether a word of a command line is `python`, or names the interpreter or environment of this process."""
+    major, minor = sys.version_info[:2]
+    path = Path(word)
+    if path.name not in ("python", f"python{major}", f"python{major}.{minor}"):
+        return False
+    return path.name == word or _environment(path) == _environment(Path(sys.executable))
+
+
+def _environment(python: Path) -> Path:
+    """Return the folder of an interpreter's virtual environment, or the interpreter if there is no such environment.
+
+    The interpreters of virtual environments are usually links to one file.
+    """
+    folder = python.absolute().parent.parent
+    return folder.resolve() if (folder / "pyvenv.cfg").is_file() else python.resolve()
 
 
 def _check_script(path: Path, target: str) -> None:
@@ -109,9 +134,9 @@ def _check_script(path: Path, target: str) -> None:
     nearest = difflib.get_close_matches(path.name, siblings, 1)
     hint = f"; nearest: {siblings[nearest[0]]}" if nearest else ""
     place = "here" if path.parent == Path(".") else f"in {path.parent}"
-    raise LaunchError(
-        f"there is no script {target!r} {place}{hint}; to launch a module, use -m{see('there-is-no-script')}"
-    )
+    command = which(target)
+    other = f"to launch the command {command}, use --no-python" if command else "to launch a module, use -m"
+    raise LaunchError(f"there is no script {target!r} {place}{hint}; {other}{see('there-is-no-script')}")
 
 
 def _check_module(target: str) -> None:

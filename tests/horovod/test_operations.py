@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 
 import pytest
@@ -147,6 +148,11 @@ def data_movement(rank, size):
         close(hvd.alltoall(even[rank]), torch.cat([one.split(2)[rank] for one in even]))
         output, received = hvd.alltoall(torch.zeros(0, 2), splits=[0] * size)
         assert output.shape == (0, 2) and received.tolist() == [0] * size
+        # rank 0 sends to itself, and other ranks neither send nor receive
+        rows = size if rank == 0 else 0
+        output, received = hvd.alltoall(torch.ones(rows, 2), splits=[rows] + [0] * (size - 1))
+        close(output, torch.ones(rows, 2))
+        assert received.tolist() == [rows] + [0] * (size - 1)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -224,6 +230,20 @@ def wrong_arguments(rank, size):
             (lambda: hvd.join("cuda"), "device number"),
             (lambda: hvd.allreduce_(torch.ones(1, 2).expand(3, 2)), "share memory"),
             (lambda: hvd.broadcast_(torch.ones(1).expand(3), 0), "share memory"),
+            (
+                lambda: hvd.allreduce(ones, name=3),
+                "expected name to be a string or None, got 3; try name='3'",
+            ),
+            (lambda: hvd.allreduce(ones, op=1.0), "use one of hvd"),
+            (
+                lambda: hvd.allreduce(ones, prescale_factor=None),
+                "prescale_factor to be a finite number, got None",
+            ),
+            (
+                lambda: hvd.grouped_allreduce_([ones], postscale_factor=math.nan),
+                "postscale_factor .* got nan",
+            ),
+            (lambda: hvd.reducescatter(ones, prescale_factor="a"), "prescale_factor .* got 'a'"),
         ]:
             with pytest.raises(ValueError, match=words):
                 call()

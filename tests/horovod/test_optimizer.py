@@ -236,6 +236,25 @@ def test_common_usage_of_the_optimizer(ranks):
     ranks(2).run(common_usage)
 
 
+def sparse_on_one_rank(rank, size):
+    """In the first step, a rank without a gradient does not know that the gradients of other ranks are sparse."""
+    with session():
+        model = net(sparse=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.embedding.parameters(), lr=0.1),
+            [("embedding", model.embedding.weight)],
+        )
+        if rank == 0:
+            model.embedding(torch.tensor([1])).sum().backward()
+        words = "tensor embedding: rank 0 requested an allgather, but rank 1 requested an allreduce"
+        with pytest.raises(hvd.HorovodInternalError, match=words):
+            optimizer.step()
+
+
+def test_a_sparse_gradient_that_other_ranks_lack_raises_an_error(ranks):
+    ranks(2).run(sparse_on_one_rank)
+
+
 def later_parameters(rank, size):
     """Parameters that are unfrozen or added later are reduced from the next step."""
     with session():
@@ -291,8 +310,10 @@ def states(rank, size):
                     return loss
 
                 optimizer.step(closure)
+                optimizer.state["shared"] = {"count": 3, "average": torch.ones(2)}
             hvd.broadcast_parameters(model.state_dict(), root_rank=size - 1)
             hvd.broadcast_optimizer_state(optimizer, root_rank=size - 1)
+            assert optimizer.state["shared"]["count"] == 3
             everyone = hvd.allgather_object((optimizer.state_dict(), list(model.parameters())))
             for state, parameters in everyone:
                 assert str(state) == str(everyone[0][0])

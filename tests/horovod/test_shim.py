@@ -96,6 +96,48 @@ def test_a_module_and_wrong_usage(tmp_path):
         assert status == 1 and err.startswith("usage: ")
 
 
+def test_farandole_horovodrun_runs_scripts_that_import_horovod(tmp_path):
+    write(tmp_path, "import horovod\nimport farandole.horovod\nassert horovod is farandole.horovod\n")
+    script = "from farandole.cli.main import horovodrun; horovodrun()"
+    for program in (["python", "program.py"], ["python", "-m", "program"]):
+        command = ["env", sys.executable, "-c", script, "-np", "2", *program]
+        status, _, err = run(command, tmp_path)
+        assert status == 0, err
+
+
+SPAWNING = """
+import multiprocessing
+import os
+import sys
+
+import horovod
+import horovod.torch as hvd
+from horovod.common.util import split_list
+
+
+def work():
+    import farandole.horovod.torch
+
+    assert horovod is farandole.horovod and hvd is farandole.horovod.torch
+    assert split_list([1, 2], 2) == [[1], [2]]
+
+
+if __name__ == "__main__":
+    assert __file__ == os.path.abspath("program.py") and sys.argv == ["program.py"]
+    for method in ("spawn", "forkserver"):
+        worker = multiprocessing.get_context(method).Process(target=work)
+        worker.start()
+        worker.join()
+        assert worker.exitcode == 0, method
+"""
+
+
+def test_spawned_processes_can_import_horovod(tmp_path):
+    write(tmp_path, SPAWNING)
+    status, _, err = run(["env", sys.executable, *SHIM, "program.py"], tmp_path)
+    assert status == 0, err
+
+
 ALL = """
 import runpy, sys
 for script in sys.argv[1].split("|"):

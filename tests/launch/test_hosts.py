@@ -167,6 +167,13 @@ def test_a_hostfile_is_read(tmp_path):
     assert assign_ranks(hosts, 5) == [Host("node0", 4), Host("node1", 1)]
 
 
+def test_a_hostfile_must_be_utf_8(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_bytes(b"node0 slots=4\n\xff")
+    with pytest.raises(LaunchError, match="hosts: byte 14 is not UTF-8; save"):
+        read_hostfile(file)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -175,6 +175,24 @@ def test_arguments_after_the_script_are_passed_to_it(tmp_path):
     assert "follows" not in err
 
 
+@pytest.mark.parametrize("words", [["--output-filename", "logs", "program.py"], ["--no-python", "true"]])
+def test_a_closed_output_is_ignored(tmp_path, words):
+    write(tmp_path, "print('x')\n")
+    status, _, err = run(["sh", "-c", 'exec "$@" >&-', "sh", *ours("-n", "1", *words)], tmp_path)
+    assert status == 0, err
+    assert "Error" not in err
+
+
+def test_a_linked_script_imports_from_the_folder_of_its_target(tmp_path):
+    (tmp_path / "target").mkdir()
+    write(tmp_path / "target", "name = 'helper'\n", "helper.py")
+    write(tmp_path / "target", "import helper, sys\nprint(helper.name, __file__, sys.argv)\n")
+    (tmp_path / "link.py").symlink_to("target/program.py")
+    for shim in ([], ["-m", "farandole.horovod.shim"]):
+        status, out, err = run(ours("-n", "1", *shim, "link.py"), tmp_path)
+        assert (status, out) == (0, f"helper {tmp_path}/link.py ['link.py']\n"), err
+
+
 @pytest.mark.parametrize("name", ["hello_module", "namespace.inside.hello_module"])
 def test_a_module_runs_under_every_rank(tmp_path, name):
     file = tmp_path / (name.replace(".", "/") + ".py")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,8 @@ from farandole.cli.launcher_options import ALTERNATIVES, HOROVODRUN, TORCHRUN
 from farandole.cli.main import app
 from farandole.launch import limits, local
 from farandole.launch.cores import usable_cores
+from farandole.launch.placement import LaunchError
+from farandole.launch.program import without_python
 from tests.launch.jobs import environment, ours, run, write
 
 PROGRAM = """
@@ -46,6 +50,29 @@ def test_command_lines_of_other_launchers(tmp_path: Path, words: list[str]) -> N
     status, out, err = run(command, tmp_path, PYTHONPATH=f"{environment()['PYTHONPATH']}:{tmp_path}")
     assert status == 0, err
     assert sorted(out.splitlines()) == ["0|2|0|||a", "1|2|0|||a"]
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["interpreter", "virtual-environment"])
+def test_the_interpreter_of_another_environment_is_refused(tmp_path: Path, linked: bool) -> None:
+    own = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for word in ("python", "python3", own, sys.executable):
+        assert without_python([word, "a.py"]) == ("script", ["a.py"])
+    (tmp_path / "bin").mkdir()
+    other = tmp_path / "bin" / "python3"
+    if linked:
+        other.symlink_to(os.path.realpath(sys.executable))
+        write(tmp_path, "", "pyvenv.cfg")
+    else:
+        write(other.parent, "", "python3")
+    for word in (str(other), "python2.7", f"{own}9"):
+        with pytest.raises(LaunchError, match=f"not in {re.escape(word)}; omit .* --no-python"):
+            without_python([word, "a.py"])
+
+
+def test_a_command_instead_of_a_script_is_refused() -> None:
+    result = CliRunner().invoke(app, ["launch", "-n", "1", "env", "ls"])
+    assert result.exit_code == 2
+    assert f"to launch the command {shutil.which('env')}, use --no-python" in result.output
 
 
 def parameters() -> dict[str, Any]:
@@ -114,6 +141,17 @@ def test_failed_ranks_are_restarted(tmp_path: Path) -> None:
     assert "ValueError: the injected failure" in err
     assert err.count("restart 1 of 2: restarting all ranks") == 1
     assert "restart 2 of 2" not in err
+
+
+def test_restarted_ranks_append_to_their_output_files(tmp_path: Path) -> None:
+    (tmp_path / "rank.1").mkdir()
+    write(tmp_path / "rank.1", "an earlier job\n", "stdout")
+    words = ["--max-restarts", "1", "--output-filename", str(tmp_path), write(tmp_path, PROGRAM), "fail", "0"]
+    status, _, err = run(ours("-n", "2", *words))
+    assert status == 0, err
+    assert (tmp_path / "rank.1" / "stdout").read_text().splitlines() == [
+        f"1|2|{restart}|||fail|0" for restart in range(2)
+    ]
 
 
 def test_a_failure_after_the_last_restart_ends_the_job(tmp_path: Path) -> None:

@@ -217,8 +217,9 @@ class _Reducescatter(torch.autograd.Function):
     def forward(
         ctx: Any, name: str | None, op: int, pre: float, post: float, where: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        handle = ops.grouped_reducescatter_async(tensors, name, op, where, pre, post)  # checks the arguments
         ctx.arguments = name, op, pre * post, where
-        return tuple(synchronize(ops.grouped_reducescatter_async(tensors, name, op, where, pre, post)))
+        return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

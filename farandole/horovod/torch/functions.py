@@ -97,7 +97,9 @@ def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for index, parameter in enumerate(parameters)
         if parameter in optimizer.state
     }
-    return {"options": options, "states": states}
+    # optimizers may also store state that belongs to no parameter, under keys that are not tensors
+    other = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    return {"options": options, "states": states, "other": other}
 
 
 class _Placeholder(int):
@@ -148,6 +150,7 @@ def _load_root_state(optimizer: torch.optim.Optimizer, found: dict[str, Any], ro
             key: item.to(parameter.device) if isinstance(item, Tensor) and item.dim() else item
             for key, item in state.items()
         }
+    optimizer.state.update(found["other"])
 
 
 def _pickler() -> Any:

@@ -10,6 +10,7 @@ They raise `HorovodInternalError` if ranks disagree or a rank dies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,10 +60,14 @@ def make_request(
         agreed: Additional signature fields, on which all ranks must agree.
 
     Raises:
-        ValueError: if the tensors cannot be communicated.
+        ValueError: if the tensors cannot be communicated, or the name is not a string.
     """
     first = inputs[0]
     if signature is None:
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{kind}: expected name to be a string or None, got {name!r}; try name={str(name)!r}"
+            )
         _check(inputs, kind)
         if outputs is inputs:
             _check_in_place(outputs, kind)
@@ -170,7 +175,7 @@ def reduction(
         return AVERAGE if average else SUM
     if op is None:
         return AVERAGE
-    if op not in range(len(OP_NAMES)):
+    if not isinstance(op, int) or op not in range(len(OP_NAMES)):
         raise ValueError(
             f"op={op!r} is not supported; use one of {', '.join('hvd.' + name for name in OP_NAMES)}"
         )
@@ -359,7 +364,8 @@ def sparse_allreduce_async(
             f"sparse tensors can be reduced only with op=Average or op=Sum, got op={kinds.OP_NAMES[op]}"
         )
     indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(tensor._values(), f"{name}.values", process_set)
+    # under the plain name, so that a dense all-reduce of the same tensor on another rank raises an error
+    values = allgather_async(tensor._values(), name, process_set)
 
     def collect() -> Tensor:
         all_values, all_indices = synchronize(values), synchronize(indices)
@@ -381,7 +387,22 @@ def _scaled(
     tensors: Sequence[Tensor],
 ) -> dict[str, Any]:
     """Return the fields `op`, `prescale` and `postscale` of a reduction's signature."""
-    return {"op": reduction(op, average, process_set, tensors), "prescale": prescale, "postscale": postscale}
+    return {
+        "op": reduction(op, average, process_set, tensors),
+        "prescale": _finite("prescale_factor", prescale),
+        "postscale": _finite("postscale_factor", postscale),
+    }
+
+
+def _finite(name: str, value: Any) -> float:
+    """Return an argument as a float; raise ValueError for infinity, NaN and objects that are not numbers."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"expected {name} to be a finite number, got {value!r}; use 1.0 to disable scaling")
+    return number
 
 
 # ---- all-gather ----
