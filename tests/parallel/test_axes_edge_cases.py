@@ -196,6 +196,36 @@ def test_unusual_models_and_batches_train_as_one_process(ranks: Any, name: str, 
                 raise
 
 
+def _train_after_trial(rank: int, size: int, plan: Plan) -> tuple[float, float]:
+    """Train for a step while the graph of an earlier forward pass is alive; return the loss and the norm."""
+    model = _model(CASES["unused experts"])
+    batch = _batch(CASES["unused experts"], 0, 0)
+    trial, _ = model(*batch)
+    engine = farandole.parallelize(model, plan)
+    loss = engine.forward_backward([batch], lambda output, _: output, lambda batch: batch).loss
+    norm = engine.clip(1.0)
+    engine.close()
+    assert trial.grad_fn is not None
+    return loss, norm
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(tensor=2),
+        Plan(expert=2),
+        Plan(tensor=2, expert=2, zero=3),
+        Plan(pipeline=2),
+        Plan(context=2, zero=3),
+    ],
+)
+def test_a_model_is_split_while_a_graph_is_alive(ranks: Any, plan: Plan) -> None:
+    """Autograd keeps the gradient accumulators of a graph, which expect gradients of the complete shapes."""
+    (expected,) = ranks(1).run(_train_after_trial, Plan())
+    for found in ranks(plan.ranks_per_sample * plan.expert).run(_train_after_trial, plan):
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
 def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
     with pytest.raises(PlanError) as error:
         farandole.parallelize(_model(CASES[name]), plan)
