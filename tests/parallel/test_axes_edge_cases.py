@@ -91,6 +91,8 @@ CASES = {
     "2 predictions, no capacity": Case(
         partial(build_deepseek, replace(DEEPSEEK, predicted=2)), documents=_padded
     ),
+    "3 words": Case(partial(build_llama, LlamaConfig(3, 2, 4, 16, 31))),
+    "3 words, 2 key-value heads": Case(partial(build_llama, LlamaConfig(3, 2, 4, 16, 31, kv_heads=2))),
     "unused experts": Case(partial(build_mixtral, MIXTRAL), _send_all_to_two),
     "unused experts and 1 token": Case(partial(build_mixtral, MIXTRAL), _send_all_to_two, shape=(1, 1)),
 }
@@ -239,6 +241,12 @@ def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
         ("3 key-value heads", Plan(tensor=4), "nearest plans: tensor=2, tensor=3"),
         ("narrow key-value heads", Plan(tensor=6), "nearest plans: tensor=2, tensor=4"),
         ("5 heads", Plan(tensor=6), "nearest plans: tensor=4, tensor=5"),
+        (
+            "3 words",
+            Plan(tensor=4),
+            "0 has a vocabulary of 3 tokens, which cannot be split over 4 ranks; nearest plans: tensor=2, tensor=3",
+        ),
+        ("3 words, 2 key-value heads", Plan(tensor=4), "nearest plans: tensor=1, tensor=2"),
         ("2 predictions", Plan(context=2), "nearest plan: context=1, or a model without a capacity"),
         ("unused experts", Plan(expert=5), "nearest plan: expert=4"),
     ],

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import farandole
+from farandole.layout import Part
+from farandole.parallel.tensor import Rule, register
 from farandole.parallel.tensor.regions import ColumnLinear
 from farandole.plan import LoRA, Plan, PlanError
 from tests.parallel.plans import MODELS, alone, build, compare, train
@@ -105,3 +108,38 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest(ranks: Any) -> No
         "tensor=2: expected a multiple of 2 ranks, got 3; nearest plan: data=1 with 2 ranks; "
         "see 'farandole explain planerror'"
     )
+
+
+class _Network(nn.Module):
+    """A feed-forward network with a registered rule."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, units), nn.Linear(units, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(x).relu())
+        return result
+
+
+def _units(module: Any, ranks: int) -> tuple[Part, ...]:
+    return (Part(module.last.in_features),)
+
+
+register(_Network, Rule({"first": _units}, {"last": _units}))
+
+
+def _without_units(rank: int, size: int) -> tuple[str, list[torch.Size]]:
+    model = nn.Sequential(_Network(5), _Network(3))
+    with pytest.raises(PlanError) as error:
+        farandole.parallelize(model, Plan(tensor=size))
+    return str(error.value), [parameter.shape for parameter in model.parameters()]
+
+
+def test_ranks_without_units_are_refused(ranks: Any) -> None:
+    shapes = [parameter.shape for parameter in nn.Sequential(_Network(5), _Network(3)).parameters()]
+    for message, found in ranks(4).run(_without_units):
+        assert message.startswith(
+            "tensor=4: 1 has 3 units in first, which cannot be split over 4 ranks; nearest plans: tensor=2, tensor=3"
+        )
+        assert found == shapes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from farandole.data.wording import counted
 from farandole.layout import Part, chunk
 from farandole.memory.call_wrappers import wrap_calls
 from farandole.models.bert import BERTEmbedding, MaskedTokenHead
@@ -60,6 +61,41 @@ class Rule:
     inputs: int = 1
     overlaps: bool = False
     adjust: Callable[[Any, Position], None] | None = None
+
+
+Split = Mapping[str, tuple[Part, ...]]
+"""The parts of a module's split layers and parameters, by path."""
+
+
+def parts_of(module: nn.Module, rule: Rule, ranks: int) -> Split:
+    """Return the parts of the layers and parameters of `module` that are split over `ranks` ranks.
+
+    Raises:
+        Indivisible: if a rank would get no unit of a part, or no token of the vocabulary.
+    """
+    functions = {**rule.column, **rule.row}
+    functions |= {name: function for name, (_, function) in rule.tensors.items()}
+    split = {name: tuple(function(module, ranks)) for name, function in functions.items()}
+    for name, parts in split.items():
+        for part in parts:
+            units, copies = part.size // part.unit, min(part.copies, ranks)
+            if units < ranks // copies:
+                raise Indivisible(
+                    f"{counted(units, 'unit')} in {name}", range(copies, units * copies + 1, copies)
+                )
+    for _, parameter in vocabulary_of(module, rule):
+        if (count := len(parameter)) < ranks:
+            raise Indivisible(f"a vocabulary of {counted(count, 'token')}", range(1, count + 1))
+    return split
+
+
+def vocabulary_of(module: nn.Module, rule: Rule) -> Iterator[tuple[Any, nn.Parameter]]:
+    """Yield (embedding, its weight) or (parameter, parameter) for each tensor that is split along the vocabulary."""
+    for name in rule.vocabulary:
+        child: Any = getattr(module, name)
+        parameter: Any = child.weight if isinstance(child, nn.Embedding) else child
+        if parameter is not None:
+            yield child, parameter
 
 
 # ---- the parts of the layers in `models` ----
