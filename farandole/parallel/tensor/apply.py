@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from itertools import islice
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
-from farandole.layout import Shard
+from farandole.layout import Layout, Part, Shard
 from farandole.memory.call_wrappers import wrap_calls
 from farandole.models.deepseek import PredictionHead
-from farandole.models.dropout import ShardedDropout
+from farandole.models.dropout import DropoutWrapper, ShardedDropout
 from farandole.models.layers import Head
 from farandole.models.sequence import Transformer
 from farandole.parallel.axes import AxisCommunicator, Layouts, Position
@@ -25,7 +26,7 @@ from farandole.parallel.tensor.rules import (
     rule_of,
     vocabulary_of,
 )
-from farandole.parallel.tensor.tokens import ShareTokens, TokenBlock, TokenDropout, TokenRegion, Tokens
+from farandole.parallel.tensor.tokens import ShareTokens, TokenBlock, TokenRegion, Tokens
 from farandole.parallel.tensor.vocabulary import ParallelEmbedding, ParallelVocabulary
 from farandole.plan import Plan, PlanError
 
@@ -37,8 +38,8 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     """Split the modules of `model` that have a rule over the ranks of the tensor axis.
 
     Raises:
-        PlanError: if no module has a rule, or if a module cannot be split over this number of ranks; the message
-            contains the nearest possible sizes of the axis.
+        PlanError: if no module has a rule, if a region contains dropout that its rule does not describe, or if a module
+            cannot be split over this number of ranks; the message contains the nearest possible sizes of the axis.
     """
     ranks = position.size(AXIS)
     if ranks == 1:
@@ -49,6 +50,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             f"tensor={ranks}: {type(model).__name__} has no module with a rule for tensor parallelism; nearest plan: "
             "tensor=1, or add rules with farandole.parallel.tensor.register"
         )
+    _check_dropout(found, ranks)
     parts = _parts_of_all(found, ranks)
     for parameter in _with_equal_gradients(model, found, sequence=plan.sequence):
         layouts.equal_gradients(parameter, AXIS)
@@ -65,6 +67,35 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             wrap_calls(module, _region(module, rule, comm, plan) if tokens is None else TokenRegion(tokens))
         if rule.vocabulary:
             _split_vocabulary(module, rule, position, layouts, tokens)
+
+
+def _check_dropout(found: Found, ranks: int) -> None:
+    """Check that rules describe all dropout layers in regions, because ranks with different shards need different masks.
+
+    Raises:
+        PlanError: if a rule does not describe a layer, or splits the input of a layer other than `nn.Dropout`.
+    """
+    described = {
+        id(module.get_submodule(path)): split
+        for module, rule in found.values()
+        for path, split in rule.dropout.items()
+    }
+    for path, (module, rule) in found.items():
+        for name, layer in module.named_modules() if rule.region else ():
+            if not isinstance(layer, _DropoutNd) or not layer.p:
+                continue
+            where = f"tensor={ranks}: {f'{path}.{name}'.lstrip('.')} in a {type(module).__name__}"
+            if id(layer) not in described:
+                raise PlanError(
+                    f"{where} is a dropout layer with p={layer.p}, but the rule does not describe its input; nearest plan: "
+                    f"tensor=1, or add {name!r} to Rule.dropout: the split dimension and its parts, or None if the "
+                    "input is not split"
+                )
+            if described[id(layer)] is not None and not isinstance(layer, nn.Dropout):
+                raise PlanError(
+                    f"{where}: expected nn.Dropout for a split input, got {type(layer).__name__}; nearest plan: tensor=1, "
+                    "or use nn.Dropout"
+                )
 
 
 def _parts_of_all(found: Found, ranks: int) -> dict[str, Split]:
@@ -137,7 +168,7 @@ def _share_tokens(model: nn.Module, found: Found, tokens: Tokens) -> None:
                 if id(block) not in inner:
                     wrap_calls(block, TokenBlock(tokens))
         if isinstance(module, nn.Dropout) and id(module) not in inner:
-            wrap_calls(module, TokenDropout(tokens))
+            wrap_calls(module, DropoutWrapper(tokens.dropout))
         elif isinstance(module, LoRALinear) and id(module) not in inner:
             module.sharded_dropout = tokens.dropout
 
@@ -158,14 +189,23 @@ def _split(module: nn.Module, rule: Rule, parts: Split, position: Position, layo
             if (parameter := linear._parameters.get(name)) is not None:
                 layouts.shard(parameter, AXIS, Shard(parameter.dim() - 1, parts[path]), position)
         if isinstance(linear, LoRALinear):
-            assert isinstance(linear.weight, nn.Parameter)
-            first = layouts.of(linear.weight).boxes(position.mesh, position.cell)[0][1][0]
-            linear.sharded_dropout = ShardedDropout(1, first, linear.in_features)
+            linear.sharded_dropout = _sharded_dropout(1, parts[path], position)
         linear.in_features = linear.weight.shape[-1]  # type: ignore[assignment, index]
         if linear._parameters.get("bias") is not None:
             wrap_calls(linear, SharedBias(position.size(AXIS)))
     for name, (dim, _) in rule.tensors.items():
         layouts.shard(module.get_parameter(name), AXIS, Shard(dim, parts[name]), position)
+    for path, split in rule.dropout.items():
+        layer = module.get_submodule(path)
+        if split is not None and isinstance(layer, nn.Dropout):
+            wrap_calls(layer, DropoutWrapper(_sharded_dropout(split[0], parts[path], position)))
+
+
+def _sharded_dropout(dim: int, parts: tuple[Part, ...], position: Position) -> ShardedDropout:
+    """Return dropout for this rank's shard of a tensor whose dimension `dim` consists of `parts`."""
+    total = sum(part.size for part in parts)
+    boxes = Layout("dropout", (total,), shards=((AXIS, Shard(0, parts)),)).boxes(position.mesh, position.cell)
+    return ShardedDropout(dim, tuple(box[0] for box in boxes), total)
 
 
 def _split_vocabulary(

@@ -51,6 +51,9 @@ class Rule:
             communication.
         adjust: a function that is called with the module and the position before the module is split, for example to
             change the number of query heads per key-value head.
+        dropout: the `nn.Dropout` layers of a region, by path, with the split dimension of their input and its parts, or
+            with None if the input is not split (a complete tensor, or the output of a row layer).  Each rank applies its
+            part of the mask that a single process would draw.
     """
 
     column: Mapping[str, Parts] = field(default_factory=dict)
@@ -61,20 +64,22 @@ class Rule:
     inputs: int = 1
     overlaps: bool = False
     adjust: Callable[[Any, Position], None] | None = None
+    dropout: Mapping[str, tuple[int, Parts] | None] = field(default_factory=dict)
 
 
 Split = Mapping[str, tuple[Part, ...]]
-"""The parts of a module's split layers and parameters, by path."""
+"""The parts of a module's split layers and parameters, and of the inputs of its dropout layers, by path."""
 
 
 def parts_of(module: nn.Module, rule: Rule, ranks: int) -> Split:
-    """Return the parts of the layers and parameters of `module` that are split over `ranks` ranks.
+    """Return what `Split` describes, for `module` and `ranks` ranks.
 
     Raises:
         Indivisible: if a rank would get no unit of a part, or no token of the vocabulary.
     """
     functions = {**rule.column, **rule.row}
-    functions |= {name: function for name, (_, function) in rule.tensors.items()}
+    with_dimension = {**rule.tensors, **rule.dropout}.items()
+    functions |= {name: split[1] for name, split in with_dimension if split is not None}
     split = {name: tuple(function(module, ranks)) for name, function in functions.items()}
     for name, parts in split.items():
         for part in parts:
@@ -182,8 +187,8 @@ def _share_dropout(module: Any, position: Position) -> None:
     unit = 1
     if isinstance(module, SelfAttention) and position.size(AXIS) <= _heads(module)[1]:
         unit = module.group
-    first, _ = chunk(heads, position.size(AXIS), position.coordinate(AXIS), unit)
-    module.sharded_dropout = ShardedDropout(1, first, heads)
+    own = chunk(heads, position.size(AXIS), position.coordinate(AXIS), unit)
+    module.sharded_dropout = ShardedDropout(1, (own,), heads)
 
 
 def _adjust_attention(module: SelfAttention, position: Position) -> None:
