@@ -6,13 +6,15 @@ applies only the part that belongs to its own elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,12 @@ def _draw_mask(like: Tensor, shape: Sequence[int], probability: float) -> Tensor
 class ShardedDropout:
     """Dropout for a shard of a tensor.
 
-    The shard begins at index `first` of dimension `dim`.  The complete tensor has `total` elements in this dimension.
+    The shard contains the `ranges` of indices in dimension `dim`.  The complete tensor has `total` elements in this
+    dimension.
     """
 
     dim: int
-    first: int
+    ranges: tuple[tuple[int, int], ...]
     total: int
 
     def __call__(self, x: Tensor, probability: float, training: bool = True) -> Tensor:
@@ -83,4 +86,21 @@ class ShardedDropout:
             return x
         shape = list(x.shape)
         shape[self.dim] = self.total
-        return x * _draw_mask(x, shape, probability).narrow(self.dim, self.first, x.shape[self.dim])
+        mask = _draw_mask(x, shape, probability)
+        own = [mask.narrow(self.dim, start, end - start) for start, end in self.ranges]
+        return x * (own[0] if len(own) == 1 else torch.cat(own, self.dim))
+
+
+class DropoutWrapper:
+    """Wraps the calls of an `nn.Dropout`: `function(x, probability, training)` computes the output."""
+
+    def __init__(self, function: Callable[[Tensor, float, bool], Tensor]) -> None:
+        self._function = function
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Apply dropout."""
+        assert isinstance(module, nn.Dropout)
+        (x,) = (*args, *kwargs.values())
+        return self._function(x, module.p, module.training)

@@ -270,7 +270,18 @@ class Layouts(dict[str, Layout]):
             )
         alone = replace(layout, shards=((axis, shard),))
         self[layout.name] = replace(layout, shards=(*layout.shards, (axis, shard)))
-        parameter.data = own_part(parameter.data, alone, position.mesh, position.cell)
+        _set_data(parameter, own_part(parameter.data, alone, position.mesh, position.cell))
+
+
+def _set_data(parameter: nn.Parameter, value: Tensor) -> None:
+    """Replace a parameter's values with a tensor of another shape.
+
+    While the graph of an earlier forward pass is alive, autograd reuses the parameter's gradient accumulator, which
+    expects gradients of the old shape.  A change of the dtype makes autograd create a new accumulator.
+    """
+    other = torch.float16 if parameter.dtype == torch.float32 else torch.float32
+    parameter.data = value.new_empty(0, dtype=other)
+    parameter.data = value
 
 
 def own_part(value: Tensor, layout: Layout, mesh: Mesh, cell: Cell) -> Tensor:

@@ -36,12 +36,11 @@ from farandole.memory.call_wrappers import wrap_calls, wrapper_of
 from farandole.models.chunks import chunks
 from farandole.models.deepseek import LatentAttention
 from farandole.models.derivatives import first_order
-from farandole.models.dropout import OwnPositions, dropout, with_positions
+from farandole.models.dropout import DropoutWrapper, OwnPositions, dropout, with_positions
 from farandole.models.layers import SelfAttention
 from farandole.models.moe import MixtureOfExperts
 from farandole.models.sequence import SequenceInfo, SequenceShard, Transformer
 from farandole.parallel.axes import AxisCommunicator, Layouts, Position
-from farandole.parallel.tensor.tokens import TokenDropout
 from farandole.plan import Plan, PlanError
 
 AXIS = "context"
@@ -98,8 +97,8 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
         for block in model.children():
             wrap_calls(block, _OwnPositions())
         for inner in model.modules():
-            if isinstance(inner, nn.Dropout) and wrapper_of(inner, TokenDropout) is None:
-                wrap_calls(inner, _PositionDropout())
+            if isinstance(inner, nn.Dropout) and wrapper_of(inner, DropoutWrapper) is None:
+                wrap_calls(inner, DropoutWrapper(dropout))  # draws the mask for complete sequences
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
@@ -229,17 +228,6 @@ class _OwnPositions:
             return call(*args, **kwargs)
         with with_positions(OwnPositions(infos[0].shape[0], shard.length, shard.index)):
             return call(*args, **kwargs)
-
-
-class _PositionDropout:
-    """Wraps dropout, so that its mask is drawn for complete sequences."""
-
-    def __call__(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        assert isinstance(module, nn.Dropout)
-        (x,) = (*args, *kwargs.values())
-        return dropout(x, module.p, module.training)
 
 
 def _arguments(

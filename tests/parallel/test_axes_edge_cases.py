@@ -91,6 +91,8 @@ CASES = {
     "2 predictions, no capacity": Case(
         partial(build_deepseek, replace(DEEPSEEK, predicted=2)), documents=_padded
     ),
+    "3 words": Case(partial(build_llama, LlamaConfig(3, 2, 4, 16, 31))),
+    "3 words, 2 key-value heads": Case(partial(build_llama, LlamaConfig(3, 2, 4, 16, 31, kv_heads=2))),
     "unused experts": Case(partial(build_mixtral, MIXTRAL), _send_all_to_two),
     "unused experts and 1 token": Case(partial(build_mixtral, MIXTRAL), _send_all_to_two, shape=(1, 1)),
 }
@@ -196,6 +198,36 @@ def test_unusual_models_and_batches_train_as_one_process(ranks: Any, name: str, 
                 raise
 
 
+def _train_after_trial(rank: int, size: int, plan: Plan) -> tuple[float, float]:
+    """Train for a step while the graph of an earlier forward pass is alive; return the loss and the norm."""
+    model = _model(CASES["unused experts"])
+    batch = _batch(CASES["unused experts"], 0, 0)
+    trial, _ = model(*batch)
+    engine = farandole.parallelize(model, plan)
+    loss = engine.forward_backward([batch], lambda output, _: output, lambda batch: batch).loss
+    norm = engine.clip(1.0)
+    engine.close()
+    assert trial.grad_fn is not None
+    return loss, norm
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(tensor=2),
+        Plan(expert=2),
+        Plan(tensor=2, expert=2, zero=3),
+        Plan(pipeline=2),
+        Plan(context=2, zero=3),
+    ],
+)
+def test_a_model_is_split_while_a_graph_is_alive(ranks: Any, plan: Plan) -> None:
+    """Autograd keeps the gradient accumulators of a graph, which expect gradients of the complete shapes."""
+    (expected,) = ranks(1).run(_train_after_trial, Plan())
+    for found in ranks(plan.ranks_per_sample * plan.expert).run(_train_after_trial, plan):
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
 def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
     with pytest.raises(PlanError) as error:
         farandole.parallelize(_model(CASES[name]), plan)
@@ -209,6 +241,12 @@ def _refused(rank: int, size: int, name: str, plan: Plan) -> str:
         ("3 key-value heads", Plan(tensor=4), "nearest plans: tensor=2, tensor=3"),
         ("narrow key-value heads", Plan(tensor=6), "nearest plans: tensor=2, tensor=4"),
         ("5 heads", Plan(tensor=6), "nearest plans: tensor=4, tensor=5"),
+        (
+            "3 words",
+            Plan(tensor=4),
+            "0 has a vocabulary of 3 tokens, which cannot be split over 4 ranks; nearest plans: tensor=2, tensor=3",
+        ),
+        ("3 words, 2 key-value heads", Plan(tensor=4), "nearest plans: tensor=1, tensor=2"),
         ("2 predictions", Plan(context=2), "nearest plan: context=1, or a model without a capacity"),
         ("unused experts", Plan(expert=5), "nearest plan: expert=4"),
     ],

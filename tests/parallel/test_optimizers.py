@@ -115,7 +115,7 @@ def _whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _parallel(
-    rank: int, size: int, name: str, zero: int, precision: Any, resumed: bool
+    rank: int, size: int, name: str, zero: int, precision: Any, resumed: bool, offload: str = "none"
 ) -> dict[str, Tensor] | str:
     model = _model(name)
     make = MADE[name]
@@ -124,7 +124,7 @@ def _parallel(
     if resumed:  # run the first half without an engine, on all samples
         _steps(model, optimizer, model, batches[:2], slice(None))
         batches = batches[2:]
-    engine = farandole.parallelize(model, Plan(zero=zero, precision=precision))
+    engine = farandole.parallelize(model, Plan(zero=zero, precision=precision, offload=offload))
     try:
         engine.optimizer(optimizer)
         _steps(model, optimizer, engine, batches, slice(rank * SHARE, (rank + 1) * SHARE))
@@ -161,6 +161,43 @@ def test_an_elementwise_optimizer_may_have_a_state(ranks: Any, name: str, zero: 
     for resumed in (False, True):
         for result in ranks(2, backend).run(_parallel, name, zero, "fp32", resumed):
             _compare(result, expected, **tolerance)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_an_existing_state_is_offloaded(ranks: Any, name: str) -> None:
+    """Adagrad creates its state in its constructor; other optimizers have a state after a step."""
+    for zero, resumed in [(0, True), (2, True), (3, name == "Adagrad")]:
+        for result in ranks(2).run(_parallel, name, zero, "fp32", resumed, "host"):
+            _compare(result, _alone(name), rtol=1e-3, atol=1e-5)
+
+
+class _Scaled(nn.Module):
+    """A model with scalar parameters only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.offset = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(-1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x + self.offset
+
+
+def _scaled(rank: int, size: int, offload: str) -> dict[str, Tensor]:
+    model = _Scaled()
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.05, initial_accumulator_value=0.2)
+    engine = farandole.parallelize(model, Plan(offload=offload))
+    engine.optimizer(optimizer)
+    _steps(model, optimizer, engine, torch.arange(8.0).view(2, 4), slice(None))
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+def test_the_existing_state_of_scalars_is_offloaded(ranks: Any, tmp_path: Path) -> None:
+    (expected,) = ranks(1).run(_scaled, "none")
+    for offload in ("host", f"disk:{tmp_path}"):
+        (found,) = ranks(1).run(_scaled, offload)
+        _compare(found, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", MATRICES)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import farandole
+from farandole.layout import Part
+from farandole.parallel.tensor import Rule, register
 from farandole.parallel.tensor.regions import ColumnLinear
 from farandole.plan import LoRA, Plan, PlanError
 from tests.parallel.plans import MODELS, alone, build, compare, train
@@ -105,3 +109,111 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest(ranks: Any) -> No
         "tensor=2: expected a multiple of 2 ranks, got 3; nearest plan: data=1 with 2 ranks; "
         "see 'farandole explain planerror'"
     )
+
+
+class _Network(nn.Module):
+    """A gated feed-forward network with a registered rule, and dropout of its input, inner layers and output."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 2 * units), nn.Linear(units, 16)
+        self.both, self.product, self.outer = nn.Dropout(0.2), nn.Dropout(0.1), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(self.first(self.outer(x))).chunk(2, -1)
+        result: Tensor = self.outer(self.last(self.product(gate.relu() * up)))
+        return result
+
+
+def _units(module: Any, ranks: int) -> tuple[Part, ...]:
+    return (Part(module.last.in_features),)
+
+
+def _gates_and_units(module: Any, ranks: int) -> tuple[Part, ...]:
+    return _units(module, ranks) * 2
+
+
+RULE = Rule(
+    {"first": _gates_and_units},
+    {"last": _units},
+    dropout={"both": (-1, _gates_and_units), "product": (-1, _units), "outer": None},
+)
+register(_Network, RULE)
+
+
+def _without_units(rank: int, size: int) -> tuple[str, list[torch.Size]]:
+    model = nn.Sequential(_Network(5), _Network(3))
+    with pytest.raises(PlanError) as error:
+        farandole.parallelize(model, Plan(tensor=size))
+    return str(error.value), [parameter.shape for parameter in model.parameters()]
+
+
+def test_ranks_without_units_are_refused(ranks: Any) -> None:
+    shapes = [parameter.shape for parameter in nn.Sequential(_Network(5), _Network(3)).parameters()]
+    for message, found in ranks(4).run(_without_units):
+        assert message.startswith(
+            "tensor=4: 1 has 3 units in first, which cannot be split over 4 ranks; nearest plans: tensor=2, tensor=3"
+        )
+        assert found == shapes
+
+
+def _registered(rank: int, size: int, units: int, zero: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train networks with a registered rule; return the losses and the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.LayerNorm(16), _Network(units), nn.Dropout(0.1), _Network(units), nn.Linear(16, 1)
+    )
+    torch.manual_seed(7 + rank)
+    engine = farandole.parallelize(model, Plan(tensor=size, zero=zero))
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.3))
+    losses = []
+    for step in range(3):
+        loss = (engine(torch.randn(6, 16, generator=torch.Generator().manual_seed(step))) - 1).square().mean()
+        engine.backward(loss)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = engine.state_dict()
+    engine.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize("units", [8, 13])
+def test_dropout_in_a_registered_region_does_not_depend_on_the_width(ranks: Any, units: int) -> None:
+    ((expected, weights),) = ranks(1).run(_registered, units, 0)
+    for size, zero in [(2, 0), (3, 2), (4, 3)]:
+        for losses, found in ranks(size).run(_registered, units, zero):
+            assert losses == pytest.approx(expected, rel=1e-5)
+            torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-6)
+
+
+def _undescribed(rank: int, size: int, dropout: Any, layer: nn.Module | None) -> str:
+    class Network(_Network):
+        pass
+
+    register(Network, replace(RULE, dropout=dropout))
+    model = Network(8)
+    if layer is not None:
+        model.product = layer  # type: ignore[assignment]
+    try:
+        farandole.parallelize(model, Plan(tensor=size)).close()
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_rules_describe_the_dropout_of_their_regions(ranks: Any) -> None:
+    described = dict(RULE.dropout)
+    without = {name: split for name, split in described.items() if name != "product"}
+    for dropout, layer, expected in [
+        (
+            without,
+            None,
+            "product in a Network is a dropout layer with p=0.1, but the rule does not describe its",
+        ),
+        (without, nn.Dropout(0), ""),
+        (described, nn.Identity(), ""),
+        (described, nn.AlphaDropout(0.1), "expected nn.Dropout for a split input, got AlphaDropout"),
+    ]:
+        for message in ranks(2).run(_undescribed, dropout, layer):
+            assert expected in message and bool(expected) == bool(message)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from farandole.parallel.optimizers.state_dicts import is_elementwise
+
 _SHAPES = ((4, 6), (5, 3))
 _CUT = 10
 """The number of elements of the first matrix that belong to the first shard.
@@ -122,10 +124,10 @@ def _is_per_element(state: dict[str, Any], owner: Tensor) -> bool:
 
 
 def _state_like(state: dict[str, Any], owner: Tensor, other: Tensor) -> dict[str, Any]:
-    def alike(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.shape == owner.shape and value.numel():
+    def alike(key: str, value: Any) -> Any:
+        if is_elementwise(key, value, owner) and value.numel():
             first = value.reshape(-1)[0].item()
             return torch.full(other.shape, first, dtype=value.dtype, device=value.device)
         return copy.deepcopy(value)
 
-    return {key: alike(value) for key, value in state.items()}
+    return {key: alike(key, value) for key, value in state.items()}

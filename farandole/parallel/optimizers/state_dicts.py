@@ -162,20 +162,30 @@ def refuse_state_dicts(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(refuse)
 
 
+def is_elementwise(key: str, value: Any, owner: Tensor) -> bool:
+    """Return whether state `key` of `owner` has one number per element.
+
+    As in torch, the "step" of a scalar does not belong to its element.
+    """
+    return isinstance(value, Tensor) and value.shape == owner.shape and (value.dim() > 0 or key != "step")
+
+
 def state_of_shard(state: Mapping[str, Any], owner: Tensor, part: Tensor, start: int) -> dict[str, Any]:
     """Return the optimizer state for `part`, given the `state` of `owner`.
 
-    State tensors with the shape of `owner` are cut; other values are returned unchanged.
+    Elementwise states are cut.  Other tensors on the device of `owner` are moved to the device of `part`.
 
     Args:
         start: the index in the flattened `owner` at which `part` begins.
     """
 
-    def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != owner.shape or (not value.dim() and part.dim()):
+    def cut(key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
             return value
+        if not is_elementwise(key, value, owner):
+            return value.to(part.device) if value.device == owner.device else value
         values = value.reshape(-1)[start : start + part.numel()].view(part.shape)
         kind = part.dtype if value.is_floating_point() and value.dtype == owner.dtype else value.dtype
         return torch.empty_like(part, dtype=kind, requires_grad=False).copy_(values)  # the strides of `part`
 
-    return {key: cut(value) for key, value in state.items()}
+    return {key: cut(key, value) for key, value in state.items()}

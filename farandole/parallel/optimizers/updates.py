@@ -210,11 +210,6 @@ class Updates:
             ValueError: if neither is possible in this engine.
         """
         name, offload = type(optimizer).__name__, self._place.kind
-        if offload != "none" and optimizer.state:
-            raise ValueError(
-                f"{name} already has a state, but offload={offload!r} requires an optimizer without one: "
-                "pass the optimizer to engine.optimizer before its first step"
-            )
         members = _members(optimizer)
         plans = [shards.bucket.plan for shards in self._shards]
         sharded = any(plan.layout.shards > 1 for plan in plans)

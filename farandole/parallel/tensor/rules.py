@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from farandole.data.wording import counted
 from farandole.layout import Part, chunk
 from farandole.memory.call_wrappers import wrap_calls
 from farandole.models.bert import BERTEmbedding, MaskedTokenHead
@@ -50,6 +51,9 @@ class Rule:
             communication.
         adjust: a function that is called with the module and the position before the module is split, for example to
             change the number of query heads per key-value head.
+        dropout: the `nn.Dropout` layers of a region, by path, with the split dimension of their input and its parts, or
+            with None if the input is not split (a complete tensor, or the output of a row layer).  Each rank applies its
+            part of the mask that a single process would draw.
     """
 
     column: Mapping[str, Parts] = field(default_factory=dict)
@@ -60,6 +64,43 @@ class Rule:
     inputs: int = 1
     overlaps: bool = False
     adjust: Callable[[Any, Position], None] | None = None
+    dropout: Mapping[str, tuple[int, Parts] | None] = field(default_factory=dict)
+
+
+Split = Mapping[str, tuple[Part, ...]]
+"""The parts of a module's split layers and parameters, and of the inputs of its dropout layers, by path."""
+
+
+def parts_of(module: nn.Module, rule: Rule, ranks: int) -> Split:
+    """Return what `Split` describes, for `module` and `ranks` ranks.
+
+    Raises:
+        Indivisible: if a rank would get no unit of a part, or no token of the vocabulary.
+    """
+    functions = {**rule.column, **rule.row}
+    with_dimension = {**rule.tensors, **rule.dropout}.items()
+    functions |= {name: split[1] for name, split in with_dimension if split is not None}
+    split = {name: tuple(function(module, ranks)) for name, function in functions.items()}
+    for name, parts in split.items():
+        for part in parts:
+            units, copies = part.size // part.unit, min(part.copies, ranks)
+            if units < ranks // copies:
+                raise Indivisible(
+                    f"{counted(units, 'unit')} in {name}", range(copies, units * copies + 1, copies)
+                )
+    for _, parameter in vocabulary_of(module, rule):
+        if (count := len(parameter)) < ranks:
+            raise Indivisible(f"a vocabulary of {counted(count, 'token')}", range(1, count + 1))
+    return split
+
+
+def vocabulary_of(module: nn.Module, rule: Rule) -> Iterator[tuple[Any, nn.Parameter]]:
+    """Yield (embedding, its weight) or (parameter, parameter) for each tensor that is split along the vocabulary."""
+    for name in rule.vocabulary:
+        child: Any = getattr(module, name)
+        parameter: Any = child.weight if isinstance(child, nn.Embedding) else child
+        if parameter is not None:
+            yield child, parameter
 
 
 # ---- the parts of the layers in `models` ----
@@ -146,8 +187,8 @@ def _share_dropout(module: Any, position: Position) -> None:
     unit = 1
     if isinstance(module, SelfAttention) and position.size(AXIS) <= _heads(module)[1]:
         unit = module.group
-    first, _ = chunk(heads, position.size(AXIS), position.coordinate(AXIS), unit)
-    module.sharded_dropout = ShardedDropout(1, first, heads)
+    own = chunk(heads, position.size(AXIS), position.coordinate(AXIS), unit)
+    module.sharded_dropout = ShardedDropout(1, (own,), heads)
 
 
 def _adjust_attention(module: SelfAttention, position: Position) -> None:

@@ -70,7 +70,7 @@ class Tokens:
     def dropout(self, x: Tensor, probability: float, training: bool = True) -> Tensor:
         """Apply dropout to this rank's tokens (tokens, width), with the mask that a single process would draw."""
         first = own_rows(self.count, self.comm).start if self.comm is not None else 0
-        return ShardedDropout(0, first, self.count)(x, probability, training)
+        return ShardedDropout(0, ((first, first + len(x)),), self.count)(x, probability, training)
 
 
 class ShareTokens:
@@ -113,18 +113,3 @@ class TokenRegion:
         (shard,), rest, kwargs = leading(module, 1, args, kwargs)
         with self._tokens.of_pass((*rest, *kwargs.values())):  # a recomputation may run the region alone
             return self._tokens.reduce(call(self._tokens.gather(shard), *rest, **kwargs))
-
-
-class TokenDropout:
-    """Wraps dropout between regions: each rank draws the mask for all tokens, and applies its part."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
-
-    def __call__(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Apply dropout to this rank's tokens."""
-        assert isinstance(module, nn.Dropout)
-        (x,), _, _ = leading(module, 1, args, kwargs)
-        return self._tokens.dropout(x, module.p, module.training)
