@@ -58,7 +58,7 @@ class StochasticRounding:
 
     The random number for a weight depends only on `seed`, on `steps` (the number of steps so far) and on the weight's
     position: the name of the bucket's first parameter, the index of the shard and the index in the shard.  Therefore
-    rounding is the same on ranks that update the same weights, also if their other buckets differ, and in a run that
+    rounding is the same on ranks that update the same weights, even if their other buckets differ, and in a run that
     resumes from a checkpoint with the weights, the optimizer's state and `steps`.
     """
 

@@ -72,7 +72,7 @@ Split = Mapping[str, tuple[Part, ...]]
 
 
 def parts_of(module: nn.Module, rule: Rule, ranks: int) -> Split:
-    """Return what `Split` describes, for `module` and `ranks` ranks.
+    """Return the parts of the layers, parameters and dropout inputs of `module` that are split over `ranks` ranks.
 
     Raises:
         Indivisible: if a rank would get no unit of a part, or no token of the vocabulary.
