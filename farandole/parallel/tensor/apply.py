@@ -23,7 +23,7 @@ from farandole.plan import Plan, PlanError
 
 
 def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> None:
-    """Split the modules of `model` that have a rule over the ranks of the tensor axis.
+    """Split each module of `model` that has a rule; the parts are distributed over the ranks of the tensor axis.
 
     Raises:
         PlanError: if no module has a rule, or if a module cannot be split over this number of ranks; the message
