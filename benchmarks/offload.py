@@ -166,10 +166,11 @@ def notes(result: dict[str, Any]) -> str:
     seconds = result["seconds"]
     step = seconds["step"]
     return (
-        f"Disk: {result['access']}. The plain test reads in {human_seconds(seconds['plain read'])} and writes in "
-        f"{human_seconds(seconds['plain write'])}. An AdamW step with its state on disk reaches "
-        f"{100 * result['share_of_plain']:.0f} % of the bandwidth of the plain test (median over the turns of the "
-        f"per-turn ratio; best turn: {100 * result['best_share']:.0f} %). Such a step spends "
+        f"Disk and access mode: {result['access']}. The plain test reads all records in "
+        f"{human_seconds(seconds['plain read'])} and writes them in {human_seconds(seconds['plain write'])}. An "
+        f"AdamW step with its state on disk reaches {100 * result['share_of_plain']:.0f} % of the "
+        f"bandwidth of the plain test (median over the repetitions; best repetition: "
+        f"{100 * result['best_share']:.0f} %). Such a step spends "
         f"{100 * seconds['waited'] / step:.0f} % of its time waiting for the disk, and uses "
         f"{human_seconds(seconds['processor'])} of processor time. The predicted time of a step is "
         f"{human_seconds(result['predicted'])}. The machine's load average was {result['load']:.0f}."

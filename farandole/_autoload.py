@@ -35,7 +35,7 @@ torch prefers an accelerator in this list to the CPU, so `init_process_group` re
 def autoload() -> None:
     """Register the backends at `import torch`, without raising an exception.
 
-    If the registration fails, the error is logged as one line.  A later call of `init_process_group` with one of these
+    If the registration fails, the error is logged as one line.  A later call to `init_process_group` with one of these
     backends raises the error.
     """
     try:
@@ -129,9 +129,9 @@ def _rendezvous_over_mpi(url: str, **options: Any) -> Iterator[Any]:
 
 
 def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
-    """Return a replacement for `original`, torch's `monitored_barrier`, which accepts only Gloo.
+    """Return a replacement for `original`, torch's `monitored_barrier`, that also accepts the backends of this package.
 
-    The replacement also accepts the backends of this package.
+    torch's function accepts only Gloo.
     """
 
     @functools.wraps(original)

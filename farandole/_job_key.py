@@ -19,7 +19,7 @@ def job_key() -> str | None:
     """Return the job key in the environment variable FARANDOLE_JOB_KEY, or None if the variable is unset or empty.
 
     Raises:
-        ValueError: if the key is too short to be secret.
+        ValueError: if the key is too short to be secure.
     """
     key = os.environ.get(VARIABLE) or None
     if key is not None and len(key) < SHORTEST:

@@ -37,7 +37,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class LayoutError(ValueError):
-    """Raised if a layout does not match the mesh; the message contains the tensor and the sizes."""
+    """Raised if a layout does not match the mesh; the message contains the name of the tensor and the sizes."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
 
 
 def chunk(length: int, parts: int, number: int, unit: int = 1) -> tuple[int, int]:
-    """Return range `number` of the `parts` ranges into which `length` is split.
+    """Split `length` elements into `parts` ranges, and return the range with index `number`.
 
     The ranges consist of complete units.  Their lengths are as equal as possible, and longer ranges come first.
     """
@@ -274,7 +274,7 @@ def _grid(box: Box, cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
 
 
 def boxes_of_range(box: Box, start: int, end: int) -> list[Box]:
-    """Return boxes that together contain the flattened elements `start` to `end` of a box, in order.
+    """Return boxes that together contain elements `start` to `end` of a flattened box, in order.
 
     For n dimensions there are at most 2n - 1 boxes.
     """

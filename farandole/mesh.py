@@ -115,7 +115,7 @@ class Mesh:
         if widths != {math.prod(sizes.values())}:
             shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
             raise MeshError(
-                f"{axis}: expected factors with the product {max(widths)} (the size of the axis), got {shown}"
+                f"{axis}: expected factors whose product is {max(widths)} (the size of the axis), got {shown}"
             )
         stride = math.prod(sizes.values())
         for name, size in sizes.items():
@@ -315,7 +315,7 @@ class Group:
 
     @property
     def places(self) -> list[int]:
-        """The rank of every cell in the communicator."""
+        """For each cell, the rank in the communicator that holds the cell."""
         return [self.ranks.index(cell.rank) for cell in self.cells]
 
 

@@ -81,7 +81,7 @@ class LoRA:
         rank: the rank of the adapters.
         alpha: the scale of the update; the product B A is multiplied by `alpha / rank`.
         targets: one or several patterns for the layers to adapt.
-        dropout: the dropout rate of the adapters' inputs.
+        dropout: the dropout rate for the adapters' inputs.
         use_rslora: whether the product is multiplied by `alpha / sqrt(rank)` instead (Kalajdzievski, 2023, "A Rank
             Stabilization Scaling Factor for Fine-Tuning with LoRA").
         bias: the biases to train: none, those of adapted layers ("lora_only"), or all.
@@ -139,7 +139,7 @@ def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Patter
         option: the name of the LoRA option, for error messages.
 
     Raises:
-        TypeError, ValueError: if a pattern has another type or is empty.
+        TypeError, ValueError: if a pattern has the wrong type or is empty.
     """
     several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     for pattern in several:
@@ -176,9 +176,9 @@ class Plan:
         expert: the number of ranks over which the experts of a mixture of experts are distributed; these ranks have
             different samples (`parallel.expert`).
         zero: the ZeRO stage (Rajbhandari et al., 2020): 1 shards optimizer states, 2 also gradients, 3 also weights.
-        data_shard: with `zero` >= 1, the number of ranks on the data axis among which states are sharded; the states
-            are replicated on the other ranks.  "all" shards over the whole axis, and "host" among the ranks on each
-            host, so that hosts exchange only gradients.
+        data_shard: with `zero` >= 1, the size of the groups of ranks on the data axis that shard states among
+            themselves; each group stores all states once.  "all" shards over the whole axis, and "host" among the ranks
+            on each host, so that hosts exchange only gradients.
         precision: the dtype in which the model computes.  The optimizer updates master weights in the dtype in which
             the model was created (at least fp32), and gradients are averaged in that dtype.  With "fp8", weights are
             stored in bf16, and linear layers multiply 8-bit floats.
@@ -261,9 +261,7 @@ class Plan:
         if self.data_shard not in ("all", "host") and not (
             isinstance(self.data_shard, int) and self.data_shard >= 1
         ):
-            raise PlanError(
-                f"data_shard={self.data_shard!r}: expected 'all', 'host', or a number of at least 1 rank"
-            )
+            raise PlanError(f"data_shard={self.data_shard!r}: expected 'all', 'host', or at least 1 rank")
         if self.data_shard != "all" and not self.zero:
             raise PlanError(
                 f"data_shard={self.data_shard!r} with zero=0: no states are sharded; nearest plan: zero=1"
@@ -377,7 +375,7 @@ class Plan:
         return {"data": data} | inner
 
     def _check_data_shard(self, data: int) -> None:
-        """Raise `PlanError` if the ranks on a data axis of size `data` do not form groups of `data_shard` ranks."""
+        """Raise `PlanError` if a data axis of size `data` cannot be divided into groups of `data_shard` ranks."""
         if isinstance(self.data_shard, int) and data % self.data_shard:
             near = max(n for n in range(1, min(data, self.data_shard) + 1) if data % n == 0)
             raise PlanError(

@@ -56,7 +56,7 @@ def test_sub_axes() -> None:
         MeshError, match=r"'data\.rack' is not an axis of this mesh; expected one of .*data\.hosts"
     ):
         mesh.peers(mesh.cells[0], "data.rack")
-    with pytest.raises(MeshError, match="the product 4 .the size of the axis., got hosts=2 x local=3"):
+    with pytest.raises(MeshError, match="whose product is 4 .the size of the axis., got hosts=2 x local=3"):
         Mesh.box(4, data=4, factors={"data": {"hosts": 2, "local": 3}})
 
 

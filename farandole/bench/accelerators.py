@@ -1,6 +1,7 @@
 """Published speeds of accelerators, for plans on a machine without them.
 
-The figures are peaks from the vendors' data sheets, without sparsity and per direction.  Measured speeds are lower.
+The figures are peak values from the vendors' data sheets: FLOP/s without sparsity, and link bandwidths per direction.
+Measured speeds are lower.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class Framework(Protocol):
         """Return this rank's training run.  This is a collective call.
 
         `implementation` is the name of one of the framework's implementations of data parallelism, or "alone".  With
-        "alone", each rank trains without communication; the efficiency of the other implementations is relative to
-        this speed.
+        "alone", each rank trains without communication; the efficiency of another implementation is its speed
+        relative to "alone".
         """
 
 

@@ -43,7 +43,7 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds and the memory of one rank, measured while all ranks work; the units are those of `Machine`."""
+    """The speeds and the memory of one rank, measured while all ranks work; the units are as in `Machine`."""
 
     flops: dict[str, float]
     stream: float
@@ -74,7 +74,7 @@ def measured(module: str, ranks: int, kind: str | int, *, instead: str, remeasur
     Args:
         module: the module to run; its command-line argument is the file to which it must write JSON.
         kind: the name under which the result is cached.
-        instead: the options with which the user can specify the speed, for messages.
+        instead: the options that messages suggest for specifying the speed instead of measuring it.
         remeasure: whether to run the module even if the cache contains a result.
 
     Raises:

@@ -47,7 +47,7 @@ class Seen:
         parts: the sizes of the weights, the gradients and the optimizer states, which exist between steps.
         tensors: the peak size of the other tensors during a step.
         start: the peak memory of the process before the first step.
-        peak: the peak memory of the process until the last step.
+        peak: the peak memory of the process up to the end of the last step.
         seconds: the mean time of a step in seconds.
     """
 

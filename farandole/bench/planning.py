@@ -231,7 +231,7 @@ def plan(setup: PlanSetup) -> Planned:
 def run_words(setup: PlanSetup) -> list[str]:
     """Return the arguments of the training run.
 
-    hf:FOLDER in `setup.words` is replaced by arguments that train the Hugging Face model in this folder.
+    hf:FOLDER in `setup.words` is replaced by arguments for training the Hugging Face model in this folder.
     """
     words: list[str] = []
     for word in setup.words:
@@ -256,7 +256,7 @@ def _classifies(folder: str) -> bool:
 
 
 def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """Return the `Plan` fields that the user specified by options or by the configuration, with their values.
+    """Return the `Plan` fields that the user specified with options or in the configuration, with their values.
 
     Raises:
         BenchError: if a value is unknown.
@@ -320,7 +320,7 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
 
 
 def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return a copy of `config` with the fields of `plan` in `_FIELDS`.
+    """Return a copy of `config` in which the fields listed in `_FIELDS` have the values from `plan`.
 
     Raises:
         ConfigError: if these fields conflict with other fields of the configuration.
@@ -330,7 +330,7 @@ def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
 
 
 def _meshes(config: TrainConfig, model: nn.Module, ranks: int, nodes: int) -> dict[str, Sequence[Any]]:
-    """Return the sizes to consider for each axis of the mesh on accelerators.
+    """Return the values to consider for each mesh axis, for plans on accelerators.
 
     All ranks of a tensor-parallel group are on the same host.  Pipelines are considered only if the configuration
     divides a rank's samples into micro-batches.
@@ -424,7 +424,7 @@ def _estimates(
         meshes: the meshes to consider, as values of the fields `_AXES`; by default all meshes.
 
     Returns:
-        `machine`, with the measured disk bandwidth if a plan uses a disk, and the estimates with the best first.
+        The machine, which includes the measured disk bandwidth if a plan uses a disk; and the estimates, best first.
 
     Raises:
         PlanError, ConfigError: if no plan is valid.

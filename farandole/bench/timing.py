@@ -29,7 +29,7 @@ def median_seconds(call: Callable[[], object], runtime: Runtime, turns: int, lim
     """Return the median time of `turns` calls of `call`, each of which starts on all ranks at the same time.
 
     An additional first call is not counted.  After `limit_s` seconds, no more calls are started, so there may be fewer
-    calls; if there is only one, it is counted.  This is a collective call.
+    calls; if there is only the first call, its time is returned.  This is a collective call.
     """
     found: list[float] = []
     start = time.perf_counter()

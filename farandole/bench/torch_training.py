@@ -32,8 +32,8 @@ def do_nothing() -> None:
 class Job:
     """The model, the optimizer, and the synthetic batch on which all steps train.
 
-    The images are in channels-last format.  On a CPU with AMX, this makes ResNet-50 in bf16 about 1.4 times as fast as
-    with the channels-first format, and fp32 no slower.  The weights keep their format, because convolutions reorder
+    The images are in channels-last format.  On a CPU with AMX, ResNet-50 is then about 1.4 times as fast in bf16 as with
+    the channels-first format, and no slower in fp32.  The weights keep their format, because convolutions reorder
     them anyway.
     """
 

@@ -103,7 +103,7 @@ class _Benchmark:
     def implementations(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
         """Return the runs to measure alternately, keyed by name.
 
-        The argument of each function is the number of steps to train.
+        Each run is a function; its argument is the number of steps to train.
         """
 
         def steps(training: Training) -> Callable[[int], None]:

@@ -227,11 +227,13 @@ def serving(
     precision: Annotated[
         str, typer.Option(help="With FOLDER: precision of the model, fp32 or bf16.")
     ] = "fp32",
-    max_running: Annotated[int, typer.Option(help="With FOLDER: maximum sequences in the batch.")] = 16,
+    max_running: Annotated[
+        int, typer.Option(help="With FOLDER: maximum number of sequences in the batch.")
+    ] = 16,
     scenario: Annotated[
         list[str] | None,
         typer.Option(
-            help="MLPerf's scenario: singlestream (one request after another), offline (all at once) or server "
+            help="MLPerf scenario: singlestream (one request after another), offline (all at once) or server "
             "(arrivals at --rate).  Repeatable.",
             show_default="offline",
         ),
@@ -243,7 +245,7 @@ def serving(
             help="Server scenario: mean arrivals per second of a Poisson process.", show_default=False
         ),
     ] = None,
-    burst: Annotated[int, typer.Option(help="Server scenario: requests that arrive together.")] = 1,
+    burst: Annotated[int, typer.Option(help="Server scenario: number of requests that arrive together.")] = 1,
     prompt_tokens: Annotated[str, typer.Option(metavar="MIN:MAX", help="Tokens per prompt.")] = "8:128",
     output_tokens: Annotated[str, typer.Option(metavar="MIN:MAX", help="Tokens per output.")] = "32:128",
     seed: Annotated[int, typer.Option(help="Seed for lengths, tokens and arrivals.")] = 0,

@@ -18,7 +18,7 @@ app = typer.Typer(
 
 
 def complete_words(incomplete: str) -> list[str]:
-    """Return the presets and the words KEY= that begin with `incomplete`; used for shell completion."""
+    """Return the presets, and the keys followed by "=", that begin with `incomplete`; used for shell completion."""
     from farandole.train.config import known_keys, presets
 
     words = [*presets(), *(f"{key}=" for key in known_keys())]

@@ -1,4 +1,4 @@
-"""The command `farandole explain`: print the sections of the troubleshooting page about an error message."""
+"""The command `farandole explain`: print the sections of the troubleshooting page that explain a message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Explain an error message or a warning of farandole.
+    """Explain an error message or a warning from farandole.
 
     The command prints the causes of the message, and what to do.
 
@@ -61,24 +61,27 @@ def explain(
 
 
 def sections() -> dict[str, str]:
-    """Return the sections of the troubleshooting page without links, keyed by title, which is a part of a message."""
+    """Return the sections of the troubleshooting page, without links, keyed by title.
+
+    Each title is a part of an error message or warning.
+    """
     text = re.sub(r"\[(.+?)\]\([^)\s]+\)", r"\1", re.sub(r"\n## .*", "", page()))
     titled = (section.partition("\n") for section in text.split("\n### ")[1:])
     return {title.strip(): body.strip() for title, _, body in titled}
 
 
 def causes() -> dict[str, str]:
-    """Return the cause of each message in one sentence, by the title of its section."""
+    """Return a one-sentence cause for each message, keyed by the title of the message's section."""
     rows = re.findall(r"^\| \[(.+?)\]\(#.+?\) \| (.+?) \|$", page(), re.MULTILINE)
     return {title: cause.replace("`", "") for title, cause in rows}
 
 
 def name_of(title: str) -> str:
-    """Return the name of a section in messages, which is also its anchor on the page."""
+    """Return the name by which messages refer to the section `title`; it is also the section's anchor on the page."""
     return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
 
 
 def matching(message: str, titles: Iterable[str]) -> list[str]:
-    """Return the titles of the sections that `message` names or contains."""
+    """Return the title whose name is `message`, or else all titles that `message` contains."""
     named = [title for title in titles if name_of(title) == name_of(message)]
     return named or [title for title in titles if title.lower() in message.lower()]

@@ -1,4 +1,4 @@
-"""Command classes, with usage lines and messages for unknown subcommands, unknown options and invalid numbers."""
+"""Command classes that write usage lines, and explain unknown subcommands, unknown options and invalid numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 class Command(TyperCommand):
     """A subcommand that explains mistakes and checks that the modules it needs are installed.
 
-    Help texts show the placeholders of `parameters.py`, such as N, unless a parameter specifies its `metavar`.
+    Help texts show the placeholders from `parameters.py`, such as N, unless a parameter specifies its `metavar`.
     """
 
     elsewhere: Mapping[str, str] = {}
@@ -69,7 +69,7 @@ class Command(TyperCommand):
             raise
 
     def _explain_number(self, error: Any, ctx: Any, args: list[str]) -> None:
-        """If `error` reports an invalid number, state the option as the user spelled it, and the valid numbers."""
+        """If `error` reports an invalid number, add the valid numbers, and the option as the user spelled it."""
         parameter = self._parameters.get(getattr(error.param, "name", ""))
         if parameter is None or parameter.kind not in (int, float):
             return
@@ -105,7 +105,10 @@ class Command(TyperCommand):
                     formatter.write_dl(described)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, or raise ModuleNotFoundError before slow imports if a module from an extra is missing."""
+        """Run the command.
+
+        If a module from an extra is missing, raise ModuleNotFoundError before any slow import.
+        """
         require(NEEDED_BY_COMMAND.get(self.name or "", ()))
         return super().invoke(ctx)
 

@@ -1,4 +1,4 @@
-"""How help texts and error messages describe the parameters of a command.
+"""Descriptions of a command's parameters, for help texts and error messages.
 
 The descriptions come from the annotations of the function that implements the command.
 """
@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 @dataclass(frozen=True)
 class Parameter:
-    """The type and the limits of one parameter; for a list, of its elements."""
+    """The type and the limits of one parameter, or of the elements of a list parameter."""
 
     name: str
     kind: type
@@ -50,7 +50,7 @@ class Parameter:
 
 
 def parameters_of(callback: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return the parameters of a command by name, except parameters that the command parses with a function."""
+    """Return the parameters of a command by name, except parameters that have a custom parser."""
     found = {}
     for name, annotation in get_type_hints(inspect.unwrap(callback), include_extras=True).items():
         if get_origin(annotation) is not Annotated:

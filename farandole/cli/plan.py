@@ -253,7 +253,7 @@ def plan(
       farandole plan tiny plan.zero=1 --check       run the best plan and compare
 
     \b
-    Plan a server: size of the KV cache, latencies and tokens per second, for replicas on one or several ranks:
+    Predict a server's KV cache size, latencies and tokens per second, for replicas on one or several ranks:
       farandole plan --serve hf:FOLDER -n 2 --prompt-tokens 512 --output-tokens 128
       farandole plan --serve hf:llama-8b -n 8 --accelerators h200
 
@@ -352,7 +352,7 @@ def _check_words(words: list[str]) -> None:
 
 
 def _check_options(context: typer.Context, *, serve: bool) -> None:
-    """Raise BenchError if the user gave an option that cannot be combined with --serve, or that requires --serve."""
+    """Raise BenchError if the user combined an unsupported option with --serve, or omitted a required --serve."""
     from farandole.bench.options import BenchError
 
     for name in context.params:
@@ -399,7 +399,7 @@ def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int 
 
 
 def _answer_serving(setup: ServingPlanSetup, json: str | None, *, is_checked: bool) -> int:
-    """Print the predictions for a server, and return the exit status: 0 if at least one of the choices fits, else 1.
+    """Print the predictions for a server, and return the exit status: 0 if at least one configuration fits, else 1.
 
     If `is_checked` is True, also serve the model, and print the measurements next to the predictions.
     """

@@ -98,7 +98,7 @@ def schedule(
 ) -> None:
     """Compare and draw pipeline schedules.
 
-    The command simulates the makespan, the idle time, the activations and the timeline of schedules.  Nothing is
+    The command simulates schedules, and prints their makespan, idle time, activations and timeline.  Nothing is
     trained.  Times and sizes can have any unit.
 
     \b
@@ -168,8 +168,8 @@ def _simulate(
 ) -> list[Timeline]:
     """Simulate schedules, print the results, and return the timelines.
 
-    If `names` is not empty, the timelines of these schedules are printed; otherwise, a table of all schedules.  Each of
-    `options` is passed to the schedules that support it.
+    If `names` is not empty, the timelines of the named schedules are printed.  Otherwise, a table of all schedules is
+    printed.  Each of `options` is passed to the schedules that support it.
     """
     from farandole.parallel.pipeline.draw import summary, text
     from farandole.parallel.pipeline.schedule import ScheduleError, build, named, registered

@@ -33,7 +33,7 @@ class TrainCommand(KeysCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments after `--resume=RUN` has been split into two arguments."""
+        """Split `--resume=RUN` into two arguments, and then parse all arguments."""
         words: list[str] = []
         for word in args:
             flag, equals, value = word.partition("=")

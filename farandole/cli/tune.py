@@ -37,8 +37,8 @@ def tune(
     """Find the fastest algorithms between hosts.
 
     For each message size, the command finds the fastest all-reduce algorithm and the best number of leaders.  The
-    algorithms are ring, doubling and rabenseifner.  Run the command in a job on the hosts to measure.  Outside a job,
-    the command starts ranks on this host, each of which represents a host.  Use the table with
+    algorithms are ring, doubling and rabenseifner.  Run the command in a job on the hosts that you want to measure.
+    Outside a job, the command starts ranks on this host, each of which represents a host.  Use the table with
     farandole.comm.Options(table="tuned.json").
 
     \b

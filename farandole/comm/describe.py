@@ -27,7 +27,7 @@ The ranks first agree on the call; then torch communicates the sparse tensors.
 
 
 class Membership:
-    """How error messages identify the ranks of a group: by global rank, process ID, host and role."""
+    """Identifies the ranks of a group in error messages: by global rank, process ID, host and role."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Membership:
         self.roles.update(zip(self.ranks, roles, strict=True))
 
     def rank(self, rank: int) -> str:
-        """Return `rank 3 (process 4711, stage 3)`, with the host name if the group spans several hosts."""
+        """Return text such as `rank 3 (process 4711, stage 3)`, with the host name if the group spans several hosts."""
         number = self.ranks[rank]
         where = f" on {self.hosts[rank]}" if self._several else ""
         role = f", {self.roles[number]}" if self.roles.get(number) else ""
@@ -165,7 +165,7 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
 
 
 def describe_stall(reader: str, waited_s: float, timeout_s: float, wait: str) -> str:
-    """Return the stall warning of the rank `reader`.
+    """Return the stall warning for the rank `reader`.
 
     Args:
         reader: The rank, as returned by `Membership.rank`.

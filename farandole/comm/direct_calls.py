@@ -38,10 +38,10 @@ _STRIDED = torch.strided
 class DirectCalls:
     """The fast path for blocking operations on dense CPU tensors.
 
-    A method returns None (`send` and `recv`: False) and does nothing if the fast path does not apply: other calls are
-    pending, or a tensor is not a dense CPU tensor of the expected size.  The caller must then use `Operation.call`,
-    which handles every case and raises an error for invalid arguments.  A reduction is given by name or by the hash of
-    a torch `ReduceOp`, because comparing two `ReduceOp`s takes a microsecond.
+    A method does nothing and returns None (`send` and `recv` return False) if the fast path does not apply, that is, if
+    other calls are pending or a tensor is not a dense CPU tensor of the expected size.  The caller must then use
+    `Operation.call`, which handles every case and raises an error for invalid arguments.  A reduction is given by name
+    or by the hash of a torch `ReduceOp`, because comparing two `ReduceOp`s takes a microsecond.
     """
 
     _group: Any = None
@@ -88,7 +88,7 @@ class DirectCalls:
         return self._in_place(self._broadcast, tensor, (*plan, root))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, reduction: object) -> Work | None:
-        """Reduce `input` over all ranks, and store the r-th equal part of the result in `output` on rank r."""
+        """Reduce `input` over all ranks, split the result into equal parts, and store part r in `output` on rank r."""
         plan = _REDUCING.get((getattr(input, "dtype", None), reduction))
         if plan is None or not isinstance(output, Tensor) or input.numel() != output.numel() * self._size:
             return None
@@ -230,7 +230,7 @@ class DirectCalls:
     def _execute(
         self, outputs: Sequence[Tensor], input: Tensor | None, function: Any, *arguments: Any
     ) -> Work | None:
-        """Call the C function `function`, or return None without a call if other calls are pending."""
+        """Call the C function `function`, or return None without calling it if other calls are pending."""
         if not self._enter():
             return None
         try:
@@ -330,7 +330,7 @@ def _disturbs(source: Tensor, target: Tensor, place: int | None) -> bool:
 
 
 class NoDirectCalls:
-    """The fast path of implementations that have no fast path: every method returns None."""
+    """A replacement for `DirectCalls` in implementations without a fast path: every method returns None."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

@@ -190,8 +190,8 @@ class Dispatcher:
         """Leave the group at program exit, but do not free its memory.
 
         The other ranks are notified, with `note` as the reason, and the threads of the group are stopped.  If the
-        implementation can complete calls during program exit and they complete in time, the other ranks are not
-        notified.
+        implementation can complete calls during program exit, and all pending calls and messages complete in time, the
+        other ranks are not notified.
 
         Args:
             note: The reason that other ranks report.

@@ -27,8 +27,8 @@ _ALL = _REDUCIBLE + [
 class _Types(dict[torch.dtype, int]):
     def __missing__(self, dtype: torch.dtype) -> int:
         raise ValueError(
-            f"expected a dtype that can be communicated, got {dtype}; convert the tensor (a quantized tensor with "
-            "int_repr(), bits with view(torch.uint8))"
+            f"expected a dtype that can be communicated, got {dtype}; convert the tensor (for a quantized dtype, use "
+            "int_repr(); for a bits dtype, use view(torch.uint8))"
         )
 
 

@@ -1,4 +1,4 @@
-"""Clean-up of groups that still exist when the program ends.
+"""Cleanup of groups that still exist when the program ends.
 
 The process notifies the other ranks, whose errors then name the rank that ended early and, if known, its exception.
 Then the process stops the threads of its groups, because a thread that runs torch's C++ code during interpreter

@@ -94,8 +94,8 @@ def _arena(process: int) -> tuple[Segment, int]:
 class Endpoint:
     """The connection between this process and the other processes of its job.
 
-    `hosts` lists the ranks of each host.  `address` is this host's address for other hosts, or None if the job runs on
-    one host.
+    `hosts` lists the ranks of each host.  `address` is the address at which other hosts reach this host, or None if the
+    job runs on one host.
     """
 
     def __init__(self, store: dist.Store, rank: int, processes: Sequence[Process]) -> None:
@@ -311,7 +311,7 @@ class Endpoint:
         return _by_host([self.processes[member] for member in members])
 
     def shares_devices(self, members: Sequence[int]) -> bool:
-        """Return whether a host of these members has CUDA devices, but fewer devices than ranks.
+        """Return whether any host of these members has CUDA devices, but fewer devices than ranks.
 
         All ranks on the host count, members or not, because the device that a rank uses is unknown.
         """

@@ -9,7 +9,10 @@ from farandole._troubleshooting import Documented
 
 
 class CommunicationError(Documented, RuntimeError):
-    """Raised if a collective or a message fails; the error message names the rank, its process and its call."""
+    """Raised if a collective or a message fails.
+
+    The error message names the responsible rank, its process and its call.
+    """
 
 
 class RankDied(CommunicationError):
@@ -28,7 +31,7 @@ class RankLeft(CommunicationError):
 
 
 class RankLate(CommunicationError):
-    """Raised if a rank did not make a call for which other ranks were waiting, before the timeout expired."""
+    """Raised if the timeout expired before a rank made a call for which other ranks were waiting."""
 
     _section = "ranklate"
 

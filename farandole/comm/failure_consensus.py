@@ -3,7 +3,8 @@
 Within a host, shared memory holds the cause.  Between hosts, a closed connection does not reveal its cause.  The rank
 that detects a failure therefore writes the cause to the group's store, unless the store already contains a cause.  Then
 the rank notifies the ranks on other hosts to which it is connected.  A rank that is notified, or that finds a
-connection closed, reads the cause from the store.  A rank that leaves the group also records this in the store.
+connection closed, reads the cause from the store.  A rank that leaves the group also records its departure in the
+store.
 
 The store may be unreachable, so a rank waits at most `PATIENCE_S` for an answer.
 """

@@ -1,4 +1,4 @@
-"""Torch process groups, which replace the C core if it is missing or does not support a tensor (`TorchCore`)."""
+"""Torch process groups (`TorchCore`), which replace the C core if it is missing or does not support a tensor."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ class TorchCore:
         return f"a {self.name} call"
 
     def set_roles(self, roles: Sequence[str]) -> None:
-        """Do nothing; torch's messages do not name ranks."""
+        """Do nothing; torch's error messages do not name ranks."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call may wait for other ranks."""

@@ -1,9 +1,9 @@
 """Invalidation of groups in forked processes, which cannot use the groups of their parent.
 
-A child has copies of its parent's sockets and mappings, but none of its threads.  Calls in the child would write to the
-parent's slot in shared memory, and open sockets in the child would hide the parent's death from other hosts.  A fork
-therefore invalidates all groups in the child and closes the inherited sockets.  Tensors in shared memory remain
-readable, and the child may create new groups.
+A child has copies of its parent's sockets and mappings, but none of the parent's threads.  Calls in the child would
+write to the parent's slot in shared memory, and open sockets in the child would hide the parent's death from other
+hosts.  A fork therefore invalidates all groups in the child and closes the inherited sockets.  Tensors in shared memory
+remain readable, and the child may create new groups.
 """
 
 from __future__ import annotations

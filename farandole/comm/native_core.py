@@ -21,7 +21,7 @@ Native = tuple[str, tuple[Any, ...]]
 
 
 class NativeCore(GroupCore):
-    """Runs operations among the ranks of a group on this host; rank numbers refer to this host only."""
+    """Runs operations among the ranks of a group on this host; ranks are numbered within this host."""
 
     shares_memory = True
 

@@ -238,7 +238,7 @@ BARRIER = Operation("barrier", "nothing", "nothing")
 
 
 class CopyBack(dist.Work):
-    """The work of a torch process group that uses temporary buffers.
+    """The work of a torch process group for an operation on temporary buffers.
 
     `wait` also copies the results to the user's tensors.
     """
@@ -318,8 +318,7 @@ def split_rows(
         what: The name of the tensor in error messages.
 
     Raises:
-        ValueError: if the numbers of rows do not add up to the number of rows of the tensor, or if both parts and
-            splits are given.
+        ValueError: if the splits do not match the number of rows in the tensor, or if splits are given for a list.
     """
     if isinstance(tensor, list):
         if splits:

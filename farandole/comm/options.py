@@ -57,7 +57,7 @@ class Options:
     def of(cls, given: Any) -> Options:
         """Return `given`, or the default options if `given` is None; raise TypeError for other types.
 
-        If `interface` is not set, the value of the environment variable GLOO_SOCKET_IFNAME is used, if there is one.
+        The environment variable GLOO_SOCKET_IFNAME, if set, provides the default for `interface`.
         """
         if given is not None and not isinstance(given, cls):
             raise TypeError(f"pg_options: expected farandole.comm.Options, got {type(given).__name__}")

@@ -1,4 +1,4 @@
-"""Transports, which carry ordered, non-blocking messages between the ranks of an algorithm."""
+"""Transports, which carry ordered, non-blocking messages between the ranks that run an algorithm."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class WireMessage:
         return True
 
     def release(self) -> None:
-        """Cancel the message if it is pending; the group cannot be used after that."""
+        """Cancel the message if it is pending; the group cannot be used after a cancellation."""
         message, self._message = self._message, None
         if message is not None:
             self._host.cancel_message(message)
@@ -135,7 +135,7 @@ class WireTransport:
             message.release()
 
     def group_rank(self, peer: int) -> int:
-        """Return the group rank of rank `peer` of this transport."""
+        """Convert rank `peer` in this transport to a rank in the group."""
         return self._ranks[peer]
 
 

@@ -151,7 +151,7 @@ class OutcomeFuture:
     """A torch future for the outcome of a work object.
 
     C++ code such as DDP's reducer ignores `torch.futures.Future.set_exception` and would treat the exception as a
-    result.  An exception raised in a callback reaches both Python and C++ code.
+    result.  A callback therefore raises the exception, which reaches both Python and C++ code.
     """
 
     def __init__(self, work: FarandoleWork) -> None:

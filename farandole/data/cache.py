@@ -1,10 +1,11 @@
 """A content-addressed disk cache for tokenized text.
 
-An entry is a folder with data files and `entry.json` (their sizes and checksums).  For plain text, the data files are
-`tokenizer.json`, and `train.bin` and `validation.bin` (token ids of 2 or 4 bytes).  The folder name is a hash of the
-text and the settings, so a stale entry is never used for changed text.  An entry is written under a temporary name,
-flushed and renamed, so every entry is complete.  With a file lock, one process per host builds an entry while other
-processes wait, including processes of other jobs.  If a process dies, the kernel releases its lock.
+An entry is a folder with data files and `entry.json`, which lists the sizes and checksums of the data files.  For plain
+text, the data files are `tokenizer.json`, and `train.bin` and `validation.bin` (token ids of 2 or 4 bytes).  The folder
+name is a hash of the text and the settings, so a stale entry is never used for changed text.  An entry is written under
+a temporary name, flushed and renamed, so every entry is complete.  A file lock ensures that only one process per host
+builds an entry; all other processes wait, including processes of other jobs.  If a process dies, the kernel releases
+its lock.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _write(folder: Path, build: Callable[[Path], None], files: Sequence[str]) ->
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
+    """Flush a file, or the directory entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         # Some file systems cannot flush a folder.

@@ -3,7 +3,7 @@
     chat = prepare_chat("chat.jsonl", folder, context=1024)
     tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each int64, of shape (2, 1024)
 
-A record has either `messages`, a list of {"role", "content"}, and optionally `tools`, or the strings `prompt` and
+A record has either `messages` (a list of {"role", "content"}) and optionally `tools`, or the strings `prompt` and
 `completion`.  `messages` and `tools` may also be JSON strings.  Only tokens written by the assistant are targets.
 Several conversations share a window: `documents` contains the index of each token's conversation, so that attention
 does not cross the boundaries.  Conversations are never split: a conversation that is longer than a window is truncated.
@@ -100,7 +100,7 @@ class Conversations:
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Assign items of these `lengths` to bins of `size` by best fit decreasing; return the item indices of each bin.
+    """Assign items of these `lengths` to bins of size `size` by best fit decreasing; return each bin's item indices.
 
     The longest items come first, and each item goes to the fullest bin with enough space.  Items of length 0 are
     omitted.  The result is deterministic.  The number of bins is at most 11/9 of the optimum plus 4 (Johnson et al.,
@@ -134,7 +134,7 @@ def pack(lengths: list[int], size: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Chat:
-    """Conversations for training and validation, the tokenizer and the template."""
+    """The training and validation conversations, the tokenizer and the template."""
 
     folder: Path
     tokenizer: Tokenizer
@@ -165,7 +165,7 @@ def prepare_chat(
         context: the number of tokens in a window.
         vocabulary: the number of tokens in the model's vocabulary.
         field: the field that contains the messages.
-        template: another chat template (`find_template`).
+        template: a chat template to use instead of the template in `folder` (`find_template`).
         validation_share: the fraction of the conversations used for validation.
         cache: the cache folder; by default, the user's cache folder.
         progress: a function called with the current activity and its completed fraction.

@@ -36,7 +36,7 @@ class LabeledTexts:
     """Tokenized texts and their class indices.
 
     Args:
-        tokens: all texts, concatenated.
+        tokens: the tokens of all texts, concatenated.
         starts: for each text, the index of its first token.
         ends: for each text, the index after its last token.
         labels: for each text, the index of its class.

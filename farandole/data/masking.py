@@ -42,7 +42,7 @@ class Masking:
     Args:
         vocabulary: the number of tokens in the vocabulary.
         mask_token: the token that replaces selected tokens.
-        special: tokens that are never selected and never replace another token; `mask_token` is added automatically.
+        special: tokens that are never selected or used as random tokens; `mask_token` is added automatically.
         seed: the seed for the random choices.
         share: the fraction of ordinary (not special) tokens to select.
 

@@ -45,7 +45,9 @@ class Sampler:
         Positions are counted from 0, across all epochs of the run.
         """
         if count % ranks:
-            raise ValueError(f"expected a number of samples divisible by {ranks} ranks, got {count}")
+            raise ValueError(
+                f"expected the number of samples to be a multiple of the number of ranks ({ranks}), got {count}"
+            )
         share = count // ranks
         first = self.consumed + rank * share
         self.consumed += count
@@ -61,7 +63,7 @@ class Sampler:
         return result
 
     def epochs(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the epoch of each position in the run, counted from 0."""
+        """Return the epoch (counted from 0) of each position in the run."""
         return positions // self.samples
 
 

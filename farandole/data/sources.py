@@ -97,7 +97,7 @@ class Source:
 
 
 def find_source(path: str, text_field: str = "text") -> Source:
-    """Return the files at `path`: "stdlib", a file, or a folder.
+    """Return the files at `path`, which is "stdlib", a file or a folder.
 
     A file may have any suffix; unless the suffix is in `RECORD_SUFFIXES`, the file is read as text.  Folders are
     searched recursively for files with `READABLE_SUFFIXES`; hidden files and folders are skipped.

@@ -90,7 +90,7 @@ class Template:
         Args:
             messages: the conversation.
             prompt: whether to append the start of the assistant's next message.
-            variables: values of `self.variables`.
+            variables: values for the variables in `self.variables`.
 
         Raises:
             DataError: if the template rejects the messages.

@@ -45,7 +45,7 @@ A larger text is sampled evenly, because more text has little effect.
 class Windows:
     """A stream of tokens, read in windows of C + 1 tokens, where C is `context`.
 
-    Window i starts at token i C, so the last token of a window is also the first token of the next window.
+    Window i starts at token i * C, so the last token of a window is also the first token of the next window.
     """
 
     tokens: NDArray[np.unsignedinteger]
@@ -101,8 +101,8 @@ def prepare_text(
         validation_share: the fraction of the text used for validation.
         special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  If the text contains their names,
             the names are encoded as ordinary text.
-        tokenizer: the `tokenizer.json` to use; by default, a tokenizer is trained on the text.  If this tokenizer was
-            trained on the same text, the cache entry is the same as without `tokenizer`.
+        tokenizer: the `tokenizer.json` to use; by default, a tokenizer is trained on the text.  If the cache
+            already contains an identical tokenizer that was trained on this text, its cache entry is used.
         end: the token that ends a document.
         cache: the cache folder; by default, the user's cache folder.
         progress: a function called with the current activity and its completed fraction.

@@ -1,6 +1,6 @@
 """A byte-level BPE tokenizer, as in GPT-2, trained on the text with the `tokenizers` library.
 
-The tokenizer can encode any text, and decoding restores the same bytes.
+The tokenizer can encode any text, and decoding restores the original bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_special_tokens(special_tokens: Sequence[str]) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer from a `tokenizer.json`, without the truncation and padding that the file may contain."""
+    """Read a tokenizer from a `tokenizer.json`; ignore any truncation and padding settings in the file."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()  # transformers saves the settings of the last call
     tokenizer.no_padding()

@@ -7,7 +7,8 @@
 `torch` implements the API for PyTorch.  `tensorflow` and `keras` implement the APIs for TensorFlow 2 and Keras 3.  All
 frameworks share the other modules:
 
-- `basics` provides the functions that all frameworks have in common, and `compression` the gradient compressors.
+- `basics` provides the functions that all frameworks have in common.
+- `compression` provides the gradient compressors.
 - `state` stores this process's ranks, requests and process sets (`process_sets`).
 - `engine` queues named requests (`requests`), finds the requests that all ranks have submitted (`negotiation`), and
   runs their collectives (`execution`).

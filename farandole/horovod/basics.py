@@ -1,4 +1,4 @@
-"""Provide the functions that Horovod has in all frameworks, and the functions in `horovod.common.util`.
+"""Provide the functions that Horovod offers for all frameworks, and the functions in `horovod.common.util`.
 
 The functions `*_built` and `*_enabled` describe the torch.distributed backends.
 """

@@ -47,7 +47,7 @@ class _CastCompressor(Compressor):
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
         """Cast a floating-point tensor to the 16-bit dtype; return the result and the original dtype.
 
-        Return a tensor that needs no cast unchanged, with None instead of the dtype.
+        If the tensor needs no cast, return the tensor unchanged, and None instead of the dtype.
         """
         if isinstance(tensor, torch.Tensor):
             dtype, is_floating = getattr(torch, cls.dtype), tensor.is_floating_point()

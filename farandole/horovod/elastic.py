@@ -165,7 +165,7 @@ class ObjectState(State):
 def run_with(
     function: Callable[..., Any], reset: Callable[[], None], begin: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Return a function that calls `function`, and calls it again after each failure of a rank or change of hosts.
+    """Return a function that calls `function`, and calls it again after each rank failure or host change.
 
     The returned function does not retry after a `MismatchError`, because the mismatch would recur.
 

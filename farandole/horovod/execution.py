@@ -1,7 +1,7 @@
 """Execute the requests that all ranks have submitted: fuse all-reduces, and run collectives on the data group.
 
-Tensor fusion copies all-reduces with the same dtype, operation, scale factors and device into one buffer.  The
-agreed request list determines which tensors are fused, so all ranks fuse the same tensors.
+Tensor fusion copies the tensors of all-reduces with the same dtype, operation, scale factors and device into one
+buffer.  The agreed request list determines which tensors are fused, so all ranks fuse the same tensors.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FusionBuffer:
         self._memory: dict[torch.device, Tensor] = {}
 
     def acquire(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized flat tensor of `size` bytes; the next call for this device reuses its memory."""
+        """Return an uninitialized flat tensor of `size` bytes; the next call for the same device reuses the memory."""
         memory = self._memory.get(device)
         if memory is None or memory.numel() < size:
             capacity = _SMALLEST_BUFFER

@@ -1,4 +1,4 @@
-"""`horovod.keras`, an alias of `horovod.tensorflow.keras` with Keras 3."""
+"""`horovod.keras`, an alias of `horovod.tensorflow.keras`, which uses Keras 3."""
 
 from __future__ import annotations
 

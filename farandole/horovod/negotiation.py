@@ -8,7 +8,7 @@ gradients become ready.  Collectives must run in the same order on all ranks, so
    submitted the request in cache slot s with the cached signature.  An extra bit is set if the rank has nothing to
    announce.
 2. If any rank has something to announce, an all-gather sends every rank's announcement to every rank.  An announcement
-   lists the names and signatures that are not in the cache and the slots whose entries are invalid.  It also states
+   lists the names and signatures that are not in the cache, and the slots whose entries are invalid.  It also states
    whether the rank has joined and whether the rank is shutting down.
 
 A cycle returns the list of requests to execute.  The list starts with the cached requests whose bits are set in the
@@ -185,7 +185,7 @@ class Outcome:
 
     Args:
         ready: The requests to execute, in order.
-        last_joined: The last rank to join if all ranks have joined in this cycle, else None.
+        last_joined: The rank that joined last, if all ranks have now joined, else None.
         shutdown: The reason to shut down, or None.
     """
 

@@ -44,7 +44,7 @@ class HorovodInternalError(RuntimeError):
 class MismatchError(HorovodInternalError):
     """Raised if ranks submit different operations under the same name.
 
-    `hvd.elastic.run` does not catch this error, because it would recur after a restart.
+    `hvd.elastic.run` does not catch this error, because the error would recur after a restart.
     """
 
 
@@ -69,8 +69,8 @@ class Request:
         name: The name of the operation.
         signature: The properties that ranks compare.
         inputs: The tensors to read.
-        outputs: The tensors to write.  For an in-place operation, these are the inputs.  If the sizes of the results
-            depend on other ranks, the list is empty, and the engine later sets `outputs`.
+        outputs: The tensors to write.  For an in-place operation, pass `inputs`.  If the sizes of the results depend on
+            other ranks, pass an empty list; the engine later sets the attribute `outputs`.
     """
 
     __slots__ = (

@@ -102,7 +102,7 @@ def _run_command(name: str, arguments: list[str]) -> NoReturn:
 
 
 def run_script(path: str) -> None:
-    """Run a script as `python path` does: under its full name, as the module `__main__`."""
+    """Run a script as `python path` does: as the module `__main__`, with `path` as its file name."""
     sys.path[0] = os.path.dirname(os.path.realpath(path))  # the folder of a symbolic link's target
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
@@ -113,7 +113,7 @@ def run_script(path: str) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent `parent_pid` ends (Linux)."""
+    """Make the kernel kill this process when its parent `parent_pid` ends (Linux only)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

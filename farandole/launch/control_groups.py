@@ -73,7 +73,7 @@ def processor_quota() -> float | None:
 def oom_kills() -> int | None:
     """Return the number of processes in this control group that the kernel has killed for lack of memory.
 
-    The result is None if unknown.
+    The result is None if the number is unknown.
     """
     for folder in _folders("memory"):
         for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
@@ -118,6 +118,6 @@ def _read_words(path: Path) -> list[str]:
 
 
 def _read_number(path: Path) -> int | None:
-    """Return the number in a file, or None if the content is not a number, such as "max"."""
+    """Return the number in a file, or None if the content is not a number (for example, "max")."""
     words = _read_words(path)
     return int(words[0]) if words and words[0].isdecimal() else None

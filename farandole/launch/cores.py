@@ -266,7 +266,7 @@ def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Divisi
 def _lock() -> Iterator[None]:
     """Ensure that only one launcher at a time reserves cores.
 
-    Otherwise, of two jobs that start at the same time, each could reserve only some of the cores that it needs.  If
+    Otherwise, if two jobs start at the same time, each job could reserve only some of the cores that it needs.  If
     another launcher holds the lock for longer than `LOCK_S` seconds, continue without the lock.
     """
     deadline = time.monotonic() + LOCK_S

@@ -73,7 +73,7 @@ def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
         ranks: The number of ranks, or None to assign one rank to each slot.
 
     Returns:
-        The hosts that have ranks.  The `slots` of a returned host are the number of its ranks.
+        The hosts that have ranks.  The `slots` attribute of a returned host is the number of its ranks.
 
     Raises:
         LaunchError: if there are fewer slots than ranks.
@@ -96,7 +96,7 @@ def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
 
 
 def is_this_host(name: str) -> bool:
-    """Return whether `name` is a name of this host, that is, whether a process can bind a socket to its address."""
+    """Return whether `name` is a name of this host, that is, whether a socket can be bound to the address of `name`."""
     if name in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(OSError):
@@ -188,7 +188,7 @@ def parse_rendezvous(
 
 
 def find_interfaces(names: str | None) -> dict[str, str]:
-    """Return the IPv4 addresses of network interfaces, keyed by the interface's name.
+    """Return the IPv4 addresses of network interfaces, keyed by interface name.
 
     Args:
         names: The names of the interfaces ("eth0,eth1"), or None for all interfaces except the loopback interface.

@@ -64,7 +64,7 @@ def oversubscription_warning(ranks: int, cores: int) -> str | None:
 
 
 def _limits(ranks: int) -> list[tuple[int, str]]:
-    """Return upper limits for the number of ranks on this host, each with an explanation for an error message."""
+    """Return upper limits on the number of ranks on this host, each with an explanation for an error message."""
     free = control_groups.available_memory()
     need = f"{_gib(ranks * RANK_BYTES)} of memory for Python and torch alone ({RANK_BYTES >> 20} MiB each)"
     limits = [(free // RANK_BYTES, f"the ranks need {need}, but only {_gib(free)} is free")]

@@ -1,7 +1,7 @@
 """Monitor the ranks of one host, and stop them according to these rules:
 
-1. When a rank fails, the other ranks have half a second to end, because their collectives raise an error.  Then they
-   get SIGTERM, and after a few seconds SIGKILL.
+1. When a rank fails, the collectives of the other ranks raise an error.  These ranks have half a second to end.  Then
+   they get SIGTERM, and after a few seconds SIGKILL.
 2. The first signal to the launcher (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT) is forwarded to every rank once.  The ranks
    have `stop_timeout_s` seconds to save and end, by default one minute.  A second signal kills the ranks.
 3. The processes that a rank has started (data loaders, for example) end with the rank, unless the rank succeeded.
@@ -33,19 +33,19 @@ SLOW_STOP_S = 3.0
 
 
 def signals_to_handle() -> tuple[signal.Signals, ...]:
-    """Return the signals of `SIGNALS` that this process does not ignore."""
+    """Return the signals in `SIGNALS` that this process does not ignore."""
     return tuple(number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 def restore_ignored_signals() -> None:
-    """Restore Python's default handlers for the signals of `SIGNALS` that this process ignores."""
+    """Restore Python's default handlers for the signals in `SIGNALS` that this process ignores."""
     for number in set(SIGNALS).difference(signals_to_handle()):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def restored_handlers() -> Iterator[None]:
-    """Save the handlers of `SIGNALS`, and restore them after the context."""
+    """Save the handlers for the signals in `SIGNALS`, and restore the handlers when the context exits."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -57,7 +57,7 @@ def restored_handlers() -> Iterator[None]:
 class RankMonitor:
     """Monitors the ranks of one host, identified by local rank, and sends signals according to the rules above.
 
-    `global_ranks` maps local ranks to the ranks in the world, which messages name.  Call `poll` repeatedly until all
+    `global_ranks` maps each local rank to its rank in the world, for use in messages.  Call `poll` repeatedly until all
     ranks have ended, that is, until `poll` returns True.  `interrupt` may be called from a signal handler.
     """
 
@@ -135,7 +135,7 @@ class RankMonitor:
         """Return a rank's exit status, or None while the rank is running.
 
         If the rank failed, first kill the processes that it has started.  They are killed before the rank is reaped,
-        because another process group may have the same id afterwards.
+        because the kernel may then reuse the id of the process group.
         """
         if process.returncode is None and sys.platform == "linux":
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -52,7 +52,8 @@ Rendezvous = TorchVariables | Address | SameHost | NoRendezvous
 class Placement:
     """One rank: `rank` of `size` in the world, `local_rank` of `local_size` on its host.
 
-    The local numbers are None if the launcher does not provide them.  The ranks then exchange their host names.
+    `local_rank` and `local_size` are None if the launcher does not provide them.  The ranks then exchange their host
+    names.
     """
 
     launcher: str
@@ -132,7 +133,7 @@ def _required(environ: Mapping[str, str], launcher: str, name: str, other: str) 
     if number is None:
         found = f"{other}={environ[other]} is set" if other in environ else f"{other} is not set either"
         raise LaunchError(
-            f"this process seems to be a rank of {launcher}, but {name} is not set ({found}); "
+            f"this process seems to be a rank started by {launcher}, but {name} is not set ({found}); "
             f"set both to join a job, or unset both to run alone"
         )
     return number

@@ -28,7 +28,7 @@ CHECK_S = 1.0
 
 
 class LauncherRendezvous(StaticTCPRendezvous):
-    """Torch's rendezvous for a fixed number of launchers, which also reports missing hosts and publishes failures."""
+    """Torch's rendezvous for a fixed number of launchers; also reports missing hosts and publishes failures."""
 
     def __init__(self, run_id: str, config: RendezvousConfig) -> None:
         super().__init__("", config.port, config.node_rank, config.nodes, run_id, math.ceil(config.timeout_s))
@@ -104,7 +104,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
         return self.remote_failure is not None
 
     def publish_failure(self, message: str) -> None:
-        """Tell the launchers of the other hosts, with `message`, that ranks of this host have failed."""
+        """Publish `message`, which describes a failure of ranks on this host, to the launchers of the other hosts."""
         if self._config.nodes == 1 or self._store is None:
             return
         with contextlib.suppress(RuntimeError):  # the store has ended; the other launchers detect this
@@ -126,7 +126,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
 
 
 def _find_store(hosts: Sequence[str], port: int, deadline: float) -> str:
-    """Return the first host at which the store answers; polls in Python so that Ctrl-C works."""
+    """Return the first host at which the store answers; poll in Python so that Ctrl-C works."""
     while True:
         for host in hosts:
             try:

@@ -76,7 +76,7 @@ def write_report(path: str, report: ErrorReport) -> None:
 
 
 def read_report(data: dict[str, object]) -> ErrorReport | None:
-    """Return the report in a rank's error file, or None if the file contains no report by `write_report`.
+    """Return the report in a rank's error file, or None if the file contains no report written by `write_report`.
 
     Args:
         data: The content of the file, as read by torch's elastic agent.
@@ -180,7 +180,7 @@ def count(number: int, noun: str) -> str:
 
 
 def describe_slow_stop(ranks: Sequence[int], stop_timeout_s: float) -> str:
-    """Return the message about ranks that are still running some time after a signal has stopped the job.
+    """Return the message about ranks that are still running some time after a signal to stop the job.
 
     `stop_timeout_s` is the time in seconds after which the launcher kills these ranks.
     """

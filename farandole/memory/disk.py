@@ -38,7 +38,7 @@ class FileSystem:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the file system is in memory, so that offloading to it saves no memory."""
+        """Whether the file system is in memory, in which case offloading to it saves no memory."""
         return self.kind in _IN_MEMORY
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ def replace_step(optimizer: Optimizer, update: Callable[[], None]) -> None:
 
 @contextmanager
 def divided_step(optimizer: Optimizer, *, keep: bool = True) -> Iterator[Callable[[], None]]:
-    """Return a context that yields a function that runs one part of a step, for the current `param_groups`.
+    """Yield a function that runs one part of a step: an update of the parameters in the current `param_groups`.
 
     Step hooks are not called.  An optimizer may count its steps in an attribute.  Therefore each part starts with the
     attribute values from before the step, if they are numbers, strings, or containers of numbers and strings.  A tensor

@@ -325,7 +325,7 @@ class _CountRecomputed(TorchDispatchMode):
 def attention_modules(
     model: nn.Module, example: Any, dtype: torch.dtype | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """Return the name and module of each module that computes attention itself, not in a submodule.
+    """Return a pair (name, module) for each module that computes attention itself, not in a submodule.
 
     A module computes attention if it calls torch's scaled dot-product attention, or batched matrix products with a
     softmax, which may be a separate module.  `dtype` has the same meaning as in `fake_model`.

@@ -228,7 +228,7 @@ class _Extent(Record):
 
 
 class _DiskTransfer(Transfer):
-    """A transfer in several parts, whose offsets in the record are `parts`.
+    """A transfer in several parts; `parts` contains the offset of each part in the record.
 
     The threads that call `work` divide the parts among themselves.
     """

@@ -61,9 +61,9 @@ class OffloadedOptimizer:
             written as a whole.
         open_stream: a function that returns a stream of records with the given sizes in bytes: `host_records`, or
             `partial(disk_records, folder)`.
-        weights: if true, the records also contain the shards' values, and the model computes with other copies.
-            Between steps, the shards are then NaN and use no memory; their gradients can be set at any time.  If false,
-            values stay in memory and only the state is offloaded.
+        weights: if true, the records also contain the shards' values, and the model computes with separate copies of
+            the values.  Between steps, the shards are then NaN and use no memory; their gradients can be set at any
+            time.  If false, values stay in memory and only the state is offloaded.
 
     Raises:
         OffloadError: if the optimizer's state is neither one number per element nor one number per shard, or if there
@@ -292,7 +292,7 @@ class OffloadedOptimizer:
 
 
 class UnitReader:
-    """Reads units of `optimizer` between two steps; consecutive units are prefetched."""
+    """Reads units of `optimizer` between two steps, and prefetches the units that follow the last one read."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer = optimizer
@@ -313,7 +313,7 @@ class UnitReader:
         return self._states
 
     def close(self) -> None:
-        """Release the last unit's buffer; `states` may still be called."""
+        """Release the buffer of the unit read last; `states` may be called again afterwards."""
         if self._visit is not None:
             self._visit.close()  # type: ignore[attr-defined]
         self._visit, self._unit, self._states = None, -1, []
@@ -346,7 +346,7 @@ class _ShardLayout:
 def _lay_out(
     shards: Sequence[nn.Parameter], kept: Sequence[Mapping[str, torch.dtype]], weights: bool
 ) -> tuple[list[_ShardLayout], int]:
-    """Return the layouts of `shards` and the record size in bytes; `kept` are the dtypes of each shard's states."""
+    """Return the layouts of `shards` and the record size in bytes; `kept` contains each shard's state dtypes."""
     end = 0
 
     def place(numel: int, dtype: torch.dtype) -> _Place:

@@ -167,10 +167,10 @@ class Option(NamedTuple):
 def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield choices of blocks to recompute, in order of increasing savings.
 
-    A choice is a pair: the reduction in bytes, and the mode of each recomputed block.  Consecutive choices differ in
-    one block, namely by the change that saves the most bytes per additional operation.  This is the greedy solution of
-    a knapsack problem in which a block can be recomputed partly or entirely.  In case of a tie, the earlier block is
-    recomputed first, because its activations would otherwise be kept for the longest time.
+    A choice is a pair: the reduction in bytes, and the mode of each recomputed block.  Each choice changes the mode
+    of one block in the previous choice.  This change saves the most bytes per additional operation.  The result is the
+    greedy solution of a knapsack problem in which a block can be recomputed partly or entirely.  In case of a tie, the
+    earlier block is recomputed first, because its activations would otherwise be kept for the longest time.
 
     Args:
         blocks: The options for each block, keyed by mode.

@@ -6,10 +6,10 @@ products are called again.  Korthikanti et al. (2022, "Reducing Activation Recom
 recompute only attention; Chen et al. (2016, section 4.2) recompute everything except convolutions.
 
 PyTorch has similar modes (`create_selective_checkpoint_contexts`), with three differences.  Here, after a module's
-first recomputation, outputs that no recomputation has reached are no longer kept (in a block x + f(x), the output of
-the last product of f).  An output that is overwritten in place is recomputed, whereas PyTorch raises an error in the
-backward pass.  Products with dropout are never kept, because skipping them would shift the random numbers of later
-operations.
+first recomputation, outputs that no recomputation has reached are no longer kept (for example, in a block x + f(x),
+the output of the last product of f).  An output that is overwritten in place is recomputed, whereas PyTorch raises an
+error in the backward pass.  Outputs of products with dropout are never kept, because skipping these products would
+shift the random numbers of later operations.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class RecomputeWrapper:
     """Recomputes calls to a module in the backward pass, except for the products in `KEPT_PRODUCTS[mode]`.
 
     This class extends PyTorch's checkpointing.  Tensors in nested arguments are treated as saved tensors.  A
-    recomputation starts from the buffers of the forward pass and does not change them again.  Products can be kept.  If
-    a module changes its input, an error names the module.
+    recomputation starts from the buffers of the forward pass and does not change them again.  Outputs of products can
+    be kept.  If a module changes its input, an error names the module.
     """
 
     def __init__(self, name: str, mode: str) -> None:
@@ -235,7 +235,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Keep(_Mode):
-    """The dispatch mode for the forward pass, which keeps the outputs of matrix products."""
+    """A dispatch mode that keeps the outputs of matrix products in the forward pass."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -253,7 +253,7 @@ class _Keep(_Mode):
 
 
 class _Replay(_Mode):
-    """The dispatch mode for the recomputation, which returns kept outputs."""
+    """A dispatch mode that returns the kept outputs in the recomputation."""
 
     def __enter__(self) -> _Replay:
         self.count = 0  # every backward pass over a retained graph reuses this mode
@@ -278,7 +278,7 @@ class _Replay(_Mode):
 
 
 def _aliases(output: Any) -> Any:
-    """Return new tensors that share the memory of `output`, so that autograd can attach a graph."""
+    """Return new tensors that share the memory of `output`, so that autograd can attach a graph to them."""
     return tree_map_only(Tensor, Tensor.detach, output)
 
 

@@ -68,7 +68,7 @@ class RecordStream:
     Only one thread at a time may use a stream.  A failed read raises `OffloadError` in the call that waits for the
     record.  A failed write raises `OffloadError` in every later `read` and `flush`, because the store is incomplete.
 
-    `waited_s` is the total time in seconds that the caller has waited for the disk.  The stream closes its store.
+    `waited_s` is the total time in seconds that the caller has waited for the disk.  `close` also closes the store.
 
     Raises:
         ValueError: if `buffers` is less than 2.

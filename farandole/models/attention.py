@@ -1,4 +1,4 @@
-"""Compute attention with grouped heads, masks, windows and biases, with the fastest implementation for the device.
+"""Compute attention with grouped heads, masks, windows and biases, using the fastest implementation for the device.
 
 `torch.nn.functional.scaled_dot_product_attention` (SDPA) is almost always fastest.  There are three exceptions on a
 CPU:
@@ -139,7 +139,7 @@ def masked_attention(
 
 
 def _added(query: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None) -> Tensor:
-    """Combine the mask and the bias into one tensor that is added to the scores, and broadcasts to their shape."""
+    """Combine the mask and the bias into one tensor, which is broadcast and added to the scores."""
     added = query.new_zeros(1, 1, 1, 1) if bias is None else bias.to(query.dtype)
     if mask is not None:
         return added.masked_fill(~mask, float("-inf"))

@@ -195,7 +195,7 @@ class MaskedTokenHead(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """Classifies a sequence by its first position, with a tanh pooling layer, dropout and a linear layer."""
+    """Classifies a sequence from the output at its first position, with tanh pooling, dropout and a linear layer."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -252,8 +252,8 @@ def build_bert(config: BERTConfig, seed: int | None = None) -> BERT:
     """Return a BERT model on torch's default device.
 
     Args:
-        seed: the seed for the initial weights, drawn by default from torch's global generator.  Unused on the meta
-            device.
+        seed: the seed for the initial weights, by default a seed drawn from torch's global generator.  Unused on the
+            meta device.
     """
     device = torch.get_default_device()
     with meta_device():  # skips torch's default initialization
@@ -279,7 +279,7 @@ def block_generator(seed: int, index: int) -> torch.Generator:
 
 @torch.no_grad()
 def initialize(block: nn.Module, generator: torch.Generator) -> None:
-    """Initialize one block: normal weights with standard deviation 0.02, zero biases, and identity normalization.
+    """Initialize one block: weights drawn from N(0, 0.02^2), zero biases, and identity normalizations.
 
     Random numbers are drawn in fp32 on the generator's device, so the weights do not depend on the block's device or
     dtype.  The `weight` of a `MaskedTokenHead` is not changed, because it is the token embedding's weight.

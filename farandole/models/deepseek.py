@@ -1,8 +1,9 @@
 """DeepSeek-V3: multi-head latent attention, mixtures of experts with a shared expert, and multi-token prediction.
 
-DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report".  Queries, keys and values are expanded from low-rank latent vectors.
-Each query and key head has a part without positions and a part with rotary positions.  All heads share the rotary part
-of the key.  The first layers are dense, and the others have a mixture of experts (`moe.GroupedRouter`).
+The model follows DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report".  Queries, keys and values are expanded from
+low-rank latent vectors.  Each query and key head has a part without positions and a part with rotary positions.  All
+heads share the rotary part of the key.  The first layers are dense, and the others have a mixture of experts
+(`moe.GroupedRouter`).
 
 With `predicted` > 0, the head has modules that predict additional tokens during training (section 2.2 of the report).
 Module k combines the hidden state at position i with the embedding of token i + k, runs one more layer, and predicts
@@ -41,12 +42,12 @@ class DeepSeekConfig:
     Args:
         inner: the feed-forward width in dense layers.
         query_rank, kv_rank: the widths of the latent vectors; query_rank=0 projects queries directly.
-        plain_width: the width of the part of each query and key head that has no positions.
+        plain_width: the width of the part without positions in each query and key head.
         rotary: the rotary positions of the other part.
         value_width: the width of a value head.
         dense: the number of dense layers at the start.
         experts, top, groups, top_groups, normalized, route_scale: the options of `moe.GroupedRouter`.
-        shared: the number of shared experts, which form one network with `shared` times the width.
+        shared: the number of shared experts, which form one network of width `shared` * `expert_inner`.
         expert_inner: the width of an expert.
         attention_scale: a factor applied to the attention scores in addition to 1 / sqrt(head width).
         predicted: the number of modules that predict additional tokens.
@@ -191,9 +192,9 @@ class PredictionHead(Head):
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
         """Return the logits, or with `targets` the summed loss and the number of targets.
 
-        The target at position i is token i + 1, so `targets` also contain the tokens that the modules embed.  The
-        targets of module k are `targets`, shifted by k positions within each document.  This module has fewer targets
-        than the next-token loss.  Its summed loss is therefore scaled to the number of next-token targets.
+        The target at position i is token i + 1, so `targets` also contains the tokens that the modules embed.  The
+        targets of module k are `targets`, shifted by k positions within each document.  Module k has fewer targets than
+        the next-token loss, so its summed loss is scaled to the number of next-token targets.
         """
         if targets is None or not self.predictions:
             return super().forward(x, info, targets)

@@ -67,7 +67,7 @@ def generate(
 
 
 def _last_position(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Keep only the last position of an input (batch, positions, width), as a forward pre-hook of the head.
+    """Return only the last position of the head's input (batch, positions, width); a forward pre-hook.
 
     An input (tokens, width) is not changed, because its tokens are split over processes, and another process may have
     the last token.

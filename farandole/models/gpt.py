@@ -48,7 +48,7 @@ class GPTConfig:
         tied: whether the head shares the token embedding.
 
     Raises:
-        ValueError: if `width` is not a multiple of `heads`, or of twice `heads` with rotary positions.
+        ValueError: if `width` is not a multiple of `heads` or, with rotary positions, of twice `heads`.
     """
 
     vocabulary: int

@@ -52,7 +52,7 @@ class GPTJConfig:
 
 
 class ParallelBlock(nn.Module):
-    """One layer with parallel attention and feed-forward network.
+    """One layer, which computes attention and a feed-forward network in parallel.
 
     Both are applied to the normalized input, and both outputs are added to the input.
     """

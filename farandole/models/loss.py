@@ -1,7 +1,7 @@
 """Compute cross-entropy over a vocabulary in chunks.
 
 `F.cross_entropy` writes and reads fp32 log-probabilities for the whole batch, in the forward pass and again in the
-backward pass.  For 2,048 positions and a vocabulary of 4,096, these are four passes over 32 MiB.  This implementation
+backward pass.  For 2,048 positions and a vocabulary of 4,096, this takes four passes over 32 MiB.  This implementation
 computes the loss and its gradient together, for chunks of rows that fit in the cache, and stores the gradient in the
 logits' dtype.  On a CPU, it takes half the time and a third of the memory, with the same result.
 """
@@ -140,7 +140,7 @@ class VocabularyShard:
         return places.masked_fill(outside, 0), outside
 
     def softmax_statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithms of the softmax denominators and the logits of the targets, both of shape (rows).
+        """Return the logarithm of each row's softmax denominator and the logit of its target, both of shape (rows).
 
         `logits` are the logits of this process's shard.  The results cover all shards.
         """

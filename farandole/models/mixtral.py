@@ -1,4 +1,4 @@
-"""Mixtral: a Llama with mixtures of experts as feed-forward networks (Jiang et al., 2024, "Mixtral of Experts")."""
+"""Mixtral: Llama with mixtures of experts as feed-forward networks (Jiang et al., 2024, "Mixtral of Experts")."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MixtralConfig(LlamaConfig):
     Args:
         experts: the number of experts per layer.  Each expert is a feed-forward network of width `inner`.
         top: the number of experts that process each token.
-        jitter: the noise of the router's input during training; see `moe.TopKRouter`.
+        jitter: the amplitude of the noise on the router's input during training; see `moe.TopKRouter`.
         balance: how routers balance the load of their experts.
     """
 

@@ -112,7 +112,7 @@ class Router(nn.Module):
     def counts_load(self) -> bool:
         """Return whether a forward pass would now add to `load`.
 
-        The result is true in training mode, except for a recomputation in a backward pass.
+        The result is true in training mode, except during a recomputation in a backward pass.
         """
         return self.training and torch._C._current_graph_task_id() == -1
 
@@ -121,7 +121,8 @@ class TopKRouter(Router):
     """Selects the `top` experts with the highest probabilities, and normalizes their weights to sum to 1 (Mixtral).
 
     Args:
-        jitter: the noise during training.  The input is multiplied by random numbers in [1 - jitter, 1 + jitter].
+        jitter: the amplitude of the noise during training.  The input is multiplied by random numbers in
+            [1 - jitter, 1 + jitter].
     """
 
     def __init__(self, width: int, experts: int, top: int, jitter: float = 0.0) -> None:
@@ -139,10 +140,10 @@ class TopKRouter(Router):
 
 
 class GroupedRouter(Router):
-    """Selects experts from the best groups, and balances their load with a bias instead of an auxiliary loss.
+    """Selects experts from the best groups, and balances the experts' load with a bias instead of an auxiliary loss.
 
-    An expert's score is a sigmoid.  A bias, which `balance` adapts, affects the selection of experts but not their
-    weights (DeepSeek-V3, 2024, section 2.1.2).
+    An expert's score is the sigmoid of its logit.  A bias, which `balance` adapts, affects the selection of
+    experts but not their weights (DeepSeek-V3, 2024, section 2.1.2).
 
     Args:
         groups: the number of expert groups.
@@ -171,7 +172,7 @@ class GroupedRouter(Router):
         super().__init__(width, experts, top)
         if experts % groups or top_groups > groups or top > experts // groups * top_groups:
             raise ValueError(
-                "expected experts to be a multiple of groups, top_groups <= groups and "
+                "expected a number of experts that is a multiple of groups, top_groups <= groups, and "
                 f"top <= experts / groups * top_groups, got experts={experts}, groups={groups}, "
                 f"top_groups={top_groups}, top={top}"
             )
@@ -205,7 +206,7 @@ class GroupedRouter(Router):
 
     @torch.no_grad()
     def balance(self, load: Tensor, speed: float = 1e-3) -> None:
-        """Adapt the biases to the load: add `speed` for experts below the mean load, and subtract it above the mean.
+        """Adapt the biases: add `speed` for experts below the mean load, and subtract `speed` for experts above it.
 
         Args:
             load: the number of tokens per expert on all processes since the last call.

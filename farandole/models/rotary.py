@@ -1,8 +1,8 @@
 """Compute rotary position embeddings (Su et al., 2021, "RoFormer").
 
 Pairs of values in each head are rotated by the position times a frequency, so the product of a query and a key depends
-only on their distance.  Value i is paired with value i + width / 2, as in GPT-NeoX and Llama.  If `interleaved`, value
-2 i is paired with value 2 i + 1, as in the paper and GPT-J.
+on their distance, but not on their absolute positions.  Value i is paired with value i + width / 2, as in GPT-NeoX and
+Llama.  If `interleaved` is true, value 2 i is paired with value 2 i + 1, as in the paper and GPT-J.
 
 Scalings extend a model to sequences that are longer than its training sequences:
 
@@ -13,9 +13,8 @@ Scalings extend a model to sequences that are longer than its training sequences
     longrope  each frequency is divided by its own factor, with different factors for sequences longer than the
               training sequences (Ding et al., 2024, "LongRoPE")
 
-The length for `dynamic` and `longrope` is that of the longest sequence or packed document in the batch, as in
-transformers.  In transformers, the frequencies for `dynamic` also depend on earlier, longer batches.  Here, they do
-not.
+As in transformers, `dynamic` and `longrope` use the length of the longest sequence or packed document in the batch.
+Unlike in transformers, the frequencies for `dynamic` do not depend on earlier, longer batches.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Rotary:
         original: the maximum number of training positions before the extension.
         slow, fast: the ends of the ramp, as numbers of rotations over `original` positions.  Pairs with at most `slow`
             rotations are fully scaled, and pairs with at least `fast` rotations are kept.  The configuration names are
-            `beta_slow` and `beta_fast` for `yarn`, `low_freq_factor` and `high_freq_factor` for `llama3`.
+            `beta_slow` and `beta_fast` for `yarn`, and `low_freq_factor` and `high_freq_factor` for `llama3`.
         magnitude: the factor applied to sines and cosines.
         truncate: whether `yarn` rounds the ends of its ramp to whole pairs.
         short_factors, long_factors: one factor per pair, for `longrope`.  `short_factors` apply to sequences with at
@@ -138,7 +137,7 @@ class Rotary:
         return frequencies
 
     def _pair_with(self, rotations: float) -> float:
-        """Return the index (a fraction) of the pair that completes `rotations` rotations over `original` positions."""
+        """Return the fractional index of the pair that completes `rotations` rotations over `original` positions."""
         return self.width * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
 

@@ -2,10 +2,10 @@
 
 A router's loss keeps the load of experts balanced, or the logits small.  The loss is attached to the output of the
 mixture of experts: the output does not change, but the backward pass also propagates through the router's loss.
-Therefore, blocks need no additional outputs, even if they are recomputed.  The incoming gradient of a router's loss is
-that of the model's summed loss, and is known when the backward pass begins at the head.  If the blocks are divided into
-stages, each stage passes the sum so far to the next stage (`continue_from`, `pass_on`).  In the backward pass, the
-stage first receives the gradient of this sum.
+Therefore, blocks need no additional outputs, even if they are recomputed.  The incoming gradient of a router's loss
+equals the incoming gradient of the model's summed loss, and is known when the backward pass begins at the head.  If the
+blocks are divided into stages, each stage passes the sum so far to the next stage (`continue_from`, `pass_on`).  In the
+backward pass, the stage first receives the gradient of this sum.
 
 A sequence's loss is averaged over the positions, and its weight is the number of targets.  The losses are therefore
 equal for any distribution of sequences over micro-batches and processes.
@@ -37,14 +37,14 @@ class RouterLosses:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Return the number of positions without padding in each sequence."""
+        """Return the number of positions in each sequence, not counting padding."""
         documents = self._documents
         real = torch.ones_like(self._targets) if documents is None else (documents >= 0).long()
         return real.sum(1).clamp(min=1)
 
     @cached_property
     def weights(self) -> Tensor:
-        """Return the weight of each sequence: the number of targets per position without padding."""
+        """Return the weight of each sequence: the number of targets divided by the sequence's length in `lengths`."""
         return (self._targets >= 0).sum(1) / self.lengths
 
     def attach(self, hidden: Tensor, loss: Tensor, copies: int = 1) -> Tensor:

@@ -64,7 +64,7 @@ class Status(IntEnum):
 
 
 class Operation(IntEnum):
-    """The number of an operation in the C core."""
+    """The codes of the operations in the C core."""
 
     NOTHING = 0
     ALL_REDUCE = 1
@@ -123,7 +123,7 @@ class Call(ctypes.Structure):
 
 
 class Failure(ctypes.Structure):
-    """`struct frd_failure`: why a group failed."""
+    """`struct frd_failure`: the reason for a group's failure."""
 
     _fields_ = [
         ("status", c_uint32),
@@ -275,7 +275,7 @@ def vector_level() -> VectorLevel:
 
 
 def raise_pending_interrupt() -> None:
-    """Raise the exception of a signal handler that ran while the core waited.
+    """Raise the exception that a Python signal handler raised while the core waited.
 
     Call this function after `Status.INTERRUPTED`.
     """

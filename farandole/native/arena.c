@@ -18,7 +18,7 @@
 #include "internal.h"
 
 #define PAGE ((size_t)4096)
-#define KEPT_BYTES ((size_t)1 << 26) /* of freed buffers that keep their pages */
+#define KEPT_BYTES ((size_t)1 << 26) /* maximum total size of freed buffers that keep their pages */
 
 struct extent {
     size_t offset, bytes;
@@ -36,8 +36,8 @@ static struct {
     size_t bytes, used;
     struct extents free;
     struct extents held;  /* freed while `holds` > 0 */
-    struct extents given; /* by frd_alloc: sizes by offset */
-    struct extents kept;  /* freed by frd_free with their pages, the oldest first */
+    struct extents given; /* allocated by frd_alloc; contains the size at each offset */
+    struct extents kept;  /* freed by frd_free, but with their pages kept; oldest first */
     size_t kept_bytes;
     int holds;
 } arena = {.lock = PTHREAD_MUTEX_INITIALIZER};
@@ -190,7 +190,7 @@ static void keep(struct extent x)
     release_kept(KEPT_BYTES);
 }
 
-/* Takes the latest kept extent that fits and is not much too large; returns size 0 if there is none. */
+/* Takes the latest kept extent that is large enough but not much too large; returns an extent of size 0 if none is. */
 static struct extent take_kept(size_t bytes)
 {
     for (int i = arena.kept.count - 1; i >= 0; i--) {

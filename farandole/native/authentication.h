@@ -7,7 +7,7 @@
 
 #define PROOF_BYTES 32
 
-/* HMAC-SHA256 of `bytes` of `data` under a key of FRD_KEY_BYTES. */
+/* HMAC-SHA256 of `bytes` bytes of `data` under a key of FRD_KEY_BYTES. */
 void hmac_sha256(const unsigned char *key, const void *data, size_t bytes, unsigned char proof[PROOF_BYTES]);
 
 /* Compares two proofs in constant time. */

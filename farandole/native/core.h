@@ -5,9 +5,9 @@
  *
  *     arena      this process's shared memory, which every other process of the host maps once
  *     endpoint   this process's connection to the other processes of a job: their arenas, TCP, progress
- *     group      a communicator: some processes of an endpoint, their collectives and messages
+ *     group      a communicator: a subset of the endpoint's processes, with its collectives and messages
  *
- * A group runs one collective at a time (the caller keeps the order).  Collectives of different groups and
+ * A group runs one collective at a time (the caller serializes the calls).  Collectives of different groups and
  * point-to-point operations of any group may run concurrently on any thread.
  */
 #ifndef FARANDOLE_CORE_H
@@ -50,7 +50,7 @@ enum frd_status {
 #define FRD_SILENCE_S 15.0
 enum frd_vector_level { FRD_PLAIN, FRD_AVX2, FRD_AVX512 };
 
-/* The call that a rank announces.  One cache line; ranks compare it before they use any data. */
+/* The call that a rank announces.  One cache line; ranks compare their calls before they use any data. */
 struct frd_call {
     uint64_t index;      /* number of collectives that this rank has started in this group */
     uint32_t operation;  /* frd_operation */
@@ -64,12 +64,12 @@ struct frd_call {
     uint64_t target;     /* address, in this process, of an arena tensor that other ranks may write; 0: none */
 };
 
-/* Why a group failed: written once, by the first rank that detects the failure, and read by all other ranks. */
+/* The cause of a group's failure: written once, by the first rank that detects the failure, and read by all others. */
 struct frd_failure {
     uint32_t status;     /* frd_status */
     int32_t culprit;     /* rank in the group */
     int32_t reporter;    /* likewise */
-    int32_t missing;     /* FRD_LATE: how many ranks had not arrived */
+    int32_t missing;     /* FRD_LATE: the number of ranks that had not arrived */
     struct frd_call culprit_call;  /* the last call that the culprit made */
     struct frd_call reporter_call;
     char note[FRD_NOTE_BYTES];     /* the reason that the culprit has written, if any */
@@ -80,7 +80,7 @@ struct frd_group;
 struct frd_message;  /* a pending point-to-point operation */
 
 int frd_abi(void);
-int frd_vector_level(void);          /* the highest level of this processor */
+int frd_vector_level(void);          /* the highest level that this processor supports */
 int frd_use_vector_level(int level); /* for tests: lower the level; returns the level in use */
 /* out = a op b on the calling thread; out may be a or b */
 int frd_combine(void *out, const void *a, const void *b, size_t count, int type, int op);
@@ -104,11 +104,12 @@ size_t frd_arena_used(void);           /* bytes in use by tensors, groups and me
  * group, it adds the arena of each process of this host and the address of each process of another host. */
 struct frd_endpoint *frd_endpoint_open(int rank, int ranks);
 uint64_t frd_endpoint_block(struct frd_endpoint *);   /* offset of the endpoint's block in this process's arena */
-/* Add a process of this host (including this one).  `descriptor` refers to the process's arena, and the caller closes
- * it.  `block` is the offset of the process's block in the arena.  Returns 0 or the errno of a failed system call. */
+/* Add a process of this host, which may be this process.  `descriptor` refers to the process's arena; the caller closes
+ * the descriptor.  `block` is the offset of the process's block in the arena.  Returns 0 or the errno of a failed
+ * system call. */
 int frd_endpoint_add(struct frd_endpoint *, int rank, int descriptor, size_t bytes, uint64_t block, int64_t pid);
 void frd_endpoint_close(struct frd_endpoint *);       /* after all its groups */
-void frd_endpoint_forked(struct frd_endpoint *);      /* in a forked child (one thread): closes its sockets */
+void frd_endpoint_forked(struct frd_endpoint *);      /* in a forked child (one thread): closes inherited sockets */
 
 /* Connect to processes of other hosts over TCP.  The endpoint takes ownership of `listener`, a listening socket.  `own`
  * is the source address of connections.  `key` is a secret of FRD_KEY_BYTES shared by the processes of the job.
@@ -116,23 +117,24 @@ void frd_endpoint_forked(struct frd_endpoint *);      /* in a forked child (one 
 int frd_tcp_open(struct frd_endpoint *, int listener, const void *own, size_t own_bytes,
                  const unsigned char *key, double timeout);
 int frd_tcp_add(struct frd_endpoint *, int rank, const void *address, size_t bytes);
-int frd_tcp_start(struct frd_endpoint *);             /* after all addresses */
+int frd_tcp_start(struct frd_endpoint *);             /* after all addresses are added */
 
 /* ---- groups ---- */
 
 /* Reserve this process's part of a group in its arena. */
 uint64_t frd_group_reserve(void);
 void frd_group_unreserve(uint64_t block);             /* of a group that was not opened */
-/* `members` are ranks of the endpoint, `blocks` the memory reserved by each member on this host.  `context` differs
- * between any two groups that have two processes in common.  Failures do not break the group with context 0. */
+/* `members` contains ranks of the endpoint.  `blocks` contains the offset of the memory that each member on this host
+ * has reserved.  `context` differs between any two groups that have two processes in common.  Failures do not break the
+ * group with context 0. */
 struct frd_group *frd_group_open(struct frd_endpoint *, uint64_t context, int rank, int ranks, const int *members,
                                  const uint64_t *blocks);
 void frd_leave(struct frd_group *, const char *note);  /* notifies the other ranks; keeps the memory */
 void frd_give_up(struct frd_group *);                  /* pending calls of this process return FRD_LEFT */
 void frd_close(struct frd_group *);                    /* no call may be pending */
 void frd_set_timeout(struct frd_group *, double seconds);
-/* Set a function that a waiting rank calls after 4 s and whenever the wait has doubled.  It is called without the
- * interpreter lock. */
+/* Set a function that a waiting rank calls after 4 s, and then each time the wait has doubled.  The function is called
+ * without the interpreter lock. */
 void frd_set_stall_warning(struct frd_group *, void (*)(double waited, double timeout));
 void frd_get_failure(struct frd_group *, struct frd_failure *);
 void frd_get_call(struct frd_group *, int local_rank, struct frd_call *);
@@ -149,13 +151,14 @@ void frd_undeclare(struct frd_group *);
 
 /* Collectives among the ranks of a group on this host.  Flags: FRD_BACKGROUND sleeps early while waiting,
  * FRD_MAIN_THREAD handles signals while waiting, FRD_TRY makes frd_message_wait return FRD_PENDING at the timeout
- * without breaking the group.  Counts are elements. */
+ * without breaking the group.  Counts are in elements. */
 enum frd_flags { FRD_BACKGROUND = 1, FRD_MAIN_THREAD = 2, FRD_TRY = 4 };
 int frd_barrier(struct frd_group *, int flags);
 int frd_all_reduce(struct frd_group *, void *data, size_t count, int type, int op, int flags);
 int frd_all_reduce_to(struct frd_group *, const void *in, void *out, size_t count, int type, int op, int flags);
 int frd_reduce(struct frd_group *, void *data, size_t count, int type, int op, int root, int flags);
-/* out = reduction of the values of ranks 0 to this rank; `exclusive` excludes this rank (rank 0 keeps its out) */
+/* out = reduction of the values of the ranks from 0 to this rank; `exclusive` excludes this rank, so rank 0's out is
+ * unchanged */
 int frd_scan(struct frd_group *, const void *in, void *out, size_t count, int type, int op, int exclusive, int flags);
 /* in[d] has counts[d] elements for rank d */
 int frd_reduce_scatter(struct frd_group *, const void *const *in, const size_t *counts, void *out, int type,
@@ -170,14 +173,14 @@ int frd_scatter(struct frd_group *, const void *const *in, void *out, size_t cou
 int frd_all_to_all(struct frd_group *, const void *const *in, const size_t *in_counts, void *const *out,
                    const size_t *out_counts, int type, int flags);
 
-/* The same on one contiguous tensor of equal parts of `count` elements, with fewer arguments to prepare. */
+/* The same collectives for one contiguous tensor with parts of `count` elements; fewer arguments must be prepared. */
 int frd_reduce_scatter_even(struct frd_group *, const void *in, void *out, size_t count, int type, int op,
                             int flags);
 int frd_all_gather_even(struct frd_group *, const void *in, void *out, size_t count, int type, int flags);
 int frd_all_to_all_even(struct frd_group *, const void *in, void *out, size_t count, int type, int flags);
 
 /* Point-to-point: post, then test or wait.  `peer` -1 receives from any rank.  Tags below 0 are reserved for
- * collectives.  Posting returns a message; NULL if a send is already complete; or, on failure, a status below
+ * collectives.  Posting returns a message, or NULL if a send is already complete, or, on failure, a status below
  * FRD_LAST_STATUS as a pointer.  Test and wait return status | source << 8; unless the status is FRD_PENDING, they free
  * the message. */
 #define FRD_LAST_STATUS 64
@@ -190,7 +193,8 @@ int frd_send(struct frd_group *, const void *data, size_t bytes, int type, int p
 int frd_recv(struct frd_group *, void *data, size_t bytes, int type, int peer, int tag, int flags);
 void frd_message_cancel(struct frd_group *, struct frd_message *); /* breaks the group if the transfer has started */
 
-/* Calls of a work queue, whose thread runs the calls that no other thread takes first.  Independent of groups. */
+/* Tickets of a work queue's calls.  The queue's thread runs the calls that no other thread takes.  Independent of
+ * groups. */
 struct frd_tickets;
 struct frd_tickets *frd_tickets_new(void); /* NULL: out of memory or descriptors */
 void frd_tickets_free(struct frd_tickets *);
@@ -199,8 +203,9 @@ void frd_tickets_take(struct frd_tickets *);
 void frd_tickets_close(struct frd_tickets *);
 int frd_tickets_wait(struct frd_tickets *); /* 1: a ticket has been open for a while; 0: closed, no ticket is open */
 
-/* Compression of fp32.  `type` is the element type of a message: bf16, fp16 or int8.  An int8 message starts with a
- * scale in fp32, amax / 127, for each `block` of values; the codes follow.  See codecs.h.  Independent of groups. */
+/* Compression of fp32.  `type` is the element type of a message: bf16, fp16 or int8.  An int8 message starts with
+ * one fp32 scale, amax / 127, for each block of `block` values; the codes follow.  See codecs.h.  Independent of
+ * groups. */
 int frd_encode(int type, const float *x, float factor, float *residual, void *message, float *decoded, size_t count,
                size_t block);
 int frd_decode(int type, const void *message, float *x, float factor, size_t count, size_t block);
@@ -212,8 +217,8 @@ void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t col
 
 /* Generation: the product out = x weight^T + bias, where `type` is the type of the packed weight; normalization,
  * activation and rotation of fp32 or bf16 values; and attention of single queries over stored blocks of keys and values
- * (inference.h).  Each row of a result depends on its own inputs only, and is summed in a fixed order.  For int8
- * weights, each row of x is rounded to int16 with its own factor.  Normalization and rotation may be in place. */
+ * (inference.h).  Each row of a result depends only on its own inputs, and its sums are computed in a fixed order.  For
+ * int8 weights, each row of x is rounded to int16 with its own factor.  Normalization and rotation may be in place. */
 enum { FRD_WEIGHTS_F32, FRD_WEIGHTS_BF16, FRD_WEIGHTS_INT8 };
 size_t frd_packed_size(size_t outputs, size_t inputs, int type);
 void frd_pack(void *packed, const void *weight, size_t outputs, size_t inputs, int type);
@@ -230,7 +235,7 @@ int frd_attend(float *out, const float *query, const void *keys, const void *val
                const int64_t *positions, size_t queries, size_t heads, size_t kv_heads, size_t width, size_t value_width,
                size_t block_length, size_t table_width, int64_t query_stride, int64_t head_stride, int64_t window,
                float scale, int is_bf16, int threads);
-/* Stores a key and a value per row and head.  `strides`: `key` by row and by head, then `value` by row and by head. */
+/* Stores a key and a value per row and head.  `strides`: of `key` per row and per head, then of `value`. */
 void frd_store(void *keys, void *values, const void *key, const void *value, const int32_t *table,
                const int64_t *positions, size_t rows, size_t kv_heads, size_t width, size_t value_width,
                size_t block_length, size_t table_width, const int64_t strides[4], int is_bf16);
@@ -239,7 +244,7 @@ void frd_store(void *keys, void *values, const void *key, const void *value, con
  * and the stored keys and values are fp32. */
 struct frd_matrix {
     const void *packed;         /* see frd_pack */
-    const float *scales, *bias; /* (outputs); scales of int8 weights; bias or NULL */
+    const float *scales, *bias; /* (outputs) each: the scales of int8 weights, and the bias or NULL */
     int type;
 };
 struct frd_layer {
@@ -247,7 +252,7 @@ struct frd_layer {
     const float *norm_query, *norm_key;              /* (head width), or NULL */
     struct frd_matrix qkv, out, gate_up, down;
     void *keys, *values; /* see frd_attend */
-    int64_t window;      /* how many of the most recent positions a query attends to; 0: all */
+    int64_t window;      /* number of most recent positions that a query attends to; 0: all */
 };
 struct frd_decoder {
     const struct frd_layer *layers;
@@ -256,7 +261,7 @@ struct frd_decoder {
     struct frd_matrix head;
     const float *cosine, *sine; /* (positions, head width / 2) */
     float epsilon, scale;
-    int is_bf16; /* whether stored keys and values are bf16, else fp32 */
+    int is_bf16; /* 1: stored keys and values are bf16; 0: fp32 */
 };
 /* The tokens of a step, one per row. */
 struct frd_step {

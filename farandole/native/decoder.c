@@ -1,8 +1,8 @@
 /* One step of a decoder with RMS normalization, rotary positions and a gated feed-forward network (Llama, Mistral,
  * Qwen), in one parallel region.
  *
- * Hidden states and activations are fp32.  The kernels are those of `inference.c`, so each row of a result depends on its
- * own token and sequence only.
+ * Hidden states and activations are fp32.  The kernels come from `inference.c`, so each row of a result depends only on
+ * its own token and sequence.
  */
 #include <string.h>
 

@@ -174,7 +174,7 @@ char *memory_of(const struct peer *peer, uint64_t address, size_t bytes)
 /* ---- staging slots ----
  *
  * A slot belongs to this process.  It may serve a call of group g
- *     - if g used it last, by the rule of phases;
+ *     - if g used it last: the rule in internal.h makes this safe;
  *     - if no group has used it, or its last group is closed;
  *     - if every peer in the slot's last group has published, after the slot's last staged call, that the peer has
  *       finished reading.

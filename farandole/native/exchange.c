@@ -265,8 +265,8 @@ int frd_scatter(struct frd_group *g, const void *const *in, void *out, size_t co
     return status;
 }
 
-/* The numbers of elements that a rank sends to each rank and expects from each rank, and the addresses of these parts
- * if they are in shared memory.  Up to SMALL_BYTES bytes of values follow. */
+/* The numbers of elements that a rank sends to each rank and expects from each rank, and the addresses of the parts
+ * that are in shared memory.  Up to SMALL_BYTES bytes of values follow. */
 struct table {
     uint64_t *sends, *receives, *sources, *targets;
     char *values;

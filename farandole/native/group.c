@@ -7,7 +7,7 @@
 
 int frd_abi(void) { return FRD_ABI; }
 
-/* Groups that this process has closed but some peer has not; such a peer may still read this rank's line. */
+/* Groups that this process has closed and some peer has not closed.  The peer may still read this rank's line. */
 static struct frd_group *closing;
 static pthread_mutex_t closing_lock = PTHREAD_MUTEX_INITIALIZER;
 

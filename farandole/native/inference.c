@@ -1,4 +1,4 @@
-/* Products, elements, attention and storage for generation. */
+/* Products, element-wise operations, attention and key-value storage for generation. */
 #include "inference.h"
 
 #include <stdlib.h>
@@ -99,7 +99,7 @@ int frd_linear(float *out, const float *x, const void *packed, const float *scal
     return status;
 }
 
-/* ---- elements ---- */
+/* ---- element-wise operations ---- */
 
 void frd_rms_norm(void *out, const void *x, const void *weight, size_t rows, size_t width, float epsilon, int is_bf16)
 {

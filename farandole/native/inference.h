@@ -1,4 +1,5 @@
-/* Kernels for generation.  Each row of a result depends on its own inputs only, and is summed in a fixed order. */
+/* Kernels for generation.  Each row of a result depends only on its own inputs, and its sums are computed in a fixed
+ * order. */
 #ifndef FARANDOLE_INFERENCE_H
 #define FARANDOLE_INFERENCE_H
 
@@ -10,12 +11,12 @@
 #define FRD_PANEL 16 /* outputs per panel of packed weights; the number of panels is even */
 #define FRD_TILE 16  /* positions per tile of keys */
 #define FRD_GROUP 4  /* the largest number of heads that attention computes together */
-/* The number of inputs whose products are summed before the sum is added to an output, so that a block of a panel fits
- * in the L1 cache.  A sum of up to 512 products of an int8 and an int16 value fits in 32 bits. */
+/* The number of inputs per block.  The products of a block are summed first, and then the sum is added to an output.  A
+ * block of a panel fits in the L1 cache.  A sum of up to 512 products of an int8 and an int16 value fits in 32 bits. */
 #define FRD_BLOCK 256
 #define FRD_LARGEST_INT16 32767
 
-/* The rows of a product are divided evenly into blocks, which are computed together. */
+/* The rows of a product are divided evenly into blocks.  The rows of a block are computed together. */
 #define FRD_ROW_BLOCKS(ROWS, MOST) (((ROWS) + (MOST) - 1) / (MOST))
 
 /* The number of inputs is padded to an even number. */
@@ -53,17 +54,17 @@ struct frd_attend_task {
     const void *keys;         /* (blocks, key-value heads, block length / FRD_TILE, width, FRD_TILE) */
     const void *values;       /* (blocks, key-value heads, block length, value width) */
     const int32_t *table;     /* (queries, table width), the blocks of each query's sequence */
-    const int64_t *positions; /* (queries), each query attends to positions 0 to its own */
+    const int64_t *positions; /* (queries), each query attends to the positions from 0 to its own */
     size_t queries, heads, kv_heads, width, value_width, block_length, table_width;
     int64_t query_stride, head_stride;
-    int64_t window; /* how many of the most recent positions a query attends to; 0: all */
+    int64_t window; /* number of most recent positions that a query attends to; 0: all */
     float scale;
-    int is_bf16; /* whether keys and values are bf16, else fp32 */
+    int is_bf16; /* 1: keys and values are bf16; 0: fp32 */
 };
 
 /* The kernels of one vector level.  A call to `linear` computes some outputs, a call to `prepare` prepares one block of
- * rows, and a call to `attend` computes one query with one key-value head.  `scores` has space for the group's scores
- * of all positions, rounded up to 4 tiles. */
+ * rows, and a call to `attend` computes one query with one key-value head.  `scores` has space for the scores of a
+ * group of heads for all positions, rounded up to a multiple of 4 tiles. */
 struct frd_inference {
     void (*linear)(const struct frd_linear_task *task, size_t number);
     size_t outputs, most_rows; /* outputs that `linear` computes per item, and maximum rows per block */

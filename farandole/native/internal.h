@@ -42,8 +42,8 @@
 #define LINE 128 /* two 64-byte lines: processors fetch them in pairs */
 #define ALIGNED __attribute__((aligned(LINE)))
 
-/* One half of a rank's staging slot.  Divided among n ranks, a half gives windows that fit in the second-level cache
- * for two ranks and in the first-level cache for eight. */
+/* The size of one half of a rank's staging slot.  If a half is divided among the ranks, each part fits in the
+ * second-level cache with two ranks, and in the first-level cache with eight ranks. */
 #ifndef STAGE_BYTES
 #define STAGE_BYTES ((size_t)1 << 18)
 #endif
@@ -58,9 +58,9 @@ enum broken_state { WHOLE, BREAKING, BROKEN };
 
 /* A rank's part of a group.  After all members have left the group, the memory may be reused with another nonce. */
 struct rank_line {
-    _Atomic uint64_t phase;     /* phases that this rank has ended */
+    _Atomic uint64_t phase;     /* number of phases that this rank has ended */
     _Atomic uint32_t sleepers;  /* ranks asleep until `phase` changes */
-    _Atomic uint64_t finished;  /* this rank has finished reading its peers' staging slots of earlier phases */
+    _Atomic uint64_t finished;  /* a phase: this rank has finished reading its peers' staging slots of earlier phases */
     struct {
         _Atomic uint64_t nonce;
         _Atomic uint32_t state;
@@ -185,7 +185,7 @@ int broken_status(struct frd_group *);
 void begin_call(struct frd_group *, struct frd_call, int flags);
 int agree(struct frd_group *);                 /* end the first phase and compare the calls */
 const struct frd_call *call_of(const struct frd_group *, int local_rank); /* after agree */
-/* after agree: store the tensors of all ranks, as mapped here; false unless all are in shared memory */
+/* after agree: store the addresses of all ranks' tensors, as mapped here; false unless all are in shared memory */
 bool find_sources(struct frd_group *, size_t bytes, char **sources);
 bool find_targets(struct frd_group *, size_t bytes, char **targets);
 bool is_shared(const void *data, size_t bytes); /* whether the data are in this process's arena */
@@ -208,7 +208,7 @@ static inline char *offer_of(const struct frd_group *g, int rank, int half)
 /* The size in bytes of each rank's part when a half is divided among all ranks. */
 static inline size_t window_of(const struct frd_group *g) { return STAGE_BYTES / (size_t)g->ranks / 64 * 64; }
 
-_Static_assert(SMALL_BYTES <= STAGE_BYTES && STAGE_BYTES / FRD_MAX_RANKS >= 64, "a half holds a part of every rank");
+_Static_assert(SMALL_BYTES <= STAGE_BYTES && STAGE_BYTES / FRD_MAX_RANKS >= 64, "a half holds a part for every rank");
 
 /* A number that distinguishes lists of counts (FNV-1a, by words). */
 static inline uint64_t fingerprint(const size_t *counts, int ranks)

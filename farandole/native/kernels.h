@@ -18,7 +18,8 @@ extern const frd_reduce_table frd_reduce_avx2;
 extern const frd_reduce_table frd_reduce_avx512;
 #endif
 
-/* Prefetches cache lines with ownership: they will be read and then written, and move from another core only once. */
+/* Prefetches cache lines that will be read and then written.  Each line moves from another core only once, because it
+ * is prefetched with ownership. */
 static inline void claim_lines(const void *start, size_t bytes)
 {
     for (size_t i = 0; i < bytes; i += 64) {

@@ -40,8 +40,8 @@ static inline bool pair_f16(const uint16_t *a, const uint16_t *b, float factor, 
     return true;
 }
 
-/* Returns c + the sums of the products of adjacent int16 values.  GCC would add the products of several inputs first, for
- * which there are too few registers. */
+/* Returns c + the sums of the products of adjacent int16 values.  Without the asm statement, GCC would first add the
+ * products of several inputs, but has too few registers to do so. */
 static inline __m256i add_pairs(__m256i a, __m256i b, __m256i c)
 {
     c = _mm256_add_epi32(c, _mm256_madd_epi16(a, b));

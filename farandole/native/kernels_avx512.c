@@ -1,4 +1,4 @@
-/* For x86 with AVX-512 (F, BW, DQ, VL: every server since 2017). */
+/* For x86 with AVX-512 (F, BW, DQ and VL, which Intel's server processors have supported since 2017). */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #if defined(__clang__)
@@ -40,8 +40,8 @@ static inline bool pair_f16(const uint16_t *a, const uint16_t *b, float factor, 
     return true;
 }
 
-/* Returns c + the sums of the products of adjacent int16 values.  GCC would add the products of several inputs first, for
- * which there are too few registers. */
+/* Returns c + the sums of the products of adjacent int16 values.  Without the asm statement, GCC would first add the
+ * products of several inputs, but has too few registers to do so. */
 static inline __m512i add_pairs(__m512i a, __m512i b, __m512i c)
 {
     c = _mm512_add_epi32(c, _mm512_madd_epi16(a, b));

@@ -9,7 +9,7 @@
  * 64-byte header and its payload.  On one host the payload of a large message follows later (rendezvous):
  *
  *     sender   -> receiver   OFFER    the size, tag and number of the message; the sender keeps the payload
- *     receiver -> sender     CLEAR    the receive is posted: send the payload of this number
+ *     receiver -> sender     CLEAR    the receive is posted: send the payload with this number
  *     sender   -> receiver   PAYLOAD  the number and the payload
  *
  * A payload is therefore copied directly to the buffer of its receive and never delays later messages of the stream.
@@ -21,7 +21,7 @@
 #include "internal.h"
 
 #define HEADER 64
-/* Up to EAGER_BYTES a payload follows its header; measured, see docs/benchmarks/results.md. */
+/* A payload of up to this size follows its header.  The limit was measured: see docs/benchmarks/results.md. */
 #define EAGER_BYTES ((size_t)1 << 15)
 #define TURN_BYTES ((size_t)4 << 20)       /* bytes of one stream after which the other streams progress */
 /* The limit for buffered payloads of one sender, unless a posted receive may match a later message of the sender. */
@@ -72,7 +72,7 @@ struct unexpected {
 /* The message that is arriving from one process. */
 struct incoming {
     bool under_way;
-    bool blocked;                /* the message at its head waits for a receive */
+    bool blocked;                /* the message at the head of the stream waits for a receive */
     bool refused;                /* the stream contained an invalid header */
     struct header header;
     size_t header_moved, moved;
@@ -84,7 +84,7 @@ struct incoming {
 struct ring;
 struct connection;
 
-/* The functions of a stream.  `put` and `take` return the number of moved bytes: 0 after the end of the stream. */
+/* The functions of a stream.  `put` and `take` return the number of bytes moved, which is 0 after the stream's end. */
 struct transport {
     size_t (*put)(struct peer *, const char *data, size_t bytes, bool more);
     size_t (*take)(struct peer *, char *data, size_t bytes);
@@ -168,7 +168,7 @@ void give_up(struct frd_message *);            /* remove the message from all qu
 void enqueue(struct queue *, struct frd_message *);
 void dequeue(struct queue *, struct frd_message *);
 struct frd_call call_of_message(const struct frd_message *);
-void buffer_unexpected(struct frd_message *);  /* request and buffer the offers of the receive's possible senders */
+void buffer_unexpected(struct frd_message *);  /* request and buffer payloads that possible senders have offered */
 void claim_early(struct frd_group *);          /* when a group is opened */
 void clear_unexpected(struct frd_group *);     /* when it is closed */
 void free_messages(struct frd_endpoint *);     /* after all groups are closed */
@@ -181,7 +181,7 @@ void free_rings(struct frd_endpoint *);
 
 /* tcp.c */
 bool tcp_is_in_use(const struct peer *);       /* whether a connection was opened and can still send */
-bool tcp_has_been_cut(const struct peer *);    /* whether the peer had opened a connection that has ended */
+bool tcp_has_been_cut(const struct peer *);    /* whether a connection that the peer opened has ended */
 void tcp_stop(struct frd_endpoint *);
 void tcp_close_sockets(struct frd_endpoint *); /* close the sockets only */
 void tcp_wake(struct frd_endpoint *);

@@ -15,8 +15,8 @@
 #define SLICE_S 0.010
 #define INSPECTION_S 0.050
 #define NAP_S 200e-6        /* between two checks of the progress thread */
-#define LINGER_S 0.0005      /* time after the last event in which the thread checks every NAP_S */
-#define LONG_NAP_S 1e-3     /* later interval if the thread waits for sockets and so cannot wait for the bell */
+#define LINGER_S 0.0005      /* for this time after the last event, the thread checks every NAP_S */
+#define LONG_NAP_S 1e-3     /* later interval if the thread waits for sockets and therefore not for the bell */
 #define FOREVER_S 3600.0
 #define CROWDED_WAITS 64    /* waits without spinning after a yield that ran another thread */
 
@@ -38,7 +38,7 @@ bool progress(struct frd_endpoint *e)
 
 /* ---- the progress thread ---- */
 
-/* Waits for an event or `seconds`; the lock is not held. */
+/* Waits for an event, for at most `seconds`; the lock is not held. */
 static void rest(struct frd_endpoint *e, uint32_t events, uint32_t naps, double seconds, bool until_bell)
 {
     struct process_block *block = e->block;
@@ -274,7 +274,7 @@ static int inspect(struct frd_message *m, double deadline, int flags)
     m->inspected = seconds_now();
     int gone = 0;
     const int end = end_of_peers(m, &gone);
-    /* messages that a rank sent before its end are valid, so check the streams after the check of its end */
+    /* messages that a rank sent before it ended are valid, so check the rank first and then the streams */
     const int moved = move_along(m);
     if (moved != FRD_PENDING) return moved;
     pthread_mutex_lock(&g->endpoint->lock);

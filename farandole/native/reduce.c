@@ -9,7 +9,7 @@
  *            cache lines are prefetched with ownership.  So a line moves between two cores twice per window, not four
  *            times.
  *   shared   the tensors are in shared memory: rank d reduces part d of all tensors directly into all tensors.  No
- *            copies; S read and S written per rank; two phases.
+ *            copies; S bytes read and S bytes written per rank; two phases.
  * All algorithms reduce an element in the order of the ranks, from 0 to n-1, so the results are bitwise equal on all
  * ranks and in all runs.
  */
@@ -178,7 +178,7 @@ int frd_reduce(struct frd_group *g, void *data, size_t count, int type, int op, 
     return is_rank(root, g->ranks) ? reduce_to(g, data, data, count, type, op, root, flags) : FRD_INVALID;
 }
 
-/* `in` holds the parts for all ranks, in[d] of counts[d] elements; `contiguous`: the parts are adjacent in memory. */
+/* `in` holds the parts for all ranks; in[d] has counts[d] elements.  `contiguous`: the parts are adjacent in memory. */
 static int reduce_scatter(struct frd_group *g, const void *const *in, const size_t *counts, void *out, int type,
                           int op, int flags, bool contiguous)
 {

@@ -5,7 +5,7 @@
  * the other has finished with.  Writes are padded to 64 bytes, which keeps copies aligned.
  *
  * A long payload goes through the ring in pieces, and both cores copy at the same time.  The pieces stay in the cache,
- * so memory is read and written once, as by a plain copy.  Reading another process's memory (process_vm_readv) needs
+ * so memory is read and written once, as in a plain copy.  Reading another process's memory (process_vm_readv) needs
  * one copy instead of two.  It was slower at every measured size, because the kernel pins each page and only one core
  * copies: it took 1.8 times as long for 4 MiB, and 2.1 times as long for 64 MiB.
  *
@@ -110,7 +110,7 @@ static size_t put(struct peer *peer, const char *data, size_t bytes, bool more)
         size_t put = fill(ring, data + moved, piece);
         if (put < piece) {
             /* the reader empties the ring, then checks `full`; the writer sets `full`, then checks for space: at least
-             * one of them sees the change of the other */
+             * one of them sees the other's change */
             atomic_store(&ring->full, 1);
             put += fill(ring, data + moved + put, piece - put);
         }
@@ -176,7 +176,7 @@ static bool never(const struct peer *peer, bool sends)
 {
     (void)peer;
     (void)sends;
-    return false; /* written bytes remain readable after the writer's end */
+    return false; /* written bytes remain readable after the writer ends */
 }
 
 const struct transport over_shared_memory = {

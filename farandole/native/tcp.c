@@ -9,7 +9,8 @@
  *
  * The two directions end separately: a process that has sent its last message closes both connections, and its last
  * data may still be on a slow link when the end of the other connection is seen.  A receive fails at the end of the
- * inward stream, after all its data; a send fails at the end of the outward one.  The caller determines why they ended.
+ * inward stream, after all its data; a send fails at the end of the outward stream.  The caller determines why a stream
+ * ended.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -133,8 +134,8 @@ static void on_event(struct frd_endpoint *e, const struct epoll_event *event)
     }
 }
 
-/* Waits for events, with a resolution of microseconds since Linux 5.11; makes the system call directly, because glibc
- * has a wrapper only since 2.35. */
+/* Waits for events, with microsecond resolution on Linux 5.11 or later.  Makes the system call directly, because glibc
+ * before 2.35 has no wrapper. */
 static int wait_for_events(int epoll, struct epoll_event *events, double seconds)
 {
 #ifdef SYS_epoll_pwait2

@@ -36,7 +36,7 @@ struct connection {
     int out, in;                 /* -1: none */
     enum out_state state;        /* of `out` */
     bool out_ended;              /* no more data can be sent */
-    bool in_ended;               /* all data of the other end were received */
+    bool in_ended;               /* all data from the other end were received */
     /* the handshake of `out` */
     struct challenge challenge;
     unsigned char confirmation[PROOF_BYTES], expected[PROOF_BYTES];

@@ -1,4 +1,4 @@
-/* The threads that share the computations of generation.
+/* The thread pool for generation.
  *
  * A call is one parallel region for a whole sequence of operations.  Each thread starts with its own range of an
  * operation's items, so that it reads weights in order, and then takes items from the ranges of the other threads.
@@ -31,13 +31,14 @@ struct region {
     char *progress, *scratch;
 };
 
-/* Helpers wait for a new round, and the caller for the helpers: first spinning for some microseconds, then asleep. */
+/* Helpers wait for a new round, and the caller waits for the helpers.  A waiting thread first spins for some
+ * microseconds, and then sleeps. */
 static struct {
     pthread_mutex_t busy, lock;
     pthread_cond_t changed, done;
     atomic_ulong round;
     atomic_int active;   /* helpers that work in this round */
-    int helpers, wanted; /* created helpers, and those that this round can use */
+    int helpers, wanted; /* helpers that exist, and helpers that this round can use */
     const struct region *region;
 } pool = {.busy = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,

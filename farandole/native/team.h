@@ -1,10 +1,10 @@
-/* The threads that share the computations of generation. */
+/* The thread pool for generation. */
 #ifndef FARANDOLE_TEAM_H
 #define FARANDOLE_TEAM_H
 
 #include <stddef.h>
 
-/* One operation: items that any threads may compute in any order.  `scratch` is memory of the thread. */
+/* One operation: items that any threads may compute in any order.  `scratch` is memory of the computing thread. */
 struct frd_work {
     void (*run)(const void *task, size_t number, void *scratch);
     const void *task;

@@ -83,7 +83,7 @@ void frd_pending_interrupt(void **type, void **value, void **traceback)
     *traceback = pending_interrupt[2];
 }
 
-/* Runs the interpreter's signal handlers; returns true if one raised, and stores the exception. */
+/* Runs the interpreter's signal handlers.  If a handler raises an exception, stores the exception and returns true. */
 bool interrupted(void)
 {
     if (!interpreter_check) return false;

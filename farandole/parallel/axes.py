@@ -31,9 +31,9 @@ Sent = list[tuple[tuple[int, ...], float]]
 class AxisCommunicator:
     """The communicator of the ranks along a mesh axis.
 
-    In a dry run, tensors have no values (`memory.dry_run`).  Collectives then transfer nothing, and append the number
-    of bytes that this rank would send to `sent`.  In a ring, each rank sends (size - 1) / size of a tensor for a
-    reduce-scatter or an all-gather, and twice as much for an all-reduce.  A point-to-point message in a ring is
+    In a dry run, tensors have no values (`memory.dry_run`).  Collectives then transfer nothing, and append to
+    `sent` the number of bytes that this rank would send.  In a ring, each rank sends (size - 1) / size of a tensor for
+    a reduce-scatter or an all-gather, and twice as much for an all-reduce.  A point-to-point message in a ring is
     recorded as a message between the first and the last rank: all ranks of the ring send at the same time, so the
     slowest link determines the time.
 

@@ -15,7 +15,7 @@
 With hybrid sharding, the shards are then all-reduced over the ranks with the same shard.
 
 An offloaded shard is written after its reduction, and read by the next backward pass and by the update.  In between,
-its norms stay in memory, and changes such as a clipping factor are applied when the shard is read.
+its norms stay in memory, and changes such as gradient clipping are applied when the shard is read.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Bucket:
         return self._has_result or any(self.received)
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
-        """Return whether `gradient` is the `.grad` of parameter `index` that this bucket provides.
+        """Return whether `gradient` is the `.grad` that this bucket provides for parameter `index`.
 
         Autograd then accumulates directly in the bucket's buffer.
         """
@@ -296,7 +296,7 @@ class Bucket:
     def in_memory(self, device: torch.device | None = None) -> Iterator[Tensor]:
         """Return a context in which the result is in memory.
 
-        An offloaded result is read to `device`, by default the bucket's device.
+        An offloaded result is read into memory on `device`, by default the bucket's device.
         """
         if self._in_record:
             yield self._read(device or self._device)
@@ -420,9 +420,9 @@ class Bucket:
     # ---- memory ----
 
     def _gradient_view(self, index: int) -> Tensor:
-        """Return the tensor for a parameter's `.grad`, a separate view of its gradient.
+        """Return the tensor for a parameter's `.grad`: a separate view of the gradient in the buffer.
 
-        `Module.to` replaces the memory of `.grad`, which must not affect `_views`.
+        `Module.to` replaces the memory of `.grad`.  This must not affect `_views`.
         """
         view, shown = self._views[index], self._shown[index]
         if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
@@ -430,7 +430,7 @@ class Bucket:
         return shown
 
     def _use_zero_copy(self, gradient: Tensor) -> bool:
-        """Use autograd's memory of `gradient` as the buffer if possible; return whether it is used.
+        """Use the memory that autograd allocated for `gradient` as the buffer if possible; return whether it is used.
 
         This requires a zero-copy pool and a contiguous gradient.
         """
@@ -465,5 +465,5 @@ class Bucket:
 
 
 def norm_of(tensor: Tensor, order: float = 2) -> Tensor:
-    """Return the norm of `tensor` of the given order, computed in at least fp32."""
+    """Return the vector norm of order `order` of `tensor`, computed in at least fp32."""
     return torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))

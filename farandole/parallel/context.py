@@ -10,7 +10,7 @@ All layers except attention process each position separately.  For attention, th
 
 The number of heads limits the first method, so a ring divides the work further.  With causal attention, late positions
 need more work.  Therefore the sequence is cut into 2 R parts for a ring of R ranks, and rank r has the parts r and
-2 R - 1 - r, so that all ranks have the same work.  Parts of keys that no query attends to are skipped.
+2 R - 1 - r, so that all ranks have the same amount of work.  Blocks of keys that no query attends to are skipped.
 
 A partial result is the attention output over some keys, together with the logarithm of the softmax denominator.  Two
 partial results are combined as follows:
@@ -53,7 +53,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     """Split the sequences of a decoder-only `Transformer` over the ranks of the context axis.
 
     Raises:
-        PlanError: if the model's attention is not supported, or `plan.ring` is too small for its number of heads.
+        PlanError: if the model's attention is not supported, or `plan.ring` is too small for the number of heads.
     """
     ranks = position.size(AXIS)
     if ranks == 1:
@@ -102,7 +102,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
-    """Return the number of heads that the ranks of the context axis can share, for each rank of the tensor axis.
+    """Return the number of heads that can be split over the context axis, for each rank of the tensor axis.
 
     These are the key-value heads or, with latent attention, all heads.
     """

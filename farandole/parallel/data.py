@@ -171,7 +171,7 @@ class GradientReducer:
 
     @contextmanager
     def completing(self, parameters: Collection[int]) -> Iterator[None]:
-        """Return a context, to use within `no_sync`, that starts the reductions of gradients that its passes complete.
+        """Return a context, for use within `no_sync`, in which completed gradients are reduced.
 
         `parameters` contains the ids of the parameters whose gradients are completed; see `Engine.completing`.
         """
@@ -372,7 +372,7 @@ class GradientReducer:
         return accumulated
 
     def _skip_hook(self, number: int, index: int) -> None:
-        """Remove a hook if autograd adds further gradients directly to the buffer; `_register_hooks` restores it."""
+        """Remove a hook if autograd adds later gradients directly to the buffer, until `_register_hooks` is called."""
         if self._by_stage and self.buckets[number].is_in_place:
             self._hooks.pop((number, index)).remove()
             self._removed.append((number, index))

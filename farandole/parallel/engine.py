@@ -245,7 +245,7 @@ class Engine:
     def forward_backward(
         self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any] = first_of
     ) -> Step:
-        """Compute the gradients of the global mean loss over all micro-batches; call it on all ranks, once per step.
+        """Compute the gradients of the global mean loss over all micro-batches; call this on all ranks, once per step.
 
             step = engine.forward_backward(batches, lambda logits, batch: (masked_sum(logits, batch), batch.mask.sum()))
 
@@ -319,11 +319,11 @@ class Engine:
             yield
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context like `no_sync` for passes between which the program cannot clear gradients."""
+        """Return a context like `no_sync`, for use where the program cannot clear gradients between passes."""
         return self._reducer.no_sync()
 
     def completing(self, parameters: Collection[int]) -> AbstractContextManager[None]:
-        """Return a context, to use within `no_sync`, in which backward passes complete the gradients of `parameters`.
+        """Return a context for use within `no_sync`, in which backward passes complete the gradients of `parameters`.
 
         Buckets are reduced as soon as all their gradients are complete, while this rank computes other gradients.
 

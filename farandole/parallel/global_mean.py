@@ -105,7 +105,7 @@ class GlobalMean:
         return Step(mean, total_count, skipped=engine.will_skip())
 
     def evaluate(self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any]) -> float:
-        """Evaluate over micro-batches; see `Engine.evaluate`."""
+        """Compute the mean of `metric` over micro-batches; see `Engine.evaluate`."""
         engine, own_batches = self._engine, list(batches)
         modes = [(module, module.training) for module in engine.model.modules()]
         engine.model.eval()
@@ -120,7 +120,7 @@ class GlobalMean:
     def _evaluate(
         self, batches: Sequence[Any], metric: Loss, inputs: Callable[[Any], Any]
     ) -> tuple[list[Tensor], list[Tensor | float]]:
-        """Return the sums and counts of this rank's micro-batches."""
+        """Return the sum and the count of `metric` for each of this rank's micro-batches."""
         sums: list[Tensor] = []
         counts: list[Tensor | float] = []
         for number in range(self._most(len(batches))):

@@ -5,8 +5,8 @@ A loss may contain a term that is computed from parameters instead of the model'
     total + 0.01 * model[1].norm.weight.square().sum()
 
 The term is exact if this rank has the complete parameter, and if the reduction of the parameter's gradient counts the
-term once per loss.  Data parallelism and ZeRO satisfy both conditions.  With other axes, the layout of each parameter
-decides:
+term once per loss.  Data parallelism and ZeRO satisfy both conditions.  With other axes, the layout of a parameter
+determines whether both conditions are satisfied:
 
 - If an axis shards a parameter, each rank has only a part of the parameter.  The term would be a partial sum, and its
   gradient would be missing on some ranks.
@@ -14,8 +14,9 @@ decides:
   would compute the complete gradient of the term, so that the sum would contain it several times.
 - A rank of a pipeline does not have the parameters of other stages.
 
-These parameters are hidden while a loss is computed: from the end of the model's forward pass to the beginning of the
-backward pass.  Modules of the model can be called in the loss function, because their calls communicate as needed.
+The parameters that do not satisfy the conditions are hidden while a loss is computed: from the end of the model's
+forward pass to the beginning of the backward pass.  Modules of the model can be called in the loss function, because
+their calls communicate as needed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class LossParameters:
     Args:
         layouts: the layouts of the complete model's parameters and buffers, by name.
         rank: this rank.
-        staged: whether the model is divided into pipeline stages.  All parameters are then hidden.
+        staged: whether the model is divided into pipeline stages.  If so, all parameters are hidden.
     """
 
     def __init__(

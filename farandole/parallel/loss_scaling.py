@@ -1,7 +1,7 @@
 """Loss scaling for fp16: scale the loss so that small gradients do not vanish, and skip and report steps that overflow.
 
-fp16 overflows above 65504 and underflows below about 6e-8.  The loss is multiplied by a scale that moves gradients
-between these limits, and gradients are divided by the scale before use (Micikevicius et al., 2018, "Mixed Precision
+fp16 overflows above 65504 and underflows below about 6e-8.  The loss is multiplied by a scale that brings gradients
+into this range, and gradients are divided by the scale before use (Micikevicius et al., 2018, "Mixed Precision
 Training").
 
 Rank 0 logs a warning for an overflow:

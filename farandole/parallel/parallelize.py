@@ -71,8 +71,8 @@ def parallelize(
             adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
         example: the input of one micro-batch.  `recompute="attention"`, `recompute="auto"` and `stage_bytes` use it to
-            measure activations.  If the model is in memory, a plan with `pipeline` above 1 also uses it to measure the
-            time of each block, and to divide the blocks into stages that take the same time.
+            measure activations.  If the model is in memory, a plan with `pipeline` above 1 also uses `example` to
+            measure the time of each block, and to divide the blocks into stages that take the same time.
         loss: a function that computes the loss from the model's output, for the measurement of activations.
         initialize: `initialize(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
@@ -284,7 +284,7 @@ def _recompute(
     loss: Callable[[Any], Tensor] | None,
     activations: RankActivations | None = None,
 ) -> None:
-    """Apply the plan's recomputation to all blocks, or with `activations` to the blocks of this pipeline rank."""
+    """Apply the plan's recomputation to all blocks or, with `activations`, to the blocks of this pipeline rank."""
     try:
         done = apply_recompute(
             model,

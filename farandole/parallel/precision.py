@@ -103,7 +103,7 @@ class _Float8Product:
 
 
 def check_float8_sizes(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise `PlanError` if an axis has split a converted matrix into sizes that accelerators cannot multiply."""
+    """Raise `PlanError` if an axis has split a converted matrix into parts with unsupported sizes."""
     for name in names:
         for key, weight in model.get_submodule(name).named_parameters():
             rows, columns = weight.shape[-2:] if weight.dim() > 1 else (_UNIT, _UNIT)

@@ -15,11 +15,11 @@ from torch import nn
 
 @contextmanager
 def restored_after_error(model: nn.Module) -> Iterator[None]:
-    """Restore the structure of `model` if the block raises an exception.
+    """Restore the structure of `model` if the `with` block raises an exception.
 
     The structure consists of the classes and attributes of all modules, and of the shapes and `requires_grad` of all
-    parameters.  Values that the block changes in place are not restored.  The memory of parameters that the block
-    splits is freed at the end of the block.
+    parameters.  Values that the `with` block changes in place are not restored.  The memory of parameters that the
+    `with` block splits is freed when the `with` block ends.
     """
     modules = [(module, type(module), _copied(vars(module))) for module in model.modules()]
     parameters = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
@@ -38,7 +38,7 @@ def restored_after_error(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return each attribute with a copy of its items, if it is a dictionary or a list, such as `_parameters`."""
+    """Return (value, copy) for each attribute; only dictionaries and lists, such as `_parameters`, are copied."""
     return {name: (value, _items(value)) for name, value in attributes.items()}
 
 

@@ -150,7 +150,7 @@ class WholeParameters:
             )
 
     def masters_are_elsewhere(self) -> None:
-        """Record that master weights are offloaded, so that parameters cannot be changed."""
+        """Record that master weights are offloaded and parameters therefore cannot be changed."""
         self._masters_elsewhere = True
 
     @contextmanager
@@ -260,7 +260,7 @@ class WholeParameters:
         return complete
 
     def _own(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's part of a parameter that has its complete value."""
+        """Return this rank's part of a parameter, given that the parameter holds the complete value."""
         layout = self._split.get(id(parameter))
         if layout is None:
             return parameter.data
@@ -319,7 +319,7 @@ class WholeParameters:
 
 
 class _RefusedCopy:
-    """Replaces `__deepcopy__` for a model with sharded parameters, and raises an error."""
+    """Replaces `__deepcopy__` of a model with sharded parameters, and raises an error."""
 
     def __call__(self, memo: Any) -> NoReturn:
         """Raise RuntimeError."""

@@ -53,8 +53,8 @@ class Estimate:
     """The estimated step time of a plan, and the estimated memory of the rank that needs the most memory.
 
     Args:
-        parts: the parts of the peak of a step, in bytes by name.  A negative part corrects for parts that are not in
-            use at the same time.
+        parts: the parts of the peak memory of a step, by name, in bytes.  A negative part corrects for parts that are
+            not in use at the same time.
         start: the number of bytes in use while the model is being sharded, before the first step.
         times: the seconds per step on the slowest rank, by activity.
         complete: whether activations are included; they are omitted if the other parts alone do not fit.
@@ -77,7 +77,7 @@ class Estimate:
 
     @property
     def mean_peak(self) -> float:
-        """The mean of the peak memory of all ranks in bytes."""
+        """The mean peak memory of a rank in bytes."""
         peaks = (self.peak,) if self.pipeline is None else self.pipeline.peaks
         return sum(peaks) / len(peaks)
 
@@ -173,7 +173,7 @@ def _estimate_rank(
 
 
 def estimate_ranks(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> dict[int, Estimate]:
-    """Return the estimate of each rank by its number; ranks with the same pipeline stages have equal estimates."""
+    """Return the estimates by rank; ranks with the same pipeline stages have equal estimates."""
     workload = workload if workload.applied else workload.split(plan, ranks, machine.hosts)
     if plan.pipeline == 1:
         return dict.fromkeys(range(ranks), estimate_workload(workload, plan, ranks, machine))
@@ -194,7 +194,7 @@ def estimate_stages(
     step: PipelineStep,
     states: Sequence[StateBytes] | None = None,
 ) -> Estimate:
-    """Predict the memory and step time of a model in stages; see `estimate_workload`.
+    """Predict the memory and step time of a model that is divided into stages; see `estimate_workload`.
 
     Args:
         step: the simulated step of this workload under this plan.
@@ -236,7 +236,7 @@ def _estimate_pipeline_ranks(
 
 
 def stage_states(staged: StagedModel, plan: Plan, ranks: int, machine: Machine) -> list[StateBytes]:
-    """Return the state bytes of each pipeline rank, if every rank builds the whole model before the division."""
+    """Return the state bytes of each pipeline rank, assuming that every rank first builds the whole model."""
     return [
         replace(state_bytes(workload, plan, ranks, machine), whole=staged.whole) for workload in staged.ranks
     ]
@@ -294,10 +294,10 @@ def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace)
 def _start(workload: Workload, plan: Plan, state: StateBytes) -> int:
     """Return the peak number of bytes in use while the model is being sharded.
 
-    By default, each rank builds the full model, and frees each bucket of parameters when it has been copied.  With
-    `block_by_block`, a rank has memory for its weights, gradients and master weights, and for one block of the model.
-    Master weights are created in memory even if they are offloaded afterwards.  With ZeRO stages 0 and 1, gradients are
-    allocated before master weights.
+    By default, each rank builds the full model, and frees the parameters of each bucket after copying them.  With
+    `block_by_block`, a rank holds its weights and master weights, and one block of the model.  Master weights count
+    even if they are offloaded afterwards.  With ZeRO stages 0 and 1, gradients also count, because they are allocated
+    before master weights.
     """
     divided = state.weights + state.masters + (state.gradients if plan.zero < 2 else 0)
     return divided + state.largest_block if workload.block_by_block else max(divided, state.whole)

@@ -30,7 +30,7 @@ RECORD_BUFFERS = 3
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The memory of a rank without activations, as determined by the sharding of the model.
+    """A rank's memory, excluding activations, as determined by the sharding of the model.
 
     All sizes are in bytes.
 

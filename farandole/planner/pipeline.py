@@ -7,8 +7,8 @@
 
 The stages are traced on fake tensors (`planner.stage_trace`).  The simulated step gives the order of actions, the times
 at which messages arrive, and the idle time.  The memory of a rank follows from its actions: the activations of
-micro-batches in flight, the tensors kept between input gradients and weight gradients, and received tensors that are
-not used yet.
+micro-batches in flight, the tensors kept from the computation of input gradients to the computation of weight
+gradients, and received tensors that are not used yet.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def simulate_step(
 
 
 def _recomputed(staged: StagedModel, plan: Plan) -> dict[str, str]:
-    """Return the recomputation mode of each module that a dry run chooses; empty if the plan needs no dry run."""
+    """Return the recomputation modes that a dry run chooses, by module name; empty if the plan needs no dry run."""
     if plan.recompute not in MEASURED:
         return {}
     workload, found = staged.workload, dict[str, str]()

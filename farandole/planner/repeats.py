@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
 def extrapolated(runs: Sequence[Run], measure: Callable[[], Mapping[Any, float]]) -> dict[Any, float]:
     """Return the result of `measure` for the complete model, extrapolated from results for smaller models.
 
-    A key that is missing in a result counts as zero.
+    A key that is missing from a result counts as zero.
     """
     with shortened(dict.fromkeys(runs, LEAST)):
         base = dict(measure())

@@ -86,7 +86,7 @@ def estimates_of(
 
 
 def _model_axes(plan: Plan) -> tuple[object, ...]:
-    """Return the fields of a plan that divide or change the model, except the pipeline."""
+    """Return the fields of a plan that divide or change the model, except `pipeline`."""
     return plan.sequence, plan.ring, plan.lora, *(getattr(plan, axis) for axis in MODEL_AXES)
 
 
@@ -187,7 +187,7 @@ def estimated_plans(workload: Workload, ranks: int, machine: Machine) -> Iterato
 def what_fits(found: Sequence[Estimate], ranks: int, memory: int) -> str:
     """Return, as text for an error message, the first three plans of `found` that fit into `memory` with a margin.
 
-    If no plan fits, the text names the least memory that a plan needs.
+    If no plan fits, the text states the smallest amount of memory that any of the plans needs.
     """
     fitting = [one for one in found if one.peak <= _SURE * memory]
     if not fitting:

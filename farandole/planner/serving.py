@@ -54,7 +54,7 @@ class ServingMachine:
         step, layer, sequence: the constant overhead in seconds per step, per layer of a step, and per sequence of a
             step.
         process: bytes of a process without a model.
-        copies: by precision, the number of copies of the multiplied weights in memory.
+        copies: by precision, the number of copies in memory of each weight that matrix products use.
     """
 
     memory: int
@@ -129,7 +129,7 @@ class ServedPart:
         tensor: the number of tensor-parallel ranks.
         layers: the number of attention layers.
         weights: the total number of parameters, including embedding tables, which are not multiplied.
-        body: the number of weights that multiply each token, excluding experts and the output projection.
+        body: the number of weights that are applied to every token, excluding experts and the output projection.
         experts: the number of weights of all experts.
         expert_count, expert_top: the number of experts per layer, and the number of experts that process a token.
         head: the number of weights of the output projection, which computes the logits of each token.
@@ -212,7 +212,7 @@ class _Probe(KeyValueCache):
 
 @dataclass(frozen=True)
 class ServingEstimate:
-    """The prediction for one replica, on the rank with the largest part.
+    """The prediction for one replica, computed for the rank with the largest part of the model.
 
     Args:
         running: the number of running sequences.
@@ -281,9 +281,9 @@ def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int)
 
 
 def _prompt_s(part: ServedPart, machine: ServingMachine, tokens: int, pieces: int, running: int) -> float:
-    """Return the additional seconds of the `pieces` steps that compute a prompt.
+    """Return the seconds that a prompt adds to the `pieces` steps that compute the prompt.
 
-    The steps are compared with steps in which the sequence only decodes one token.
+    Without the prompt, its sequence would decode one token in each of these steps.
 
     Args:
         tokens: the number of tokens of the prompt.

@@ -64,7 +64,7 @@ class Memory:
         return Memory(self.heap - other.heap, self.mapped - other.mapped)
 
     def largest(self, other: Memory) -> Memory:
-        """Return the larger of the two heaps and the larger of the two mapped memories."""
+        """Return the larger heap size and the larger mapped size."""
         return Memory(max(self.heap, other.heap), max(self.mapped, other.mapped))
 
     @property
@@ -79,12 +79,12 @@ class ActionTrace:
 
     Args:
         kept: the memory that the action allocates and keeps; negative if the action releases memory.
-        peak: the peak of memory during the action, above the memory at its start.
+        peak: the peak memory during the action, minus the memory at the start of the action.
         resident: the peaks of the heap and of mapped memory, which may occur at different times.
         flops: floating-point operations of matrix products and attention.
         moved: bytes that all other operations read and write.
         sent: for each group of ranks, the bytes that this rank sends to the group in collectives of the model.
-        swappable: bytes of `kept` that `Plan.swap` moves, in a forward pass.
+        swappable: bytes of `kept` that `Plan.swap` moves; 0 except for a forward pass.
     """
 
     kept: Memory = field(default_factory=Memory)

@@ -116,7 +116,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Group:
-    """The key of a measurement: the number of bytes that this rank sends in collectives of the group `ranks`."""
+    """The key, in a result of `_measure`, for the number of bytes that this rank sends in collectives of a group."""
 
     ranks: tuple[int, ...]
 

@@ -76,7 +76,7 @@ def is_encoder(path: Path) -> bool:
 
 
 def read_encoder(path: Path, *, precision: str = "fp32", context: int | None = None) -> Encoder:
-    """Read a folder of `transformers` or of Sentence Transformers.
+    """Read an encoder from a `transformers` or Sentence Transformers folder.
 
     Args:
         precision: "fp32" or "bf16".
@@ -84,7 +84,7 @@ def read_encoder(path: Path, *, precision: str = "fp32", context: int | None = N
             else the model's context.
 
     Raises:
-        FolderError: if a file is missing or damaged, or the folder has a module that is not supported.
+        FolderError: if a file is missing or damaged, or the encoder uses a module or a setting that is not supported.
         RequestError: if an argument is invalid.
     """
     if precision not in PRECISIONS:
@@ -143,7 +143,7 @@ def _read_pooling(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Any:
-    """Return the content of a file, or None if there is no file."""
+    """Return the content of a JSON file, or None if the file does not exist."""
     if not path.is_file():
         return None
     try:

@@ -7,11 +7,11 @@
             print(output.request, output.tokens, output.finish_reason)
 
 A step consists of scheduling, running the model and post-processing.  There are no separate prefill and decode phases.
-For each sequence, the engine knows the tokens, and how many of them are computed.  Each step computes the next tokens
+For each sequence, the engine keeps the tokens and the number of computed tokens.  Each step computes the next tokens
 of some sequences, at most `token_budget` tokens in total.  First, it computes one token of every sequence that
-generates, plus the proposed tokens of this sequence (`speculation/speculator.py`).  Then, it computes tokens of
+decodes, plus the proposed tokens of this sequence (`speculation/speculator.py`).  Then, it computes tokens of
 prompts, in order of arrival.  Requests can therefore join the running batch between any two steps.  A long prompt is
-divided among several steps, and the sequences that generate advance in all of these steps.
+divided among several steps, and the sequences that decode advance in all of these steps.
 
 In fp32, the greedy tokens of a request, and the logits from which they are selected, do not depend on the other
 requests or on proposed tokens (`rows.py`).
@@ -110,7 +110,7 @@ class GenerationEngine:
         ttft, tpot: target latencies in seconds; see `admission.py`.
         speculate: how tokens are proposed for speculative decoding: "lookup", "draft" or "off"; see
             `speculation/speculator.py`.
-        draft: the draft model for "draft".
+        draft: the draft model, required with `speculate="draft"`.
 
     Raises:
         RequestError: if an argument is out of range or the model is not supported.

@@ -163,7 +163,7 @@ class LLM:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the tokens of a conversation, up to the start of the assistant's next message.
 
-        Generate the message with `continues=False`.
+        To generate this message, pass `continues=False` to `generate` or `stream`.
 
         Args:
             variables: further variables of the chat template, such as `enable_thinking=False`.
@@ -201,7 +201,7 @@ class LLM:
         progress: Callable[[Sequence[Output]], None] | None = None,
         **parameters: Any,
     ) -> Iterator[Generation]:
-        """Yield the results in order, each as soon as this result and all earlier results are complete.
+        """Yield the results in order, each as soon as it and all earlier results are complete.
 
         Args:
             sampling: the sampling parameters of all prompts, or a sequence with the parameters of each prompt.

@@ -34,7 +34,7 @@ class Family:
 
     Args:
         kind: "counter", "gauge" or "histogram".
-        values: pairs of a suffix of `name`, such as `_count` or `{reason="stop"}`, and the value with this suffix.
+        values: pairs of a suffix to append to `name`, such as `_count` or `{reason="stop"}`, and a value.
         adds: whether values of several engines can be added.
     """
 
@@ -73,8 +73,8 @@ class Metrics:
         """Return all metrics.
 
         Args:
-            running, waiting: the number of sequences in the batch, and of sequences that wait to join the batch.
-            used, capacity: the number of used token positions in the KV cache, and of all positions.
+            running, waiting: the number of sequences in the batch, and the number that wait to join the batch.
+            used, capacity: the number of used token positions in the KV cache, and the total number of positions.
             moves: the number of times that a sequence was moved in the KV cache.
             limit: the current maximum number of running sequences.
             step: the coefficients of `admission.StepTimes`.
@@ -205,5 +205,5 @@ def of_replicas(replicas: Sequence[Sequence[Family]]) -> list[Family]:
 
 
 def _with_label(end: str, label: str) -> str:
-    """Return `end`, which is the suffix of a metric's name, with an additional label."""
+    """Return `end`, a suffix to append to a metric's name, with an additional label."""
     return f"{end[:-1]},{label}}}" if end.endswith("}") else f"{end}{{{label}}}"

@@ -51,7 +51,8 @@ class Sampling:
             also kept.
         top_p: a probability; the tokens to sample from are the smallest set of most likely tokens whose total
             probability reaches `top_p`.
-        min_p: the minimum probability of a token to sample from, relative to the most likely token.
+        min_p: the minimum probability of the tokens to sample from, relative to the probability of the most likely
+            token.
         repetition_penalty: a number that divides the positive logits and multiplies the negative logits of tokens in
             the prompt or the output.
         presence_penalty, frequency_penalty: numbers that are subtracted from the logits of generated tokens:
@@ -61,7 +62,7 @@ class Sampling:
         logprobs: the number of most likely tokens to report with log-probabilities; None for no log-probabilities.
             Log-probabilities describe the model's distribution, before any processing.
         prompt_logprobs: whether to report log-probabilities of the prompt's tokens.
-        logit_bias: numbers that are added to the logits, by token.
+        logit_bias: numbers that are added to the logits, keyed by token.
         stop: strings that end the sequence; they are not part of the returned text.
         stop_token_ids: tokens that end the sequence.
         ignore_eos: whether the sequence continues after the model's end-of-sequence tokens.
@@ -71,8 +72,8 @@ class Sampling:
             `json_schema`, `regex` and `grammar` is allowed.  A constrained text that reaches `max_tokens` can be
             incomplete.
         lora: the name of the LoRA adapter with which the model computes; None for the base model.
-        continues: whether the output continues the text of the prompt.  If it starts a new text, such as a chat message,
-            tokenizers such as SentencePiece remove the space before its first word.
+        continues: whether the output continues the text of the prompt.  If the output starts a new text, such as a chat
+            message, tokenizers such as SentencePiece remove the space before the first word of this text.
 
     Raises:
         RequestError: if a value is out of range.
@@ -162,7 +163,7 @@ class Sampling:
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether earlier tokens affect the logits."""
+        """Return whether any penalty is applied to the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 

@@ -1,6 +1,6 @@
 """Compute each row of a batch so that every bit of the result is independent of the other rows.
 
-A library selects the algorithm of a matrix product by the number of rows, and algorithms sum in different orders.
+A library selects the algorithm for a matrix product by the number of rows, and algorithms sum in different orders.
 Vectorized functions such as `exp` compute the last elements of a tensor with a different approximation.  Without
 `IndependentRows`, the logits of a request would therefore depend on the other requests in its batch.  Within
 `IndependentRows`, for fp32,
@@ -158,8 +158,8 @@ class IndependentRows(TorchFunctionMode):
 
         Args:
             kind: INT8, or the type of the weight.
-            release: whether to free the weight's memory.  The values of `weight` are then NaN, and only products use
-                the packed weight.
+            release: whether to free the weight's memory.  The values of `weight` are then NaN, and `weight` can be used
+                only in products.
             largest: for INT8, fp32 of shape (outputs) or (matrices, outputs): the absolute weights that are stored as
                 127, by default the largest of each output.
         """

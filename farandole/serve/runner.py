@@ -1,7 +1,7 @@
 """Run a model on tokens of many sequences at once, and return the logits of selected tokens.
 
-The tokens of all sequences form one row, each with its own position.  All layers except attention compute each token
-independently; attention reads the sequence's blocks in the store.
+The tokens of all sequences form one row, each token with its own position.  All layers except attention compute
+each token independently; attention reads the sequence's blocks in the store.
 """
 
 from __future__ import annotations
@@ -143,8 +143,7 @@ class Runner:
         weights: "int8" to compute products with int8 weights and a scale per output, or "" to use the weights of
             `model`.
         owned: whether the runner may free the weights of `model` that it keeps in another format.
-        largest: for "int8", the result of `ModelShards.largest_weights`, if this rank stores only a part of the inputs
-            of some matrices.
+        largest: for "int8", the result of `ModelShards.largest_weights`, if the inputs of some matrices are sharded.
 
     Raises:
         RequestError: if the model's results would depend on the other sequences in a batch, or its weights cannot be

@@ -27,7 +27,7 @@ class Draw:
         generated: the number of generated tokens.
         table_row: the sequence's row in the sampler's tables, from `Sampler.add`.
         ends: the tokens that must not be selected before the minimum number of tokens has been generated.
-        matcher: the constraint of the text.
+        matcher: the constraint on the text, if any.
     """
 
     sampling: Sampling

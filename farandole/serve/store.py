@@ -9,7 +9,7 @@ The tensors belong to the store's `Memory`; the store itself records only which 
 
 A sequence has a list of blocks.  In `SlotStore`, a sequence has one block, which is long enough for the longest
 sequence.  In `PageStore`, a block is a page of 16 positions, and sequences with the same first tokens share pages.
-Attention reads both in the same way (`rows.ragged_attention`).
+Attention reads the blocks of both stores in the same way (`rows.ragged_attention`).
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ class Store(Protocol):
         """Add a sequence that needs at most `most` positions; return None if too little memory is free.
 
         If other sequences began with the same tokens, the keys and values of some positions may already be stored, but
-        never those of the last token.  Positions are shared only among sequences with the same model name `model`.
+        never the keys and values of the last token.  Positions are shared only among sequences with the same model name
+        `model`.
         """
         ...
 

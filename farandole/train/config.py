@@ -133,7 +133,7 @@ class ModelSection(_Section):
 
     @property
     def is_restored(self) -> bool:
-        """Whether the weights come from a checkpoint instead of the folder."""
+        """Return whether the weights come from a checkpoint instead of the folder."""
         return self._restored
 
     @model_validator(mode="after")
@@ -167,7 +167,8 @@ class ModelSection(_Section):
         if self.routers() and not self.folder:
             name, value = next(iter(self.routers().items()))
             raise ValueError(
-                f"{name}={value:g} requires a mixture of experts: use model=FOLDER with such a model, or {name}=0"
+                f"{name}={value:g} requires a mixture of experts: use model=FOLDER with a mixture-of-experts model, or "
+                f"{name}=0"
             )
         return self
 

@@ -34,7 +34,8 @@ class Flops:
         position: operations per position of a sequence.  The source and the target of an encoder-decoder model have
             equal lengths.
         pair: operations per pair of positions of a sequence.
-        target: operations per target of the loss, because the output projection computes only positions with a target.
+        target: operations per target of the loss, because the output projection is computed only at positions with a
+            target.
     """
 
     position: float = 0.0

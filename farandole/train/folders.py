@@ -47,7 +47,7 @@ def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretraine
     """Read the model's family and configuration from its folder.
 
     Raises:
-        ConfigError: if the folder is damaged or unsupported, or belongs to another family.
+        ConfigError: if the folder is damaged or unsupported, or the model's family is not in `families`.
     """
     try:
         origin = read_config(folder_of(config), with_weights=config.model.pretrained)
@@ -98,8 +98,8 @@ def _warn_context(context: int, trained: int, folder: str) -> None:
 def open_folder_model(config: TrainConfig, classes: int | None = None, **changes: Any) -> Transformer:
     """Create the folder's model, with `changes` to its configuration.
 
-    The model is on the meta device, and `parallelize` later reads the weights.  With `model.pretrained=false` or
-    `weights`, the folder's weights are not used: the model has random weights and is on torch's default device.
+    The model is on the meta device, and `parallelize` later reads the weights.  If `model.pretrained` is false or
+    `weights` is set, the folder's weights are not used: the model has random weights and is on torch's default device.
 
     Raises:
         ConfigError: if the folder is damaged or incomplete.

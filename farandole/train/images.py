@@ -170,8 +170,8 @@ class ImagesTask(Task):
     ) -> tuple[Tensor, Tensor]:
         """Return the normalized images at the indices `numbers` of `samples`, and their classes.
 
-        The images have the shape (n, 3, size, size), and the classes the shape (n).  With `images.flip`, each training
-        image is mirrored with a probability of 1/2.
+        The images have the shape (n, 3, size, size), and the classes have the shape (n).  With `images.flip`, each
+        training image is mirrored with a probability of 1/2.
         """
         pairs = [samples[int(number)] for number in numbers]
         images = np.stack([image for image, _ in pairs])

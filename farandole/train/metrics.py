@@ -1,4 +1,4 @@
-"""Write a run's metrics as JSON lines, and to TensorBoard and Weights & Biases, and plot the loss curve.
+"""Write a run's metrics to JSON-lines files, TensorBoard and Weights & Biases, and plot the loss curve.
 
 Each line in `metrics.jsonl` is an object with `step` and the metrics for that step:
 

@@ -74,7 +74,7 @@ _LONGEST_BAR, _SHORTEST_BAR = 24, 6
 class ProgressLine:
     """Shows `Progress`, and prints notes.
 
-    On a terminal, notes appear above the progress, and `show` is fast enough to call in every step.
+    On a terminal, notes appear above the progress line, and `show` is fast enough to call in every step.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -133,7 +133,7 @@ class Observer:
 
     Args:
         earlier_s: the run's duration in seconds before it was resumed.
-        limit: the matrix-product speed of all ranks together, in operations per second; 0 if unknown.
+        limit: the matrix-multiplication throughput of all ranks together, in FLOP/s; 0 if unknown.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ def _router_metrics(result: StepResult) -> dict[str, float]:
     """Return the metrics of each router.
 
     The metrics are the largest load of an expert relative to the mean load, the fraction of dropped tokens, and the
-    fraction of the load for each expert.
+    share of the load that each expert has.
     """
     return {
         f"{name}/{metric}": value

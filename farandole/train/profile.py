@@ -1,8 +1,8 @@
 """Record the first steps of a job as one trace of all ranks, for https://ui.perfetto.dev.
 
-Each rank is a process of the trace.  Its threads show the phases of the steps and, in a pipeline, the measured actions
-and simulated actions.  The simulation of a step uses the median durations of the actions measured in this step.  Times
-are measured on the host: an accelerator may still run the kernels of a phase that has ended.
+Each rank appears as a process in the trace.  Its threads show the phases of the steps and, in a pipeline, the measured
+and the simulated actions.  The simulation of a step uses the median durations of the actions measured in this step.
+Times are measured on the host: an accelerator may still be running the kernels of a phase that has ended.
 """
 
 from __future__ import annotations

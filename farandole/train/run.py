@@ -266,8 +266,8 @@ def _agree(request: Request, runtime: Runtime) -> TrainingJobSpec:
 def _run(given: TrainingJobSpec, runtime: Runtime) -> None:
     """Run the training of `given` on this rank.
 
-    Errors that the user can fix end the process with a message.  If a signal ends the run early, the exit status is the
-    status for this signal.
+    Errors that the user can fix end the process with a message.  If a signal ends the run early, the exit status is 128
+    plus the signal's number.
     """
     pause_collection()  # resumed at the first step
     try:

@@ -52,8 +52,8 @@ LOCK = ".lock"
 def check_out(config: TrainConfig) -> None:
     """Raise `ConfigError` if this process cannot create the folder of a run.
 
-    The check creates and removes a temporary folder, because permissions do not apply to root, and users cannot create
-    folders in some file systems.
+    The check creates and removes a temporary folder instead of reading the permissions, because permissions do not
+    apply to root, and some file systems do not allow new folders regardless of the permissions.
     """
     # imported here, because a server reads checkpoints but no configurations
     from farandole.train.config import ConfigError
@@ -61,13 +61,13 @@ def check_out(config: TrainConfig) -> None:
     out = Path(config.out).expanduser()
     existing = next(path for path in [out, *out.parents] if os.path.exists(path))
     if not existing.is_dir():
-        raise ConfigError(f"out={config.out}: {existing} is a file; set out to another folder")
+        raise ConfigError(f"out={config.out}: {existing} is a file; choose another folder with out=FOLDER")
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".run-", dir=existing))
     except OSError as error:
         why = disk_failure(OSError(error.errno, error.strerror), existing)
         raise ConfigError(
-            f"out={config.out}: cannot create a folder in {existing}: {why}; set out to another folder"
+            f"out={config.out}: cannot create a folder in {existing}: {why}; choose another folder with out=FOLDER"
         ) from None
 
 
@@ -91,7 +91,7 @@ def new_run(config: TrainConfig) -> Path:
             error, next(folder for folder in [out, *out.absolute().parents] if folder.is_dir())
         )
         raise ConfigError(
-            f"out={config.out}: cannot create a run: {why}; set out to another folder"
+            f"out={config.out}: cannot create a run: {why}; choose another folder with out=FOLDER"
         ) from None
     return run
 
@@ -140,9 +140,9 @@ def tokenizer_file(config: TrainConfig) -> Path | None:
 def checkpoint_to_resume(path: Path) -> Path:
     """Return the checkpoint to resume from.
 
-    `path` is a checkpoint, a run or a folder of runs.  A run selects its newest checkpoint, and a folder of runs
-    selects its most recently written run.  If that run has no checkpoint, the error suggests an older run.  The older
-    run is not used automatically, because resuming a run changes it.
+    `path` is a checkpoint, a run or a folder of runs.  For a run, the result is its newest checkpoint.  For a folder of
+    runs, the result is the newest checkpoint of the most recently written run.  If that run has no checkpoint, the
+    error suggests an older run.  The older run is not used automatically, because resuming a run changes it.
 
     Raises:
         CheckpointError: if no checkpoint is found.

@@ -92,7 +92,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """A checked run on `ranks` ranks, which resumes from `checkpoint` if given."""
+    """A checked run on `ranks` ranks, resumed from `checkpoint` if given."""
 
     config: TrainConfig
     ranks: int
@@ -103,7 +103,7 @@ def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
     """Return the configuration for creating a task.
 
     A resumed run uses the tokenizer of its checkpoint, even if the text has changed since, and its own copies of the
-    model folder's files.  The run can therefore be resumed after the original folders were moved.
+    model folder's files.  The run can therefore be resumed even if the original folders have been moved.
     """
     if checkpoint is None:
         return config
@@ -230,8 +230,8 @@ def check_wandb() -> None:
 def default_ranks(config: TrainConfig) -> int:
     """Return the number of ranks that `plan.data` implies, or else the largest suitable number on this host.
 
-    A number is suitable if the plan's axes divide the number, and the batch can be divided equally among the groups of
-    ranks that process the same samples together.
+    A number is suitable if it is a multiple of the product of the sizes of the plan's other axes, and the batch can be
+    divided equally among the groups of ranks that process the same samples together.
     """
     together, experts = config.plan.ranks_per_sample, config.plan.expert
     if config.plan.data:

@@ -47,7 +47,7 @@ TASKS = {
 
 
 class Samples(Protocol):
-    """Numbered samples, such as a `torch.utils.data.Dataset`."""
+    """A map-style dataset, such as a `torch.utils.data.Dataset`."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -74,7 +74,7 @@ class Task:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the number of positions in each training sample, or in each of some representative samples.
+        """Return the number of positions in each training sample, or in each sample of a representative subset.
 
         The model FLOP/s utilization of a transformer is computed from these numbers.
         """
@@ -103,7 +103,7 @@ class Task:
         return {}
 
     def report(self, model: nn.Module) -> str:
-        """Return a text about the trained model, which rank 0 prints.  Collective call."""
+        """Return a report about the trained model as text.  Rank 0 prints the report.  Collective call."""
         return ""
 
     def files(self) -> Mapping[str, Path]:
@@ -146,7 +146,7 @@ def task_path(name: str) -> tuple[str, str]:
     module_name, colon, attribute = TASKS.get(name, name).partition(":")
     if not (module_name and colon and attribute):
         near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"tasks are {', '.join(TASKS)}, or MODULE:FUNCTION"
+        hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(TASKS)}, or MODULE:FUNCTION"
         raise ConfigError(f"unknown task={name!r}; {hint}")
     return module_name, attribute
 

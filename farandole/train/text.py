@@ -1,4 +1,7 @@
-"""The text tasks: "text" trains a language model, "masked-text" a BERT, and "sft" a language model on conversations."""
+"""Define the text tasks.
+
+"text" trains a language model, "masked-text" trains a BERT, and "sft" trains a language model on conversations.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def open_text(
     progress: Progress = lambda what, share: None,
     special_tokens: tuple[str, ...] = (),
 ) -> Text:
-    """Tokenize the configured text, and return it.  Raises `DataError` or `ConfigError`."""
+    """Return the configured text as tokens.  Raises `DataError` or `ConfigError`."""
     vocabulary, tokenizer, end = config.model.vocabulary, tokenizer_file(config), END_OF_TEXT
     if config.model.folder:
         folder = folder_of(config)

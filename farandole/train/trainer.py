@@ -108,7 +108,7 @@ class Trainer:
             if plan.lora is not None:
                 plan = replace(plan, lora=replace(plan.lora, also_train=task.also_train))
             self.flops = count_flops(self.model, plan.lora)  # while the model is complete
-            with _captured_logs() as records, torch.device(device):  # read the weights to this device
+            with _captured_logs() as records, torch.device(device):  # load the weights onto this device
                 self.engine = parallelize(
                     self.model,
                     plan,
@@ -275,7 +275,7 @@ class Trainer:
         return {"example": self.task.inputs(batch), "loss": loss}
 
     def _sums(self, *values: float) -> list[float]:
-        """Return the sum over all ranks of each of `values`."""
+        """Return the sum of each value over all ranks."""
         sums = torch.tensor(values, dtype=torch.float64)
         self._comm.all_reduce(sums)
         result: list[float] = sums.tolist()

@@ -82,7 +82,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         if not (file.parent / METADATA).is_file():
             raise CheckpointError(
                 f"{file} contains LoRA adapters, but {METADATA}, which contains their scaling, is missing; restore "
-                "this file"
+                f"{METADATA}"
             )
         lora = saved_config(read_metadata(file.parent).config).plan.lora()
         assert lora is not None
@@ -96,7 +96,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_initial_weights(model: nn.Module, config: TrainConfig) -> None:
-    """Copy the weights in `config.weights` into `model`, if this key is set.
+    """Copy the weights from `config.weights` into `model`, if this key is set.
 
     Raises:
         ConfigError: if names or shapes do not match the model.

@@ -73,7 +73,7 @@ def _check_task(config: TrainConfig) -> None:
 
 
 def _parts(config: TrainConfig, samples: int) -> tuple[Callable[[], nn.Module], Any, Callable[[Any], Tensor]]:
-    """Return a function that creates the model, the inputs for `samples` samples, and the loss."""
+    """Return the model's factory function, the inputs for `samples` samples, and the loss function."""
 
     def tokens(positions: int = config.model.context) -> Tensor:
         return torch.empty(samples, positions, dtype=torch.int64)

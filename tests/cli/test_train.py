@@ -76,11 +76,14 @@ def test_a_preset_is_preferred_to_a_folder_of_the_same_name(launched: list[Any])
         ((*MINE, "model.context=100000"), "expected at least 100001 tokens"),
         (
             (*MINE, "out=text.txt", "data.path=nowhere"),
-            "out=text.txt: text.txt is a file; set out to another folder",
+            "out=text.txt: text.txt is a file; choose another folder with out=FOLDER",
         ),
-        ((*MINE, "out=text.txt/x"), "out=text.txt/x: text.txt is a file; set out to another folder"),
+        (
+            (*MINE, "out=text.txt/x"),
+            "out=text.txt/x: text.txt is a file; choose another folder with out=FOLDER",
+        ),
         ((*MINE, "out=/proc/runs"), "out=/proc/runs: cannot create a folder in /proc: "),
-        ((*MINE, "--dry-run", "out=/proc/runs"), "; set out to another folder"),
+        ((*MINE, "--dry-run", "out=/proc/runs"), "; choose another folder with out=FOLDER"),
         (("--resume",), "there is no run to resume: folder runs does not exist"),
         (("--resume", "text"), "text does not exist: expected a checkpoint, a run, or a folder of runs"),
         (("--resume", "tiny-1"), "tiny-1 does not exist"),

@@ -233,7 +233,7 @@ def test_messages(ranks, layout):
 
 
 def too_many_leaders(rank: int, size: int) -> None:
-    with pytest.raises(ValueError, match="expected leaders between 1 and 2"):
+    with pytest.raises(ValueError, match="expected a number of leaders between 1 and 2"):
         hierarchical_group([0, 0, 1, 1], rank, leaders=3)
 
 

@@ -71,7 +71,10 @@ def test_a_billion_samples() -> None:
 
 
 def test_uneven_shares_and_empty_data_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected a number of samples divisible by 2 ranks, got 7"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected the number of samples to be a multiple of the number of ranks \(2\), got 7",
+    ):
         Sampler(10, 0).next(7, 0, 2)
     with pytest.raises(ValueError, match="at least one sample"):
         Sampler(0, 0)

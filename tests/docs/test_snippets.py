@@ -42,7 +42,7 @@ BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
-COMMAND = re.compile(r"^\$ (farandole(?: (?:[^#\n\\]|\\\n)*)?)", re.MULTILINE)
+COMMAND = re.compile(r"^\$ (farandole(?:-horovodrun)?(?: (?:[^#\n\\]|\\\n)*)?)", re.MULTILINE)
 PAGES = [path.relative_to(ROOT) for path in tracked("README.md", "docs/*.md")]
 
 
@@ -170,7 +170,9 @@ def test_a_command_line_is_valid(line: str) -> None:
     from farandole.cli.main import app
 
     command: Any = typer.main.get_command(app)
-    words = shlex.split(line.replace("\\\n", " "))[1:]
+    program, *words = shlex.split(line.replace("\\\n", " "))
+    if program == "farandole-horovodrun":
+        words.insert(0, "launch")
     while hasattr(command, "commands") and words:
         name, *words = words
         assert name in command.commands, f"there is no command {name}"

@@ -106,7 +106,7 @@ def test_groups_of_different_sizes_are_refused(ranks: Any) -> None:
 
 @pytest.mark.parametrize("data_shard", [0, -2, "hosts", 1.5])
 def test_unknown_groups_are_refused(data_shard: Any) -> None:
-    with pytest.raises(PlanError, match="expected 'all', 'host', or a number of at least 1 rank"):
+    with pytest.raises(PlanError, match="expected 'all', 'host', or at least 1 rank"):
         Plan(zero=1, data_shard=data_shard)
 
 

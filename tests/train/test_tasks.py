@@ -235,7 +235,7 @@ def test_custom_task_under_the_launcher(folder: Path) -> None:
     ("task", "says"),
     [
         ("txt", "unknown task='txt'; did you mean text?"),
-        ("nothing-like-it", "tasks are text, masked-text, images, sft, classify, or MODULE:FUNCTION"),
+        ("nothing-like-it", "expected text, masked-text, images, sft, classify, or MODULE:FUNCTION"),
         ("own_task:Sums", "there is no module own_task in"),
         ("own_tasks:Sum", "module own_tasks has no Sum; did you mean Sums?"),
         ("own_tasks:number", "expected own_tasks.number to be callable, got int"),

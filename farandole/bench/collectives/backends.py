@@ -134,7 +134,7 @@ def find_mpiexec() -> str | None:
 
 
 def without_mpiexec(setup: CollectivesSetup, ranks: int) -> str:
-    """Return "farandole launch, because ...", where the reason says why mpiexec does not start the job."""
+    """Return "farandole launch, because ...", with the reason why mpiexec does not start the job."""
     if find_mpiexec() is None:
         return "farandole launch, because there is no mpiexec"
     sharing = f"{counted(ranks, 'rank')} share {counted(usable_cores(), 'core')}"

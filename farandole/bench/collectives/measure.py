@@ -53,7 +53,7 @@ class Case:
 class Buffers:
     """The input and output buffers of an implementation for one case.
 
-    If `case.setup.validate` is True, they also include the input values and the expected result.
+    If `case.setup.validate` is True, the object also contains the input values and the expected result.
     """
 
     def __init__(self, implementation: Implementation, case: Case) -> None:

@@ -32,7 +32,10 @@ _REDUCTIONS = {
 
 
 class Mpi:
-    """An implementation that calls MPI_COMM_WORLD through mpi4py; the MPI ranks must equal the job's ranks."""
+    """An implementation that uses MPI_COMM_WORLD through mpi4py.
+
+    The rank of a process in MPI_COMM_WORLD must equal its rank in the job.
+    """
 
     def __init__(self, name: str, rank: int, ranks: int) -> None:
         self.name = name

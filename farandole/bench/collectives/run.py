@@ -55,7 +55,7 @@ def run(setup: CollectivesSetup) -> None:
     """Run the benchmark as one rank of this job; rank 0 prints the report.
 
     Raises:
-        BenchError: on all ranks, if the setup cannot be run.
+        BenchError: on all ranks, if the benchmark cannot run with `setup`.
         SystemExit: on rank 0, if validation finds wrong values.
     """
     with farandole.init(timeout_s=TIMEOUT_S) as runtime:

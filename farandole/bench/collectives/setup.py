@@ -76,7 +76,7 @@ class CollectivesSetup:
     def counts(self, operation: Operation, size: int) -> tuple[int, int]:
         """Return the numbers of iterations and of warm-up iterations.
 
-        The defaults are those of the OSU Micro-Benchmarks.
+        The defaults are the same as in the OSU Micro-Benchmarks.
         """
         if operation.is_bandwidth:
             iterations, warmup = (20, 2) if size > LARGE else (100, 10)
@@ -132,7 +132,7 @@ class CollectivesSetup:
         check_output("--picture", self.picture, PICTURES)
         if self.picture is not None and not any(OPERATIONS[name].sized for name in self.operations):
             raise BenchError(
-                f"--picture {self.picture} shows sizes on its axis, but a barrier has no size; omit --picture"
+                f"--picture {self.picture} plots results against sizes, but a barrier has no size; omit --picture"
             )
 
     def check_memory(self, ranks: int, here: int, copies: int) -> None:

@@ -55,9 +55,9 @@ class ServingPlanSetup:
         flops: the FLOP/s of a rank.
         memory_bandwidth: the bandwidth of a rank's memory in bytes per second.
         bandwidth: the bandwidth between ranks in bytes per second, per rank.
-        tensor: the numbers of tensor-parallel ranks to consider; if empty, they are chosen by default.
-        precision: the precisions to consider; if empty, one is chosen by default.
-        running: the numbers of running sequences to consider; if empty, they are chosen by default.
+        tensor: the numbers of tensor-parallel ranks to consider; if empty, they are chosen automatically.
+        precision: the precisions to consider; if empty, one is chosen automatically.
+        running: the numbers of running sequences to consider; if empty, they are chosen automatically.
         accelerators: the name of an accelerator, or None to predict for this machine.
         remeasure: whether to measure the speeds of this machine even if the cache contains them.
     """

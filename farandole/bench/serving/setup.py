@@ -27,8 +27,8 @@ class ServingSetup:
         rate: the mean number of requests per second that arrive in the scenario `server`.
         burst: the number of requests that arrive together in the scenario `server`.
         prompt_tokens, output_tokens: the smallest and the largest number of tokens of a request.
-        ttft, tpot: the largest times to first token and per output token, in seconds, with which the result of the
-            scenario `server` is valid.
+        ttft, tpot: the limits on the time to first token and the time per output token, in seconds.  The result of the
+            scenario `server` is valid if the 99th percentiles do not exceed these limits.
         sequential: whether to measure how much faster concurrent requests are than sequential requests.
     """
 

@@ -1,4 +1,4 @@
-"""Measure the speeds that `planner.serving` needs while all ranks of this machine work, and cache the results.
+"""While all ranks of this machine work, measure the speeds that `planner.serving` needs, and cache the results.
 
     python -m farandole.bench.serving.speeds FILE      # one rank of the measurement; rank 0 writes FILE
 

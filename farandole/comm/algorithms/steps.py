@@ -52,14 +52,14 @@ class Running:
     def advance(self, deadline: float) -> None:
         """Wait for the current message, and then run the algorithm until it must wait again or has finished.
 
-        `deadline` is the latest time for the message, on the clock `time.monotonic`.
+        The message must arrive before `deadline`, as measured by `time.monotonic`.
         """
         if self._next is not None:
             self._next.wait(max(0.0, deadline - time.monotonic()))
             self._next = next(self._steps, None)
 
     def finish(self, deadline: float) -> None:
-        """Run the algorithm to its end; all messages must arrive before `deadline`, a time of `time.monotonic`."""
+        """Run the algorithm to its end; all messages must arrive before `deadline`, as measured by `time.monotonic`."""
         while not self.done:
             self.advance(deadline)
 
@@ -114,7 +114,7 @@ class PowerOfTwo:
         yield self.recv(result, self._partner)
 
     def combine_outside(self, tensor: Tensor, combine: Combine) -> Steps:
-        """Combine the values of a remaining rank into `tensor`, if this rank has such a partner.
+        """If this rank's partner is a remaining rank, combine the partner's values into `tensor`.
 
         The first 2^k ranks call this method before they exchange values.
         """
@@ -124,7 +124,7 @@ class PowerOfTwo:
             combine(tensor, tensor, spare)
 
     def send_outside(self, result: Tensor) -> Steps:
-        """Send `result` to a remaining rank, if this rank has such a partner.
+        """If this rank's partner is a remaining rank, send `result` to the partner.
 
         The first 2^k ranks call this method after they have exchanged values.
         """

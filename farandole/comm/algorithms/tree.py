@@ -29,7 +29,7 @@ def broadcast(transport: Transport, tensor: Tensor, root: int) -> Steps:
 def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
     """Broadcast `tensor` over a binomial tree.
 
-    In step k (counted from 0), each of the up to 2^k ranks that have the tensor sends it to one more rank.
+    In step k (counted from 0), each rank that has the tensor (at most 2^k ranks) sends it to one more rank.
     """
     n = transport.size
     place = (transport.rank - root) % n

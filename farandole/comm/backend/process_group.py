@@ -62,8 +62,8 @@ Pair = tuple[Sequence[Tensor], Sequence[Tensor]]
 class FarandoleProcessGroup(dist.ProcessGroup):
     """A process group with the backend `farandole` or `farandole-mpi`, created by `torch.distributed`.
 
-    Like the methods of `torch.distributed.ProcessGroup`, collectives and messages start an operation and return a
-    `Work`.  The operation is complete after `Work.wait`.
+    Like the methods of `torch.distributed.ProcessGroup`, the methods for collectives and messages start an operation
+    and return a `Work`.  The operation is complete after `Work.wait`.
 
     Args:
         store: The store through which inner torch groups connect.

@@ -5,8 +5,8 @@
         comm.all_reduce(gradients, "avg", compression=compressor)
 
 Within a host, values are reduced exactly.  Between hosts, each leader reduces a share of the values, and compresses the
-messages with this share.  With error feedback, the compression error of a message is added to the next message for the
-same values, so values are delayed but not lost:
+messages that contain this share.  With error feedback, the compression error of a message is added to the next message
+for the same values, so values are delayed but not lost:
 
 F. Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of
 speech DNNs (2014).  S. P. Karimireddy et al.: Error feedback fixes SignSGD and other gradient compression schemes

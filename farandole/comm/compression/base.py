@@ -59,7 +59,7 @@ class Compressor(ABC):
     """The compression state of one tensor that is reduced in one group.
 
     `state` maps names to tensors.  On each leader, it contains the state of the shares that this leader reduces; save
-    it in this rank's checkpoint.  Tensors whose names start with "residual" contain compression errors, in the same
+    it in this rank's checkpoint.  Tensors whose names start with "residual" contain compression errors, on the same
     scale as the reduced values.
     """
 
@@ -133,7 +133,7 @@ class Compressor(ABC):
         return self.state[name]
 
     def _stored(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Return the tensor `name` of the state, or None if the state has no such fp32 tensor of this shape.
+        """Return the tensor `name` of the state, or None if it is missing or is not an fp32 tensor of this shape.
 
         A tensor that does not fit was saved with other shares or settings.  It is discarded, and a warning is logged
         once.

@@ -88,8 +88,8 @@ class Codec:
     ) -> Tensor:
         """Return a message that encodes `x * factor + residual`.
 
-        The encoding error is stored in `residual`, and the values that the receiver will decode in `decoded`.  Both may
-        be None.
+        The encoding error is stored in `residual`.  The values that the receiver will decode are stored in `decoded`.
+        Both arguments may be None.
         """
         message = self.message(x.numel())
         status = native.library().frd_encode(

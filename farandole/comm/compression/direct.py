@@ -26,8 +26,8 @@ class Encoder(Protocol):
     ) -> Tensor:
         """Return a message that encodes `x * factor + residual`.
 
-        The encoding error is stored in `residual`, and the values that the receiver will decode in `decoded`.  Both may
-        be None.
+        The encoding error is stored in `residual`.  The values that the receiver will decode are stored in `decoded`.
+        Both arguments may be None.
         """
 
     def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:

@@ -105,7 +105,7 @@ class PowerSGDCompressor(Compressor):
         """Approximate the sum of `share` times `factor` over the hosts with two all-reduces.
 
         For each matrix M, the right factor Q of the previous call is known.  The first all-reduce sums M Q over the
-        hosts, and also sums all values outside of matrices.  The columns of the sum of M Q are orthonormalized, which
+        hosts, and also sums all values outside the matrices.  The columns of the sum of M Q are orthonormalized, which
         gives the left factor P.  The second all-reduce sums M^T P, which gives the next right factor.
         """
         residual = self.residual(start, share)
@@ -152,8 +152,8 @@ class PowerSGDCompressor(Compressor):
     def _right_factor(self, matrix: _Matrix) -> Tensor:
         """Return the right factor of the previous call.
 
-        If there was no previous call, the factor is random, and rows of zeros are replaced by random rows.  The random
-        values are equal on all hosts.
+        If there was no previous call, the factor is random.  Otherwise, rows of zeros are replaced by random rows.  The
+        random values are equal on all hosts.
         """
         q = self._stored(f"right.{matrix.start}", (matrix.rank, matrix.columns))
         if q is None or not q.any(1).all():

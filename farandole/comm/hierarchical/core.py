@@ -279,8 +279,8 @@ class HierarchicalCore(GroupCore):
         """Reduce `windows` over all ranks in a pipeline.
 
         Each window is reduced within the host, then this rank's share is reduced over the hosts, and then the results
-        are distributed within the host.  A window's second message is sent while the first messages of later windows
-        arrive.
+        are distributed within the host.  The second inter-node message of a window is sent while the first messages of
+        later windows arrive.
         """
         me = self.host.rank
         waiting: deque[Running] = deque()  # in the order of message arrival

@@ -2,7 +2,7 @@
 
 Ranks on one host exchange tensors through shared memory.  There are two inter-node algorithms:
 
-    direct      One message per pair of ranks.  Faster for large messages, because aggregation copies them once more.
+    direct      One message per pair of ranks.  Faster for large messages, because aggregation requires extra copies.
     aggregated  One message per pair of hosts.  One rank of the sending host collects the tensors in shared memory, and
                 one rank of the receiving host distributes them.  With m and n ranks on the two hosts, the number of
                 messages decreases by a factor of m n.

@@ -42,7 +42,8 @@ class Hosts:
         self.leaders = fewest if leaders is None else leaders
         if not 1 <= self.leaders <= fewest:
             raise ValueError(
-                f"expected leaders between 1 and {fewest} (the number of ranks on the smallest host), got {leaders}"
+                f"expected a number of leaders between 1 and {fewest} (the number of ranks on the smallest host), got "
+                f"{leaders}"
             )
         self.leads = host.rank < self.leaders
         self.all = WireTransport(host, range(self.ranks), _ALL)

@@ -40,7 +40,7 @@ class Accumulation:
 
     @classmethod
     def of(cls, dtype: torch.dtype, reduction: int, ranks: int) -> Accumulation:
-        """Return the dtype, the reduction and the final conversion with which to reduce `ranks` tensors."""
+        """Return the dtype, the reduction and the final conversion for a reduction of `ranks` tensors."""
         averages, whole = reduction == _AVG, not dtype.is_floating_point
         wide = dtype
         if averages and whole:
@@ -69,7 +69,7 @@ class Window:
 
 
 def windows_of(flat: Tensor, how: Accumulation) -> Iterator[Tensor]:
-    """Split a tensor into windows of `WINDOW_BYTES`, counted in the accumulation dtype."""
+    """Split a tensor into windows that occupy at most `WINDOW_BYTES` bytes in the accumulation dtype."""
     length = max(1, WINDOW_BYTES // how.dtype.itemsize)
     return iter(flat.split(length) if flat.numel() else ())
 

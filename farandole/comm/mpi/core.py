@@ -304,7 +304,7 @@ class MpiCore(GroupCore):
         return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind]
 
     def _blocks(self, tensor: Tensor, kind: Any = None) -> Any:
-        """Return an mpi4py buffer for a tensor with one equal part per rank; its count is the length of one part."""
+        """Return an mpi4py buffer for a tensor with equal parts, one per rank; the count is the length of one part."""
         kind = kind or self._units[tensor.element_size()]
         return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel() // self.size, kind]
 
@@ -341,7 +341,7 @@ class MpiCore(GroupCore):
             part.copy_(values.view(part.shape))
 
     def _uncountable(self, *counts: Sequence[int]) -> bool:
-        """Return whether any sum of counts exceeds MPI's limit.
+        """Return whether the sum of any list in `counts` exceeds MPI's limit.
 
         All ranks must pass the same counts, so that they make the same choice.
         """
@@ -431,7 +431,7 @@ class MpiCore(GroupCore):
 
 
 def _shares(count: int, ranks: int) -> list[int]:
-    """Return the number of elements that each rank reduces, `count` in total."""
+    """Return the number of elements that each rank reduces; the numbers add up to `count`."""
     return [count * (rank + 1) // ranks - count * rank // ranks for rank in range(ranks)]
 
 

@@ -233,7 +233,7 @@ class MpiGroup:
             raise self._broken
 
     def _each_turn(self, warning: StallWarning, waited_s: float) -> None:
-        """Warn of a stall and check for `give_up`; called between two tests of a request."""
+        """Warn of a stall, or raise an exception if `give_up` was called; called between two tests of a request."""
         if self._given_up:
             raise CommunicationError(
                 f"the group was destroyed during {self._in_words()}{see('the-group-was-destroyed')}"

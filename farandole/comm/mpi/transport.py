@@ -1,4 +1,4 @@
-"""The inter-node transport of hierarchical collectives over MPI."""
+"""The MPI transport for the inter-node messages of hierarchical collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MpiTransport:
         transport.send(tensor, peer, tag).wait(60.0)
         received.wait(60.0)
 
-    Messages between two ranks with the same tag arrive in order.  Do not modify a tensor before its message is
+    Messages with the same tag between two ranks arrive in order.  Do not modify a tensor before its message is
     complete.
     """
 

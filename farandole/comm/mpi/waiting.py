@@ -1,4 +1,4 @@
-"""Records of waiting ranks in an MPI group's store, because MPI does not expose the calls of other ranks."""
+"""Record waiting ranks in an MPI group's store, because MPI does not expose the calls of other ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Waiting:
         return missing
 
     def record_message(self, call: Call | None) -> None:
-        """Record the message that this rank is waiting for; None ends the wait."""
+        """Record the message that this rank is waiting for; None clears the record."""
         fields = (call.operation, call.type, call.count, call.root, call.layout) if call else ()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"in message/{self._rank}", " ".join(map(str, fields)))

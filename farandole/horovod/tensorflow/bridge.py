@@ -3,7 +3,7 @@
 *Memory.*  Eager tensors are converted through DLPack.  Within a `tf.function`, TensorFlow passes numpy arrays that are
 views of TensorFlow tensors.  A contiguous result is converted without a copy if its address meets TensorFlow's
 alignment requirement.  Operations return new tensors and do not write to their inputs.  PyTorch cannot compute with
-uint16, uint32 and uint64, so tensors with these dtypes are reinterpreted as signed tensors of the same width.
+uint16, uint32 or uint64, so tensors with these dtypes are reinterpreted as signed tensors of the same width.
 
 *Order.*  A node blocks its thread until the other ranks have called the operation, and some processes have only one
 thread for nodes.  The nodes in a graph and in its functions, loops and branches must therefore run one after another,
@@ -14,9 +14,9 @@ so k's inputs can be computed.  Ranks that have traced the same program have the
 finishes.  One thread is therefore sufficient.  (If ranks have traced different programs, the engine reports the missing
 ranks and ends the run after a timeout.)
 
-*Names.*  An unnamed node gets a name during tracing.  The name consists of the enclosing functions' names, and the
-operation kind with a number that makes the name unique within the graph.  Retracing generates the same names, so one
-rank may retrace more often than another rank.
+*Names.*  An unnamed node gets a name during tracing.  The name consists of the enclosing functions' names, the
+operation kind and, if necessary, a number that makes the name unique within the graph.  Retracing generates the same
+names, so one rank may retrace more often than another rank.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         initial_lr: The learning rate for a multiplier of 1.
         multiplier: A function of the epoch, or a number m for the multiplier m ** epoch.
         start_epoch: The first epoch in which this callback sets the learning rate.
-        end_epoch: The first epoch in which this callback does not set the learning rate, or None.
+        end_epoch: The first epoch in which this callback no longer sets the learning rate, or None.
         staircase: Whether to set the learning rate once per epoch.  Otherwise the callback sets the learning rate for
             each batch, based on the fractional epoch.
         momentum_correction: Whether to scale SGD velocities by the same factor as the learning rate (Goyal et al.,

@@ -128,7 +128,7 @@ class GradientReducer:
         return reduced
 
     def _name(self, gradients: Sequence[Any], dense: Sequence[int]) -> str:
-        """Return a request name that is equal in every step and usually differs between models."""
+        """Return a request name that is the same in every step and usually differs between models."""
         if not tf.executing_eagerly():
             return name_in_graph(self.name, None) or self.name
         return f"{self.name}.{len(dense)}.{sum(gradients[index].shape.num_elements() for index in dense)}"
@@ -196,7 +196,7 @@ def _check_groups(groups: Groups) -> int | list[list[int]] | None:
 
 
 def _key(variable: Any) -> int:
-    """Return a key that is equal for a Keras variable and its TensorFlow variable."""
+    """Return a key that is the same for a Keras variable and its TensorFlow variable."""
     return id(variable.value if isinstance(variable, keras.Variable) else variable)
 
 
@@ -534,7 +534,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
             f"expected a Keras 3 optimizer (keras.optimizers), got {type(optimizer).__module__}."
-            f"{type(optimizer).__name__}; optimizers of TensorFlow 1 and tf_keras are not supported"
+            f"{type(optimizer).__name__}; TensorFlow 1 and tf_keras optimizers are not supported"
         )
     if isinstance(optimizer, DistributedKerasOptimizer):
         raise ValueError(

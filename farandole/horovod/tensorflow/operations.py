@@ -4,7 +4,7 @@ Ranks may issue named operations in any order, but must issue unnamed operations
 Horovod's convention: the loss is the *average* of the ranks' losses, and a result that is equal on all ranks
 contributes to every rank's loss.
 
-All operations raise ValueError for invalid arguments, for a name that is already in flight, and before `hvd.init()`.
+All operations raise ValueError for invalid arguments, for the name of an operation in flight, and before `hvd.init()`.
 They raise `HorovodInternalError` if ranks disagree or a rank dies.  `bridge.call` describes the corresponding
 `tf.errors` exceptions.
 """
@@ -151,7 +151,7 @@ def broadcast(
 
     Args:
         tensor: A tensor with the same shape and dtype on all ranks.
-        root_rank: The rank to copy from, as a rank in Horovod's world (not in the process set).
+        root_rank: The rank to copy from, given as its rank in Horovod's world, not its rank in the process set.
         name: The name of the operation.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
         process_set: The participating ranks.
@@ -194,7 +194,7 @@ def alltoall(
 
     Args:
         tensor: The rows to send, ordered by destination rank.
-        splits: The number of rows to send to each rank (integers), or None to send equal numbers.
+        splits: The number of rows to send to each rank (a list or tensor of integers), or None to send equal numbers.
         name: The name of the operation.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
         process_set: The participating ranks.

@@ -163,7 +163,7 @@ def broadcast(
 
     Args:
         tensor: A tensor with the same shape and dtype on all ranks.
-        root_rank: The rank to copy from, as a rank in Horovod's world (not in the process set).
+        root_rank: The rank to copy from, given as its rank in Horovod's world, not its rank in the process set.
         name: The name of the operation.
         process_set: The participating ranks.
     """

@@ -113,7 +113,7 @@ class _ModelHandler(_Handler):
 
 class _OptimizerHandler(_Handler):
     def sync(self) -> None:
-        """Replace the optimizer's state and options with those of rank 0, and save a copy."""
+        """Replace the optimizer's state and options with rank 0's state and options, and save a copy."""
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 

@@ -4,7 +4,7 @@ Ranks may issue named operations in any order, but must issue unnamed operations
 operations return a handle for `poll` and `synchronize`.  A trailing underscore in a function name marks an in-place
 operation.  The module `differentiable` provides the operations with gradients.
 
-All operations raise ValueError for invalid arguments, for a name that is already in flight, and before `hvd.init()`.
+All operations raise ValueError for invalid arguments, for the name of an operation in flight, and before `hvd.init()`.
 They raise `HorovodInternalError` if ranks disagree or a rank dies.
 """
 
@@ -353,7 +353,7 @@ def sparse_allreduce_async(
         A function that waits for the operation and returns the result, a coalesced sparse tensor.
 
     Raises:
-        ValueError: if `tensor` is not sparse, or `op` is another reduction.
+        ValueError: if `tensor` is not sparse, or `op` is neither Sum nor Average.
     """
     if not tensor.is_sparse:
         raise ValueError(
@@ -443,7 +443,7 @@ def _with_rows(tensors: list[Tensor], kind: str) -> list[Tensor]:
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start copying rank `root_rank`'s tensor to a new tensor on all ranks; return a handle.
+    """Start copying rank `root_rank`'s tensor to a new tensor on each rank; return a handle.
 
     Raises:
         ValueError: if `root_rank` is not in the process set.

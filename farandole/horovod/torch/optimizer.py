@@ -72,7 +72,7 @@ def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -
 
 
 class Trainable:
-    """The parameters of an optimizer that require gradients, or have required gradients in an earlier step.
+    """An optimizer's parameters that require gradients now or required gradients in an earlier step.
 
     Programs may unfreeze parameters and call `add_param_group` after they have created a `DistributedOptimizer`.
 
@@ -86,7 +86,7 @@ class Trainable:
         self._found: set[int] = set()
 
     def find(self, param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, str]]:
-        """Return the parameters, and their names, that earlier calls have not returned."""
+        """Return the trainable parameters that earlier calls have not returned, with their names."""
         found = [
             (parameter, self._names.setdefault(parameter, f"gradient.{number}.{index}"))
             for number, group in enumerate(param_groups)

@@ -83,7 +83,7 @@ class SyncBatchNorm(_BatchNorm):
 class _Normalize(torch.autograd.Function):
     """Returns the normalized input, and the mean, variance and count per channel over all ranks.
 
-    The ranks' statistics are combined in float64 with the method by Chan, Golub and LeVeque (1979).
+    The ranks' statistics are combined in float64 with the method of Chan, Golub and LeVeque (1979).
     """
 
     @staticmethod

@@ -26,9 +26,10 @@ class Architecture:
         write: a function that converts the model's configuration to `config.json` fields.
         build: a function that returns the model.
         table: a function that returns the table of tensor names in the model and in the folder.
-        matches: a function that returns whether a configuration belongs to this family, if several families share a
-            configuration type.
-        adapt: a function that adapts the configuration to the tensors in a folder, if some tensors are optional.
+        matches: a function that returns whether a configuration belongs to this family.  Only families that share a
+            configuration type need this function.
+        adapt: a function that adapts the configuration to the tensors in a folder.  Only families with optional tensors
+            need this function.
         defaults: the values that transformers assumes for missing fields, if `read` assumes other values.  A field that
             is null is not missing.
     """

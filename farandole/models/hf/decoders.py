@@ -29,7 +29,9 @@ _GELU = tuple(ACTIVATIONS)
 
 
 def one_dropout(fields: Fields, *names: str) -> float:
-    """Return the common value of the dropout fields `names`, because the model has only one dropout probability.
+    """Return the common value of the dropout fields `names`.
+
+    The model has only one dropout probability.
 
     Raises:
         FolderError: if the probabilities differ.
@@ -358,7 +360,7 @@ def _llama_table(config: LlamaConfig) -> Table:
 
 
 def _rotates_heads(config: LlamaConfig) -> bool:
-    """Return whether rotary positions rotate whole heads, and pair the two halves of each head, as in transformers."""
+    """Return whether rotary positions rotate whole heads and pair the two halves of each head, as in transformers."""
     rotary = config.rotary
     return rotary is not None and rotary.width == config.head_width and not rotary.interleaved
 

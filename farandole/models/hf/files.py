@@ -222,7 +222,7 @@ def read(reads: Iterable[Read], progress: Callable[[int], None] | None = None) -
     """Perform `reads` with several threads, in the order of the files.
 
     Args:
-        progress: a function that receives the number of bytes after each finished part of a read.  It is called in the
+        progress: a function that receives the size in bytes of each finished part of a read.  It is called in the
             calling thread.
 
     Raises:
@@ -336,7 +336,7 @@ def _map(file: BinaryIO) -> Tensor:
 
 
 def _strided(mapped: Tensor, each: Read) -> None:
-    """Copy a box that is not contiguous in the file from the mapped file `mapped` to `each.target`."""
+    """Copy a non-contiguous box from the mapped file `mapped` to `each.target`."""
     entry = each.entry
     data = mapped[entry.offset : entry.offset + entry.nbytes]
     if entry.offset % entry.dtype.itemsize:

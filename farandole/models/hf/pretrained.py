@@ -466,7 +466,7 @@ def write_description(origin: Pretrained, folder: Path, dtype: torch.dtype) -> N
 def save_pretrained(
     model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30
 ) -> None:
-    """Write a model in memory to a new Hugging Face folder.
+    """Write an in-memory model to a new Hugging Face folder.
 
     Args:
         dtype: the dtype for floating-point weights, by default the first weight's dtype.

@@ -235,7 +235,7 @@ def _copy(value: Tensor | Range) -> Tensor | Range:
 def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Load a checkpoint into the engine; see `Engine.load`.
 
-    `metadata` replaces the content of the metadata file.  Folders of earlier versions lack this file.
+    `metadata` replaces the content of the metadata file.  Folders written by earlier versions lack this file.
     """
     from farandole.parallel.checkpoint.storage import load_state, read_metadata
 
@@ -295,7 +295,7 @@ def _check_optimizers(engine: Engine, found: Mapping[str, Any]) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Create the parent of `folder`, and remove a temporary folder that a killed job left.
+    """Create the parent of `folder`, and remove a temporary folder that a killed job left behind.
 
     Raises:
         CheckpointError: if `folder` exists, or its parent is not a folder.

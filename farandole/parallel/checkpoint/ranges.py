@@ -1,7 +1,7 @@
 """The parts of global tensors that a rank stores, as boxes for PyTorch's distributed checkpoint format.
 
-A rank's tensor consists of one or several boxes of a global tensor (`TensorBoxes`).  The rank stores a range of its
-flattened elements (`Range`), which PyTorch saves as boxes.
+A rank's tensor consists of one or more boxes of a global tensor (`TensorBoxes`).  The rank stores a range of the
+flattened tensor's elements (`Range`), which PyTorch saves as boxes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     model.safetensors                                        or, for larger models,
     model-00001-of-00003.safetensors ... and model.safetensors.index.json, in the layout of Hugging Face
 
-No rank holds the unsharded model.  Each rank writes its own boxes to a checkpoint, and then writes some of the files
-from this checkpoint, a few tensors at a time.  To load, each rank reads only the elements that it stores, into
+No rank holds the unsharded model.  Each rank writes its own boxes to a checkpoint.  From this checkpoint, each rank
+then writes some of the files, a few tensors at a time.  To load, each rank reads only the elements that it stores, into
 the memory where the engine keeps them.
 """
 
@@ -344,7 +344,7 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
 def _names(engine: Engine) -> tuple[dict[str, list[str]], set[str]]:
     """Return all names of each parameter, by its first name, and the names of the tensors that files need not contain.
 
-    The latter are the buffers and the parameters without elements.
+    Files need not contain buffers or empty parameters.
 
     The result covers all pipeline stages.  Files can list a tied parameter under any of its names.  This is a
     collective call.

@@ -22,7 +22,7 @@ class Summary:
     Args:
         layers: the paths of the adapted layers.
         trained: the number of trained parameters.
-        total: the number of all parameters.
+        total: the total number of parameters.
         bytes: the size of all parameters in bytes.
     """
 
@@ -87,7 +87,7 @@ def summarize(model: nn.Module) -> Summary:
 
 
 def merge(model: nn.Module, untie: bool = False) -> None:
-    """Add the updates to the weights, which makes the model as fast as the base model.
+    """Add the updates to the weights, so that the model is as fast as the base model.
 
     The output does not change except for rounding.  Weights are changed in place and rounded once; bf16 and fp16
     weights lose the part of the update below their precision.  A quantized weight becomes an ordinary tensor.  Adapters
@@ -154,7 +154,7 @@ def remove(model: nn.Module) -> None:
 
 
 def lora_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
-    """Return the layers of `model` with adapters, by path."""
+    """Return the layers of `model` that have adapters, by path."""
     return {path: module for path, module in model.named_modules() if isinstance(module, AdaptedLayer)}
 
 

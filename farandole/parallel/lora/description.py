@@ -1,4 +1,4 @@
-"""Describe a model's adapter by names, so that ranks with parts of the model can write the adapter together."""
+"""Describe an adapter by layer and tensor names, so that ranks with parts of a model can write the adapter together."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def describe_adapter(model: nn.Module) -> Adapter | None:
 
 
 def trained_tensors(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
-    """Return, by name, the tensors of an adapter that `model` contains.
+    """Return the adapter's tensors that `model` contains, by name.
 
     `model` is a complete model or a rank's stages.
     """

@@ -8,7 +8,7 @@ per layer, with the same A and the layer's rows of B.
 
 The experts of a model are stacked, here and in `transformers`, where PEFT adapts the parameters `gate_up_proj` and
 `down_proj` of the module `experts` (`target_parameters`).  PEFT wraps this module once for each parameter, so the
-tensors of the first parameter have the path `experts.base_layer`.
+adapter tensors for the first parameter have the path `experts.base_layer`.
 
 In the other direction, layers can have different matrices A.  The fused adapter's A is then the concatenation of the
 layers' matrices A, and B is zero in the blocks that combine the rows of one layer with the A of another layer.

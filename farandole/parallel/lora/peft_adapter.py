@@ -342,8 +342,8 @@ class AdapterError(RuntimeError):
 class Saved:
     """A saved adapter.
 
-    Its `tensors` are also divided into `a` and `b`, the matrices A and B by the path of their layer, and `others`, the
-    other trained tensors by their names in the model.
+    The `tensors` are also available in three groups: `a` and `b` contain the matrices A and B by layer path, and
+    `others` contains the other trained tensors by their names in the model.
 
     Args:
         folder: the folder of the adapter.

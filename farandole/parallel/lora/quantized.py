@@ -124,7 +124,7 @@ def stored_bytes(tensor: Tensor) -> int:
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the linear layer's output (..., out) for `x` (..., in) and a quantized weight.
 
-    The output has the dtype of `x` or of autocast.
+    The output has the dtype of `x` or, under autocast, the autocast dtype.
     """
     result: Tensor = _FrozenLinear.apply(x, weight, bias)
     return result

@@ -14,7 +14,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def matrix_for_peft(name: str, matrix: Tensor) -> Tensor:
     """Return `matrix` in the shape that PEFT stores.
 
-    If `name` is the A or B of a stack, the result is flattened to two dimensions.  Other tensors are unchanged.
+    The A or B of a stack is flattened to two dimensions.  Other tensors are returned unchanged.
     """
     if name.endswith(_A) and matrix.dim() == 3:
         return matrix.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Find the modules that match LoRA patterns, and the modules that share their weights."""
+"""Find the modules that match LoRA patterns, and other modules that share weights with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_targets(model: nn.Module, lora: LoRA) -> dict[str, Adaptable]:
     """Return the layers that `lora` adapts, by path, in model order.
 
     Raises:
-        ValueError: if a pattern matches nothing or a module that cannot be adapted.
+        ValueError: if a pattern matches no module, or a module that cannot be adapted.
     """
     if isinstance(model, nn.Linear):
         raise ValueError(
@@ -154,7 +154,7 @@ def _why_not_stacked(lora: LoRA) -> str | None:
 
 
 def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
-    """Raise ValueError if `found` contains layers that torch's encoder does not call in inference.
+    """Raise ValueError if `found` contains layers that torch's encoder does not call during inference.
 
     Adapters of these layers would have no effect.
     """
@@ -167,9 +167,9 @@ def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
             and torch.backends.mha.get_fastpath_enabled()
         ):
             raise ValueError(
-                f"LoRA targets: {path or 'the model'} is an nn.TransformerEncoderLayer.  In inference, this class uses "
-                f"the weights of linear1 and linear2 without calling these layers, so adapters would have no effect: "
-                f"call torch.backends.mha.set_fastpath_enabled(False) in every program that uses the adapter"
+                f"LoRA targets: {path or 'the model'} is an nn.TransformerEncoderLayer.  During inference, this class "
+                f"uses the weights of linear1 and linear2 without calling these layers, so adapters would have no "
+                f"effect: call torch.backends.mha.set_fastpath_enabled(False) in every program that uses the adapter"
             )
 
 

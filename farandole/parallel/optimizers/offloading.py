@@ -123,7 +123,8 @@ def _together(comm: Communicator, make: Callable[[], T]) -> T:
 class OffloadedUpdate:
     """Updates this rank's shards with `optimizer`, whose master weights and states are stored in offloaded records.
 
-    The optimizer's step hooks complete the averaged gradients before an update, and distribute the updated weights.
+    The optimizer's step hooks finish averaging the gradients before an update, and distribute the updated weights
+    after it.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class OwnedParameters:
                 self._exchanges.append(_Exchange(each, comm, parts))
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, complete tensor, 0) for all parameters that this rank updates."""
+        """Yield (parameter, complete tensor, start index 0) for all parameters that this rank updates."""
         for parameter, tensor in self._within:
             yield parameter, tensor, 0
         for exchange in self._exchanges:
@@ -106,7 +106,7 @@ class _Exchange:
         self._received = False
 
     def owned(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, the tensor that the optimizer updates, 0)."""
+        """Yield (parameter, the tensor that the optimizer updates, start index 0)."""
         for index, whole in self._whole.items():
             yield self._shards.parameters[index], whole, 0
 
@@ -182,8 +182,8 @@ class _Exchange:
 def _owned_parts(shards: OptimizerShards, members: set[int], load: list[int]) -> list[_Part]:
     """Return the parts of the parameters that span several shards, and choose an owner for each parameter.
 
-    `load[rank]` is the number of elements that `rank` updates.  This function adds the elements of all parameters in
-    `members`, and chooses the owner with the lowest load.
+    `load[rank]` is the number of elements that `rank` updates.  This function adds to `load` the elements of all
+    parameters in `members`, and chooses the rank with the lowest load as the owner.
     """
     layout = shards.bucket.plan.layout
     holders: dict[int, list[tuple[int, FlatRange]]] = {}

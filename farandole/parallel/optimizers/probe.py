@@ -33,14 +33,14 @@ def why_not_elementwise(optimizer: Optimizer) -> str:
 
 
 def why_not_by_parameter(optimizer: Optimizer) -> str:
-    """Return why `optimizer` cannot update each parameter separately, or "" if this does not change the results."""
+    """Return why `optimizer` cannot update each parameter separately, or "" if separate updates give equal results."""
     return _try_parts(
         optimizer, lambda tensors, number: [tensors[number].clone()], "update each parameter independently"
     )
 
 
 def _try_parts(optimizer: Optimizer, part: Callable[[list[Tensor], int], list[Tensor]], what: str) -> str:
-    """Return why updates of two matrices differ from updates of their parts, or "" if they are equal.
+    """Return why updates of two matrices differ from updates of their parts, or "" if the results are equal.
 
     Args:
         part: the function that returns part 0 or 1 of the two matrices.

@@ -1,9 +1,9 @@
 """Stochastic rounding: train bf16 weights without fp32 master weights.
 
 bf16 has 8 bits of precision, so rounding to nearest loses every update below 1/512 of a weight.  Stochastic rounding
-rounds up with a probability proportional to the distance from the number below.  Its result is exact in expectation, so
-small updates add up (Gupta et al., 2015, "Deep Learning with Limited Numerical Precision"; for training in bf16:
-Zamirai et al., 2020, "Revisiting BFloat16 Training").
+rounds up with a probability proportional to the distance from the next lower number.  Its result is exact in
+expectation, so small updates add up (Gupta et al., 2015, "Deep Learning with Limited Numerical Precision"; for training
+in bf16: Zamirai et al., 2020, "Revisiting BFloat16 Training").
 
 Master weights, which take 4 bytes per parameter, are not stored: an update converts the weights of one bucket at a time
 to fp32, and rounds the updated weights to bf16.  The optimizer computes in fp32, and its states are fp32.
@@ -30,10 +30,10 @@ _CHUNK = 1 << 16
 
 
 def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
-    """Round `source` (fp32, flat, contiguous) to `target` (bf16, same length); overwrite `source`.
+    """Round `source` (fp32, flat, contiguous) into `target` (bf16, same length); overwrite `source`.
 
     A value between two bf16 numbers is rounded up with a probability proportional to its distance from the lower
-    number.  Numbers that bf16 represents exactly, infinities and NaNs are unchanged.
+    number.  Infinities, NaNs and numbers that bf16 represents exactly are unchanged.
     """
     wrong: Tensor | None = None
     if not math.isfinite(torch.linalg.vector_norm(source)):  # otherwise all values are finite
@@ -59,7 +59,7 @@ class StochasticRounding:
     The random number for a weight depends only on `seed`, on `steps` (the number of steps so far) and on the weight's
     position: the name of the bucket's first parameter, the index of the shard and the index in the shard.  Therefore
     rounding is the same on ranks that update the same weights, even if their other buckets differ, and in a run that
-    resumes from a checkpoint with the weights, the optimizer's state and `steps`.
+    resumes from a checkpoint that contains the weights, the optimizer's state and `steps`.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -101,7 +101,7 @@ class StochasticRounding:
     def _masters(self, bucket: OptimizerShards) -> Iterator[None]:
         """Return a context in which the tensors of `bucket` are fp32 copies of the bf16 weights.
 
-        At the end of the context, the copies are rounded to the weights.
+        At the end of the context, the copies are rounded to bf16 and stored in the weights.
         """
         assert bucket.weights is not None  # weights were cast to bf16
         own = bucket.weights.shard

@@ -36,7 +36,7 @@ class OptimizerShards:
     Args:
         weights: the bucket's weights; None if the optimizer updates the model's parameters (`zero=0`, same dtype).
         number: the index of this rank's shard of the bucket.
-        offloaded: whether shards are offloaded between updates; the tensors are then flat.
+        offloaded: whether shards are offloaded between updates; if so, the tensors are flat.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class OptimizerShards:
     # ---- gradients ----
 
     def set_gradients(self, used: Sequence[bool], norms: GradientNorms) -> None:
-        """Set the `.grad` for all parameters that any rank has used, and set every other `.grad` to None.
+        """Set the `.grad` of all parameters that any rank has used, and set every other `.grad` to None.
 
         Args:
             used: for each parameter of the bucket, whether any rank used the parameter.
@@ -127,7 +127,7 @@ class OptimizerShards:
             yield from ((index, known[index]) for index in self._indices_set())
 
     def versions(self) -> tuple[tuple[int, int], ...] | None:
-        """Return a value that differs after an in-place change of a gradient; None if changes cannot be detected."""
+        """Return a value that changes if a gradient is changed in place; None if changes cannot be detected."""
         if self.weights is None:  # programs also change gradients through `.grad.data`
             return None
         return tuple(
@@ -163,7 +163,7 @@ class OptimizerShards:
     def resume(self, used: Tensor) -> None:
         """Let another backward pass add to the existing gradients.
 
-        Gradients that the program has cleared become zero, and their elements of `used` become 0.
+        Gradients that the program has cleared become zero, and the corresponding elements of `used` become 0.
         """
         cleared = [index for index in range(len(self.tensors)) if self._is_cleared(index)]
         used[cleared] = 0
@@ -173,7 +173,7 @@ class OptimizerShards:
                 self._change(index, Tensor.zero_)
 
     def mark_unfinished(self, has_gradient: Sequence[bool], norms: GradientNorms) -> None:
-        """After a pass within `no_sync`, set the `.grad` of parameters whose gradients are kept elsewhere to a mark.
+        """After a pass within `no_sync`, assign a mark to the `.grad` of parameters whose gradients are kept elsewhere.
 
         The next pass can then detect whether the program has cleared `.grad`.
         """
@@ -244,7 +244,7 @@ class OptimizerShards:
                 tensor.grad = mark
 
     def _gradient(self, index: int) -> Tensor:
-        """Return the view of the bucket's memory for the gradient of tensor `index`, even if `.grad` is not set.
+        """Return the gradient of tensor `index` as a view of the bucket's memory, even if `.grad` is not set.
 
         The bucket must not be offloaded.
         """

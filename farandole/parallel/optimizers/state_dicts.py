@@ -3,7 +3,7 @@
 A rank's state contains the states of its shards, and a description of the shards.  A rank can load
 
 - a state that the same rank saved with the same shards,
-- the state of a single process, whose elementwise states are cut into the rank's shards.
+- a state that a single process saved, whose elementwise states are cut to the rank's shards.
 
 Other states raise an error on all ranks.  `engine.save` and `engine.load` support every change of plan.
 """

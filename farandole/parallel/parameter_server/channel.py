@@ -54,7 +54,7 @@ class Header:
 class Plan:
     """The options of a session, as text (`summary`) and as a 48-bit hash (`fingerprint`).
 
-    All ranks must have equal options.
+    All ranks must have the same options.
     """
 
     summary: str

@@ -79,12 +79,12 @@ class Packing:
         return {dtype: torch.zeros(size, dtype=dtype) for dtype, size in self._sizes.items()}
 
     def views(self, buffers: Mapping[torch.dtype, Tensor]) -> list[Tensor]:
-        """Return the pieces as views of the buffers: a whole parameter has its shape, a part is flat."""
+        """Return the pieces as views of the buffers: a whole parameter keeps its shape, and a part is flat."""
         return [buffers[dtype][place].view(shape) for dtype, place, shape in self._places]
 
     def part(self, piece: Piece, tensor: Tensor) -> Tensor:
         """Return the elements of `piece`, given its parameter or a tensor with the same shape.
 
-        The elements are `tensor` itself for a whole parameter, and flat otherwise.
+        The result is `tensor` itself for a whole parameter, and a flat tensor otherwise.
         """
         return tensor if piece.whole else tensor.reshape(-1)[piece.start : piece.stop]

@@ -92,7 +92,8 @@ class ParameterServer:
             raise ValueError(f"expected mode='sync' or 'async', got {mode!r}")
         if staleness is not None and mode == "sync":
             raise ValueError(
-                "staleness applies to mode='async' only, because workers never run ahead with mode='sync': omit it"
+                "staleness applies to mode='async' only, because workers never run ahead with mode='sync': "
+                "omit staleness"
             )
         if staleness is not None and staleness < 0:
             raise ValueError(f"expected staleness of at least 0, or None for no bound, got {staleness}")

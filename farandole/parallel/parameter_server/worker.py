@@ -46,7 +46,7 @@ class Worker:
     def pull(self, kind: Kind = Kind.PULL) -> None:
         """Receive the latest parameters, and copy them to the model.
 
-        This method waits until every server sends its parameters, which depends on the session's mode.
+        This method waits until every server has sent its parameters.  The session's mode determines when servers send.
 
         Args:
             kind: PULL, or FINISH to wait for the final parameters.

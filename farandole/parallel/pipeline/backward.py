@@ -9,8 +9,8 @@
     split.weight_gradients()                                # accumulates into `.grad`
 
 No layer is rewritten.  The autograd graph is a graph of functions, from the outputs to leaves.  A function is on the
-*path* if an input of the stage is reachable from it.  A function on the path that also leads to a parameter outside of
-the path, such as the matrix product of a linear layer, is a *branch*.  The first half of the backward pass computes
+*path* if an input of the stage is reachable from it.  A function on the path, such as the matrix product of a linear
+layer, is a *branch* if it also leads to a parameter outside of the path.  The first half of the backward pass computes
 gradients along the path only, and keeps the gradients that arrive at branches.  The second half starts at the branches
 and computes only the gradients of parameters.  Autograd skips gradients that are not needed, so that no product is
 computed twice.  Branches with a common parameter, such as the products of several experts whose weights are one
@@ -121,7 +121,7 @@ class SavedTensors:
 
 
 def _is_recomputing(caller: FrameType | None) -> bool:
-    """Return whether `torch.utils.checkpoint` reads the inputs of a function, which both halves may have to recompute."""
+    """Return whether `torch.utils.checkpoint` reads the inputs of a function that both halves may have to recompute."""
     return caller is not None and caller.f_globals is vars(torch.utils.checkpoint)
 
 
@@ -156,7 +156,7 @@ class SplitBackward:
         self._whole: tuple[list[Tensor], list[Tensor]] | None = None
 
     def input_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Run the first half and release the outputs; return the gradients of the inputs, given those of the outputs.
+        """Run the first half and release the outputs; return the input gradients, given the output gradients.
 
         Without inputs, nothing is computed, and `weight_gradients` runs the complete backward pass.
         """
@@ -285,7 +285,7 @@ class _Graph:
         return branches, at_once
 
     def _has_vectors(self, node: Node, leaves: Collection[Node]) -> bool:
-        """Return whether all parameters that `node` leads to are its direct arguments with at most one dimension."""
+        """Return whether `node` leads only to parameters with at most one dimension that are its direct arguments."""
         direct = {behind for behind, _ in node.next_functions}
         return all(leaf in direct and self._parameters[leaf].dim() < 2 for leaf in leaves)
 

@@ -3,9 +3,9 @@
 Each micro-batch is normalized with its own statistics.  The running statistics, which are used in evaluations, are
 updated at the end of a step, from the statistics of all micro-batches:
 
-- By default, once per micro-batch, in the order of the micro-batches.  The result equals that of one process that runs
-  the micro-batches one after another.  The result depends neither on the order of the schedule nor on which replica of
-  a mirrored schedule runs a micro-batch.
+- By default, once per micro-batch, in the order of the micro-batches.  The result is the same as in one process that
+  runs the micro-batches one after another.  The result depends neither on the order of the schedule nor on which
+  replica of a mirrored schedule runs a micro-batch.
 - With deferred statistics, once per step, with the mean and the variance over all samples of the step, on all ranks of
   the data axis.  The running statistics then do not depend on the number of micro-batches (Kim et al., 2020,
   "torchgpipe", section 3.3).
@@ -29,7 +29,7 @@ from farandole.memory.recompute import recomputing
 
 @dataclass(frozen=True)
 class _Statistics:
-    """The statistics of one call of a layer: values per channel, and each channel's mean and unbiased variance."""
+    """The statistics of one call of a layer: the number of values per channel, and the mean and unbiased variance."""
 
     count: int
     mean: Tensor

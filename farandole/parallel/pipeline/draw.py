@@ -1,7 +1,7 @@
 """Print and draw timelines, as text and as a picture (PNG, SVG or PDF).
 
-In text, each cell is one unit of time.  F0 is the forward pass of micro-batch 0, B0 its backward pass, dashes continue
-an action, and dots are idle time.  Actions of a later chunk or of the second replica are in lower case:
+In text, each cell is one unit of time.  F0 is the forward pass of micro-batch 0, and B0 is its backward pass.  Dashes
+continue an action, and dots are idle time.  Actions of a later chunk or of the second replica are in lower case:
 
     rank 0 F0F1. . B0--. B1--
     rank 1 . F0B0--F1B1--. .

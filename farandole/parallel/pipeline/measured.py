@@ -4,8 +4,8 @@
     expected = simulate(found.schedule, found.costs)
     found.idle, expected.idle
 
-The costs of the simulation are medians of the measured actions of each stage, so that the two timelines differ only by
-messages and by variations between actions.
+The costs of the simulation are medians of the measured actions of each stage, so that the two timelines differ only
+because of messages and variations between actions.
 """
 
 from __future__ import annotations

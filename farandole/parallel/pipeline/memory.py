@@ -1,4 +1,4 @@
-"""Compute the activations that a rank keeps under a schedule, to divide a model and to choose the recomputed layers.
+"""Compute the activations that a rank keeps under a schedule, to divide a model and to choose the layers to recompute.
 
 A dry run of the complete model gives the bytes that each block saves in one forward pass (`memory.dry_run`).  The
 schedule determines how many micro-batches of each stage are in flight on a rank at the same time.

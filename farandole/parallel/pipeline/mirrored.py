@@ -2,7 +2,7 @@
 
 Rank r has stage r of replica A and stage D - 1 - r of replica B, so that it can run a pass of one replica when it would
 otherwise wait for the other replica.  The gradients of equal stages are summed.  Each rank stores two stages, which is
-twice the weights of one replica.  See `unidirectional` for the symbols.
+twice as many weights as with one replica.  See `unidirectional` for the symbols.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gems(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
 def gems_master(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
     """Return GEMS-MASTER (Jain et al., 2020): GEMS-MAST with one sum of the replicas' gradients per step.
 
-    Makespan and activations as for `gems`.
+    The makespan and the activations are the same as for `gems`.
     """
     return _gems("gems-master", ranks, micro_batches, parts, (Backward,), 1)
 
@@ -80,7 +80,7 @@ def _gems(
 
 @register("chimera", "Chimera: two mirrored replicas at the same time, for an even number of ranks")
 def chimera(ranks: int, micro_batches: int) -> Schedule:
-    """Return the schedule Chimera.
+    """Return the Chimera schedule.
 
     Li and Hoefler, 2021, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines".
 

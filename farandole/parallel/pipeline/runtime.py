@@ -149,8 +149,8 @@ class Pipeline:
             loss: called on the rank with the last stage, with the output of a micro-batch and its index; returns
                 the loss to differentiate.
             train: whether to run backward passes.
-            completing: returns the context for an action that completes gradients of parameters.  This is the last
-                action of each stage, and for parameters in `every_pass` the last action of each micro-batch.
+            completing: returns the context for an action that completes gradients of parameters.  This action
+                is the last one of a stage or, for parameters in `every_pass`, the last one of a micro-batch.
         """
         planned, schedule = self.schedule(micro_batches), self._present(micro_batches, present, train)
         transfers = Transfers(self._comm, self._places, schedule, self._rank, self._device)
@@ -273,8 +273,8 @@ class Pipeline:
     def _idle(self, micro_batches: int) -> set[int]:
         """Return the parameters, by `id`, for which no action of this rank computes gradients.
 
-        In a mirrored schedule, a replica without micro-batches runs no action, but its gradients are reduced with those
-        of the other replica.
+        In a mirrored schedule, a replica without micro-batches runs no action, but its gradients are reduced with the
+        gradients of the other replica.
         """
         parameters = {id(p) for stage in self._stages.values() for b in stage.blocks for p in b.parameters()}
         return parameters.difference(*self._completed(micro_batches, frozenset()).values())

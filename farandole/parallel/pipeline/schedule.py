@@ -145,7 +145,7 @@ class Schedule:
         return bool(replica) or self.stages_of(rank, replica)[0] != action.stage
 
     def label(self, action: Action) -> str:
-        """Return a short name of an action, such as F0; in lower case for a later chunk or the second replica."""
+        """Return a short name of an action, such as F0, or f0 for a later chunk or the second replica."""
         code = action.code.lower() if self.is_second(action) else action.code
         return f"{code}{action.micro_batch}"
 
@@ -156,7 +156,7 @@ def linear(ranks: int, chunks: int = 1) -> Placement:
 
 
 def v_shape(ranks: int) -> Placement:
-    """Return a placement with two chunks: stages on ranks 0, 1, ... and back, so that the last stage is on rank 0."""
+    """Return a placement with two chunks per rank, on ranks 0, 1, ... and back, so that the last stage is on rank 0."""
     return ((*range(ranks), *reversed(range(ranks))),)
 
 

@@ -40,8 +40,8 @@ class Found:
     Args:
         best: the fastest schedule that fits.
         bound: a lower bound on the makespan of any schedule with the placements that the search tries.
-        named: the timelines of the registered schedules that exist for these numbers of ranks and micro-batches, by
-            name.
+        named: the timelines of the registered schedules that exist for the given numbers of ranks and micro-batches,
+            by name.
     """
 
     best: Timeline
@@ -61,12 +61,13 @@ def search(
     """Return the fastest schedule found.
 
     Args:
-        memory: the limit for the activations on each rank, in the unit of `costs.activation`.
+        memory: the maximum size of the activations on each rank, in the unit of `costs.activation`.
         mirrored: whether schedules with two replicas of the weights are allowed.
         tries: the number of steps of the local search.
 
     Raises:
-        ScheduleError: if no schedule fits; the message contains the smallest `memory` for a registered schedule.
+        ScheduleError: if no schedule fits; the message contains the smallest `memory` in which a registered schedule
+            fits.
     """
     costs = costs or Costs()
     named = dict(_named(ranks, micro_batches, costs))
@@ -148,8 +149,8 @@ def _candidates(
 def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
     """Return a lower bound on the makespan.
 
-    The bound is the maximum of two bounds: all work divided by the number of ranks, and for each rank the arrival of
-    its first input plus the rank's own work.
+    The bound is the maximum of several bounds: the total work divided by the number of ranks and, for each rank, the
+    arrival time of the rank's first input plus the rank's own work.
     """
     numbers = tuple(m % len(placement) for m in range(micro_batches))
     ranks = max(placement[0]) + 1

@@ -43,7 +43,7 @@ class Costs:
         send: the time until an output arrives on another rank, or a list with the time for each boundary between two
             stages; ranks compute during this time.
         activation: the memory that a forward pass stores for the backward pass.
-        waiting: the memory that is stored between an input gradient and its weight gradient; None for `activation`.
+        waiting: the memory that is stored between the input gradient and the weight gradient; None means `activation`.
         recompute: whether backward passes repeat the forward pass.  In between, only the stage's input is stored.
         stage_input: the size of a stage's input, for `recompute`.
     """
@@ -61,7 +61,7 @@ class Costs:
         """Return the cost of one stage; `name` is a field of this class.
 
         Raises:
-            ScheduleError: if a list of costs has a different length than the number of stages.
+            ScheduleError: if the length of a list of costs is not the number of stages.
         """
         value = getattr(self, name)
         if value is None:

@@ -1,10 +1,11 @@
 """Keep the blocks of this rank's stages, and run one stage of a model without changes to the model's code.
 
-A model is an `nn.Sequential` of blocks.  A stage is a range of blocks.  To run a stage, its model is called with the
-micro-batch's usual arguments, but with other blocks replaced:
+A model is an `nn.Sequential` of blocks.  A stage is a range of blocks.  To run a stage, the model is called with the
+micro-batch's usual arguments, but the blocks of other stages are replaced:
 
-- The block before the stage returns the hidden states that were received from the previous stage.
-- The block after the stage ends the call, and its input is the output of the stage.
+- The blocks before the stage are replaced by a module that returns the hidden states from the previous stage.
+- The blocks after the stage are replaced by a module that ends the call; the input of this module is the output of the
+  stage.
 
 So each stage executes the model's own `forward`, including its preparation of positions and masks, and the last stage
 returns the model's output.  Parameters keep the names that they have in the complete model.  This is also true of a
@@ -93,7 +94,7 @@ class Stage:
         self.view.__dict__ |= {k: v for k, v in attributes.items() if k not in ("_modules", "forward")}
 
     def _independent(self, output: Any) -> Any:
-        """Return `output` with its buffers copied, because the next forward pass may change the buffers too early."""
+        """Return `output` with copies of tensors that share memory with buffers, which the next pass may change."""
         if all(tensor.requires_grad for tensor in tensors_of(output)):
             return output
         buffers = {_memory_of(buffer) for block in self.blocks for buffer in block.buffers()}
@@ -171,7 +172,7 @@ def _router_losses(arguments: Iterable[Any], named: Mapping[str, Any]) -> Router
 
 
 class Absent(nn.Module):
-    """Replaces a block that another rank has; it contains only tensors that are tied to a block of this rank."""
+    """Replaces a block of another rank, and contains only the tensors that a block of this rank also uses."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raise RuntimeError."""
@@ -184,7 +185,7 @@ class Absent(nn.Module):
 def shallow_copy(model: nn.Sequential) -> nn.Sequential:
     """Return a copy of `model` with the same attributes and blocks, in which blocks can be replaced.
 
-    Unlike `copy.copy`, the copy keeps methods that were replaced on the instance.
+    Unlike `copy.copy`, this function keeps methods that were replaced on the instance.
     """
     view = type(model).__new__(type(model))
     view.__dict__ |= {**model.__dict__, "_modules": dict(model._modules)}
@@ -294,7 +295,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _check_statistics(
     children: Sequence[tuple[str, nn.Module]], ranges: Sequence[range], names: Mapping[int, str]
 ) -> None:
-    """Raise PlanError for a layer with running statistics in several stages, because no rank has all its statistics."""
+    """Raise PlanError if several stages share a layer with running statistics, because no stage has all statistics."""
     seen: dict[nn.Module, int] = {}
     for number, blocks in enumerate(ranges):
         for place in blocks:
@@ -302,8 +303,9 @@ def _check_statistics(
                 if seen.setdefault(layer, number) != number:
                     name = names[id(layer.running_mean)]
                     raise PlanError(
-                        f"{name} belongs to stages {seen[layer]} and {number}, but a stage records running statistics "
-                        "only of its own layers; nearest plan: pipeline=1, or separate layers in the two blocks"
+                        f"{name} belongs to stages {seen[layer]} and {number}, but each stage would record only the "
+                        "statistics of its own forward passes; nearest plan: pipeline=1, or separate layers in the two "
+                        "blocks"
                     )
 
 

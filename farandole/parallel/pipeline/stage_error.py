@@ -1,10 +1,10 @@
 """Raise an exception of one stage on all ranks, without losing the order of messages.
 
-After an exception, a rank computes nothing more in this step, but still exchanges every message of its schedule.  It
-sends an empty tuple instead of hidden states, and zeros that are marked as invalid instead of gradients.  Ranks that
-receive these messages also stop computing.  Ranks that wait for a failed rank of the same stage also fail
-(`stage_peers`).  Therefore all ranks reach the end of the step, where all of them raise the same error, and no message
-is left over for the next step.
+After an exception, a rank computes nothing more in this step, but still exchanges every message of its schedule.
+Instead of hidden states, the rank sends an empty tuple; instead of gradients, it sends zeros that are marked as
+invalid.  Ranks that receive these messages also stop computing.  Ranks that wait for a failed rank of the same stage
+also fail (`stage_peers`).  Therefore all ranks reach the end of the step, where all of them raise the same error, and
+no message is left over for the next step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StageError(Documented, RuntimeError):
 
 @dataclass(frozen=True)
 class StageFailure:
-    """An exception that ended an action on this rank; `at` is the time of the failure, in seconds of `time.time`."""
+    """An exception that ended an action on this rank; `at` is the time of the failure, as returned by `time.time`."""
 
     action: Action
     error: Exception
@@ -48,7 +48,7 @@ class StageFailure:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """The sort key of failures: `RankLeft`, which another failure causes, comes last; others in order of time."""
+        """The sort key, which orders failures by time, but puts `RankLeft` last, because another failure causes it."""
         return isinstance(self.error, RankLeft), self.at
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
 """The ranks that compute a stage together: the ranks along the axes within layers (tensor, context, expert).
 
-After an exception on one of these ranks, the other ranks may wait for this rank in a collective.  The failed rank
-therefore leaves the groups of these axes.  The calls of the waiting ranks then raise `RankLeft`, so that these ranks
-fail as well, and leave their groups.  No rank waits for a failed rank, and all ranks reach the end of the step, where
-all of them raise `StageError` and create the groups again.
+After an exception on one of these ranks, the other ranks may be waiting for the failed rank in a collective.  The
+failed rank therefore leaves the groups of these axes.  The calls of the waiting ranks then raise `RankLeft`, so that
+these ranks fail as well, and leave their groups.  Therefore no rank waits forever, and all ranks reach the end of the
+step, where all of them raise `StageError` and create the groups again.
 
 Groups that reduce gradients are separate, and remain in use.
 """
@@ -18,7 +18,7 @@ class StagePeers:
     """The communicators of this rank along the axes within layers.
 
     Args:
-        position: the position of this rank, whose communicators are connected.
+        position: the position of this rank, with connected communicators.
     """
 
     def __init__(self, position: Position) -> None:
@@ -40,7 +40,7 @@ class StagePeers:
                 comm.abort(note)
 
     def reconnect(self) -> None:
-        """Create all groups again.  This is a collective call of the ranks of each group."""
+        """Create all groups again.  All ranks of each group must call this method."""
         self._left = False
         for comm in self._comms:
             comm.reconnect(self._comm)

@@ -1,9 +1,9 @@
 """Events of a trace in Chrome's Trace Event Format, for https://ui.perfetto.dev.
 
 A trace is a list of events.  Each rank is a process of the trace, and each row of a rank is a thread.  Perfetto treats
-process 0 as the idle process of Linux, and a thread with the same number as its process as the main thread, so
-neither number is used.  Perfetto sorts ranks and rows by name, so rank numbers are padded with zeros; other viewers use
-the order that the events give.
+process 0 as the idle process of Linux, so no rank is process 0.  If a thread and its process have the same number,
+Perfetto treats the thread as the main thread, so these numbers always differ.  Perfetto sorts ranks and rows by name,
+so rank numbers are padded with zeros; other viewers use the order that the events give.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def duration(
 
 
 def rank_name(rank: int, ranks: int) -> list[Event]:
-    """Return the events that name and sort the process of one of `ranks` ranks."""
+    """Return the events that name and sort the process of `rank`; `ranks` is the number of ranks."""
     return [
         _metadata("process_name", rank, 0, name=f"rank {rank:0{len(str(ranks - 1))}}"),
         _metadata("process_sort_index", rank, 0, sort_index=rank),

@@ -1,9 +1,10 @@
 """Send and receive tensors between stages during one step.
 
-Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradient to the rank
-of the previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an output.  A tensor that
-occurs twice in an output is sent once, and so is its gradient.  A gradient has the shapes of the output, which the
-receiver of the gradient knows.  A byte sent with each gradient tells whether it is present, absent or invalid.
+Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradients of its
+inputs to the rank of the previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an
+output.  A tensor that occurs twice in an output is sent once, and so is its gradient.  Gradients have the shapes of the
+output, which the receiver of the gradients knows.  A byte sent with each gradient tells whether the gradient is
+present, absent or invalid.
 
 A rank that has failed sends an empty tuple as each further output, and invalid gradients (`stage_error`).
 
@@ -168,7 +169,7 @@ class Transfers:
         comm: the communicator of the pipeline's ranks.
         places: the rank in `comm` of each rank of the schedule.
         rank: the index of this rank in the schedule.
-        device: where received tensors are allocated.
+        device: the device on which received tensors are allocated.
     """
 
     def __init__(

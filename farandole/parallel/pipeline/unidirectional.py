@@ -1,8 +1,8 @@
 """Schedules in which all micro-batches pass through the ranks in the same direction.
 
 D is the number of ranks, N the number of micro-batches.  F, I and W are the times of a forward pass, an input gradient
-and a weight gradient of one rank's part of the model, and B = I + W.  Activations are counted in units of one rank's
-part of the model and one micro-batch.
+and a weight gradient of one rank's part of the model, and B = I + W.  Activations are given as multiples of the
+activations of one micro-batch in one rank's part of the model.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
 class _Rank:
     """Builds the list of actions of one rank.
 
-    `forward`, `backward` and `input_gradient` append the next such action of a chunk.  `weight_gradient` appends the
-    oldest weight gradient that is still missing.
+    `forward`, `backward` and `input_gradient` append the action for the next micro-batch of a chunk.  `weight_gradient`
+    appends the oldest weight gradient that is still missing.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -203,10 +203,10 @@ def _repeat(name: str, ranks: int, micro_batches: int, down: int, up: int) -> Sc
 
 
 def _building_block(ranks: int, down: int, up: int) -> list[tuple[int, ...]]:
-    """Return the start times of F0, F1, I1, I0, W1 and W0 on each rank, which are distinct modulo 6.
+    """Return the start times of F0, F1, I1, I0, W1 and W0 on each rank; a rank's times are distinct modulo 6.
 
-    Passes can pause at the ends of the V.  Among all pauses, those with the fewest activations on a rank are chosen,
-    and among these the shortest.
+    Passes can pause at the ends of the V.  The chosen pauses minimize the maximum number of activations on a rank; if
+    several choices have the same maximum, the choice with the shortest total pause is used.
     """
     last = ranks - 1
     choices = []

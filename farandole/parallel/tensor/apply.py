@@ -35,7 +35,7 @@ Found = Mapping[str, tuple[nn.Module, Rule]]
 
 
 def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> None:
-    """Split the modules of `model` that have a rule over the ranks of the tensor axis.
+    """Split each module of `model` that has a rule; the parts are distributed over the ranks of the tensor axis.
 
     Raises:
         PlanError: if no module has a rule, if a region contains dropout that its rule does not describe, or if a module

@@ -47,8 +47,8 @@ class Rule:
         region: whether the module is a region.  A module that is not a region is inside a region, is split only along
             the vocabulary, or does not communicate.
         inputs: the number of leading arguments that enter the region.
-        overlaps: whether a single column layer uses the input of the region, so that its backward pass can overlap with
-            communication.
+        overlaps: whether a single column layer uses the input of the region, so that the layer's backward pass can
+            overlap with communication.
         adjust: a function that is called with the module and the position before the module is split, for example to
             change the number of query heads per key-value head.
         dropout: the `nn.Dropout` layers of a region, by path, with the split dimension of their input and its parts, or
@@ -201,7 +201,10 @@ def _adjust_attention(module: SelfAttention, position: Position) -> None:
 
 
 def _share_router_losses(module: MixtureOfExperts, position: Position) -> None:
-    """Divide the gradients of router losses, because all ranks compute the router and their gradients are summed."""
+    """Divide the gradients of router losses by the number of ranks.
+
+    All ranks of the tensor axis compute the same router losses, and the engine sums the ranks' gradients.
+    """
     module.router.copies = position.size(AXIS)
 
 

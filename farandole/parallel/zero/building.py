@@ -137,7 +137,7 @@ def _number(bucket: BucketPlan, rank: int, zero: int) -> int:
 
 
 def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool | None, int]]:
-    """Return (pool, index in the pool) for each bucket; the pool is None if the bucket is not reduced in every pass.
+    """Return (pool, index in the pool) for each bucket; the pool is None if the bucket is reduced once per step.
 
     Buckets with the same dtype, device, filling and ranks share a pool.
     """

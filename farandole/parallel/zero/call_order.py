@@ -2,8 +2,8 @@
 
 A block's weights are gathered when it computes, and its gradients are reduced when they are complete.  If every rank
 made these calls on demand, ranks that compute different blocks (a skipped layer, an early exit, a rank without
-samples) would deadlock, or combine different tensors of equal size.  So calls are numbered as *items*, and all ranks
-make them in an agreed order:
+samples) would deadlock, or combine different tensors of equal size.  Therefore each call is an *item* with
+a number, and all ranks launch the items in an agreed order:
 
     order.begin("backward")
     order.request(3)         # returns when item 3 has been launched

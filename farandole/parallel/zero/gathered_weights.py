@@ -146,7 +146,7 @@ class GatheredWeights(FlatWeights):
     def in_memory(
         self, *, write: bool = False, blank: bool = False, device: torch.device | None = None
     ) -> Iterator[None]:
-        """Return a context in which the weights are in memory; see `FlatWeights.in_memory`."""
+        """Return a context in which the shard is in memory; see `FlatWeights.in_memory`."""
         if self._stored is None or self.shard is not self._nowhere:
             yield
             return

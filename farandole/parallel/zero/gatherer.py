@@ -6,9 +6,9 @@ until the last of these blocks has computed its forward pass.  All ranks gather 
 if they compute different blocks.
 
 Autograd saves weights for the backward pass.  The saved weights would keep the gathered memory allocated.  Therefore
-hooks (`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight with its position in the group.  When the
-backward pass requests the tensor, released weights are gathered again, and the tensor becomes a view of the gathered
-weights.
+hooks (`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight with its position in a group of weights.
+When the backward pass requests the tensor, released weights are gathered again, and the tensor becomes a view of the
+gathered weights.
 
 An offloaded shard is read before its group is gathered.  Because the order of gathers is known, the read overlaps
 with the computation of earlier groups.

@@ -5,8 +5,9 @@
     parameter.sum()             # RuntimeError that names the engine methods to use
     show(parameter)             # an ordinary parameter again
 
-If `hide` gets no reason, the values are not on this rank.  `loss_parameters` passes a reason, and hides existing
-values.  A backward pass can use parameters that were hidden with a reason, because it may recompute a module.
+Calling `hide` without a reason means that the values are not on this rank.  `loss_parameters` passes a reason, and
+hides existing values.  A backward pass can use parameters that were hidden with a reason, because it may recompute a
+module.
 
 The class of a hidden parameter has a `__torch_function__`.  A shown parameter is a plain `nn.Parameter`, so operations
 of the model have no overhead.

@@ -211,7 +211,7 @@ def broadcast_parameters(
 
 
 def broadcast_from_first(model: nn.Module, comm: Communicator) -> None:
-    """Broadcast the parameters and buffers that are not on the meta device from rank 0, before they are split.
+    """Broadcast from rank 0 all parameters and buffers that are not on the meta device, before they are split.
 
     This is a collective call.
     """

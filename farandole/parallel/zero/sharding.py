@@ -42,7 +42,7 @@ class ReductionRanks:
     Args:
         column: all ranks whose gradients are summed.
         shards: the ranks in the column among which the sum is sharded, in shard order.
-        replicas: the ranks in the column with the same shard.
+        replicas: the ranks in the column that have the same shard as the given rank.
         weight: the coefficient of this rank's gradient in the sum; None if the sum is the average over the column.
         key: a key that is equal for parameters with the same reduction.
     """
@@ -58,7 +58,7 @@ class ReductionRanks:
 
     @property
     def holders(self) -> int:
-        """The number of ranks with the same shard of the sum, over all columns."""
+        """The number of ranks in all columns that have the same shard of the sum as the given rank."""
         return len(self.replicas) * len(self.copies) // len(self.column)
 
     def number(self, rank: int) -> int:
@@ -131,7 +131,7 @@ def box_mesh(
     Args:
         hosts: the host of every rank.
         data_shard: unless "all", factor the data axis into "data.replicate" and "data.shard"; see `Plan`.
-        sizes: the size of each axis, by default only `data`.
+        sizes: the size of each axis; by default, the mesh has only a `data` axis.
 
     Raises:
         PlanError: with `data_shard="host"`, if hosts have different numbers of ranks or an inner axis spans hosts.
@@ -197,7 +197,8 @@ def plan_sharding(
     Args:
         layouts: the layouts of all parameters on the mesh, in the same order on all ranks.
         dtype: the dtype in which the model computes; None for the dtypes of the parameters.
-        flat: whether parameters are moved into flat buffers; by default if states are sharded or `dtype` is given.
+        flat: whether parameters are moved into flat buffers; by default, they are moved if states are sharded or
+            `dtype` is given.
         gathered: whether weights are gathered block by block.
         bucket_bytes: the approximate size of a bucket in bytes of parameters.
         stages: the pipeline stages that contain each parameter, by name; the parameters of a bucket belong to the same

@@ -107,10 +107,10 @@ class FlatWeights(ABC):
     def in_memory(
         self, *, write: bool = False, blank: bool = False, device: torch.device | None = None
     ) -> Iterator[None]:
-        """Return a context in which `shard` has its values; changes to an offloaded shard are kept only with `write`.
+        """Return a context in which `shard` contains its values, even if the shard is offloaded.
 
-        With `blank`, an offloaded shard is not read, because the caller will write all of its values.  If possible, an
-        offloaded shard is read to `device`.
+        Changes to an offloaded shard are kept only with `write`.  With `blank`, an offloaded shard is not read, because
+        the caller will write all of its values.  If possible, an offloaded shard is read into memory on `device`.
         """
         yield
 

@@ -9,7 +9,7 @@ guard.py        API keys, and limits on request bodies
 service.py      runs generation engines in threads
 embedding_service.py  runs an encoder in a thread
 answers.py      converts outputs to responses
-chat.py         converts a chat request to a prompt, and a reply to a message
+chat.py         converts a chat request into a prompt, and a reply into a message
 call_reader.py  reads a tool call as it arrives
 calls.py        tool-call formats and their grammars
 reply.py        splits a text into reasoning, content and tool calls

@@ -36,12 +36,12 @@ class CallReader:
     The call begins when the name of a known tool and the first brace of the arguments have arrived.  From then on, the
     arguments are returned as they arrive.  They end when their brackets are balanced, or before the first character
     that makes the JSON invalid.  Like OpenAI's API, the reader does not check whether the arguments are valid,
-    because their beginning may have been sent before the error arrives.
+    because their beginning may have been sent before an error is found.
 
     Args:
         key: the key of the arguments.
         names: the names of the tools.
-        before: the delimiter that has already been read; `text` starts with it.
+        before: the delimiter that has already been read; the attribute `text` starts with this delimiter.
     """
 
     def __init__(self, key: str, names: Collection[str], before: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Convert chat requests to prompts and parameters of the engine, and replies to messages or deltas."""
+"""Convert chat requests into prompts and parameters of the engine, and replies into messages or deltas."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Server(ModelServer):
 
     Args:
         found: the model.
-        service: the engine.
+        service: the service that runs the engine.
         name: the model's name in requests.
         limits: the limits on requests.
         keys: SHA-256 hashes of API keys; if empty, no key is required.

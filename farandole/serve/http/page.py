@@ -4,7 +4,7 @@ The page requests `/stats` while the page is visible, and keeps the history itse
 page while no page is open.
 
 The Content-Security-Policy allows the page's own script and style, and connections to the same server.  Trusted types
-make the browser refuse to interpret text as HTML, so that the output of a model cannot become part of the document.
+make the browser refuse to interpret text as HTML, so that the output of a model cannot add elements to the document.
 """
 
 from __future__ import annotations

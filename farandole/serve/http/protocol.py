@@ -100,7 +100,7 @@ class _Generation(Fields):
         """Return whether the last event of a stream contains the token counts.
 
         Raises:
-            RequestError: if the request has `stream_options` but no stream.
+            RequestError: if the request has `stream_options`, but `stream` is false.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options", "expected stream=true, got stream=false")
@@ -217,12 +217,12 @@ class Message(Fields):
         ):
             if getattr(self, name) is not None and self.role != role:
                 raise RequestError(
-                    "messages", f"expected {name} only in messages of role {role}, got role {self.role}"
+                    "messages", f"expected {name} only in messages with role {role}, got role {self.role}"
                 )
         if self.content is None and self.tool_calls is None:
-            raise RequestError("messages", f"expected content in a message of role {self.role}")
+            raise RequestError("messages", f"expected content in a message with role {self.role}")
         if self.role == "tool" and self.tool_call_id is None:
-            raise RequestError("messages", "expected tool_call_id in a message of role tool")
+            raise RequestError("messages", "expected tool_call_id in a message with role tool")
         content = self.content or ""
         found: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -312,7 +312,7 @@ class ChatRequest(_Generation):
             return {}
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in found:
             raise RequestError(
-                "tool_choice", f"expected the name of a tool, got {self.tool_choice.function.name!r}"
+                "tool_choice", f"expected the name of a tool in tools, got {self.tool_choice.function.name!r}"
             )
         return found
 

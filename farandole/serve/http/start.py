@@ -192,7 +192,8 @@ def _run(web: uvicorn.Server, listener: socket.socket, *, reports_stop: bool) ->
     After the running requests are complete, uvicorn re-raises the signal that has stopped the server.  If
     `reports_stop` is True, the signal is then printed.
 
-    After a second SIGINT, uvicorn does not wait for the requests, and logs a traceback for each; these are not printed.
+    After a second SIGINT, uvicorn does not wait for the requests, and logs a traceback for each request; the tracebacks
+    are not printed.
     """
     logging.getLogger("uvicorn.error").addFilter(lambda _: not web.force_exit)
     with restored_handlers():

@@ -106,7 +106,7 @@ class LocalDriver(ShardedRunner, Driver):
         self._steps = _Steps(comm, list(self.adapters))
 
     def memory(self) -> Memory:
-        """Return new memory, whose changes the workers repeat.  Call this method once."""
+        """Return new memory; the workers repeat every change to this memory.  Call this method once."""
         return _RecordedMemory(self.shapes, self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -139,7 +139,7 @@ class RemoteDriver(Driver):
         self._steps = _Steps(comm, names)
 
     def memory(self) -> Memory:
-        """Return memory without tensors, whose changes the workers repeat.  Call this method once."""
+        """Return memory without tensors; the workers repeat every change to this memory.  Call this method once."""
         return _RecordedMemory([], self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -172,7 +172,7 @@ class Worker(ShardedRunner):
     @torch.inference_mode()
     @core_threads()
     def follow(self) -> bool:
-        """Repeat the driver's steps until the driver pauses (True) or closes (False).
+        """Repeat the driver's steps until the driver pauses (return True) or closes (return False).
 
         Raises:
             CommunicationError: if a rank fails.

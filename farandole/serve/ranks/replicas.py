@@ -52,5 +52,5 @@ def read_replica(
 
 
 def _with_driver(comm: Communicator, width: int, replica: int) -> Communicator:
-    """Return the communicator of rank 0 and the ranks of a replica."""
+    """Return a communicator that contains rank 0 and the ranks of a replica."""
     return comm.create_group([0, *range(replica * width, (replica + 1) * width)])

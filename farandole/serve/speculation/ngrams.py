@@ -54,7 +54,7 @@ class NgramProposer:
         return [self._continue(state, count) for state, count in zip(states, counts, strict=True)]
 
     def _find(self, state: History) -> int | None:
-        """Return the position after the earlier occurrence of the longest n-gram that ends the sequence, or None."""
+        """Return the position after the last earlier occurrence of the longest repeated n-gram suffix, or None."""
         tokens, end = state.tokens, len(state.tokens)
         for last in range(state.indexed, end):  # all n-grams that a token follows
             for length in LENGTHS:
