@@ -155,7 +155,7 @@ class PyTorch:
         if setup.implementation == "horovod" and not _is_there(HOROVOD):
             others = ", ".join(name for name in IMPLEMENTATIONS if name != "horovod")
             raise BenchError(
-                f"--implementation horovod needs {HOROVOD}, which is not installed; use {others}"
+                f"--implementation horovod needs {HOROVOD}, which is not installed; use one of {others}"
             )
 
     def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> TorchTraining:

@@ -76,7 +76,7 @@ def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
         return "script", words
     if not _is_own_python(words[0]):
         raise LaunchError(
-            f"ranks run in the Python of the launcher ({sys.executable}), not in {words[0]}; "
+            f"ranks run with the launcher's Python interpreter ({sys.executable}), not with {words[0]}; "
             f"omit {words[0]}, or write --no-python {words[0]} ..."
         )
     rest = list(words[1:])

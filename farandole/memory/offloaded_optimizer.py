@@ -483,6 +483,6 @@ def _check_element_state(optimizer: str, key: str, value: Tensor, view: Tensor) 
 def _check_shard_state(optimizer: str, key: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise OffloadError(
-            f"{optimizer} keeps {key!r} of {value.numel():,} elements, but the records have no space for this state; "
+            f"{optimizer} keeps a state {key!r} with {value.numel():,} elements, but the records have no space for this state; "
             f"create a new OffloadedOptimizer after changing the optimizer's options"
         )

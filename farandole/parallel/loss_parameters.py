@@ -127,7 +127,7 @@ class LossParameters:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Return a context in which to call a loss function: it calls `hide` on entry and `show` on exit."""
+        """Return a context manager for calls of a loss function.  It calls `hide` on entry and `show` on exit."""
         self.hide()
         try:
             yield

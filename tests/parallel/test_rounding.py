@@ -112,6 +112,26 @@ def _neighbors(rank: int, size: int, zero: int) -> None:
     engine.close()
 
 
+def _train_batch_norm(rank: int, size: int, zero: int) -> None:
+    found = []
+    for rounding in ("stochastic", "nearest"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        engine = farandole.parallelize(model, Plan(zero=zero, precision="bf16", rounding=rounding))
+        optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.5))
+        engine.backward(engine(torch.randn(6, 4)).float().square().sum())
+        optimizer.step()
+        found.append(engine.state_dict()["1.weight"])
+        engine.close()
+    assert found[0].dtype == torch.float32
+    assert torch.equal(*found) and not torch.equal(found[0], torch.ones(4))
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_batch_norm_stays_in_fp32(ranks: Any, zero: int) -> None:
+    ranks(2).run(_train_batch_norm, zero)
+
+
 @pytest.mark.parametrize("zero", STAGES)
 def test_the_update_matches_fp32(ranks: Any, zero: int) -> None:
     ranks(2).run(_neighbors, zero)

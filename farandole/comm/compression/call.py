@@ -38,7 +38,7 @@ def check(comm: Communicator, tensor: Tensor) -> None:
     dispatcher = comm.dispatcher
     if not isinstance(dispatcher.core, NativeCore | HierarchicalCore):
         if isinstance(dispatcher.core, TorchCore) and dispatcher.fallback is not None:
-            raise ValueError("compression: expected the C core, which is missing; reduce without compression")
+            raise ValueError("compression requires the C core, which is missing; reduce without compression")
         raise ValueError(
             f"compression: expected a group with the backend 'farandole', got a group with {dispatcher.core.name}; "
             f"reduce without compression"

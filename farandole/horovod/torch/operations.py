@@ -108,8 +108,8 @@ def _check_in_place(tensors: Sequence[Tensor], kind: str) -> None:
         sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
         if tensor.numel() and any(size > 1 and stride == 0 for size, stride in sizes_and_strides):
             raise ValueError(
-                f"in-place {kind} cannot write a tensor whose elements share memory (shape {list(tensor.shape)}, "
-                f"strides {list(tensor.stride())}, as from expand()); use a contiguous tensor"
+                f"in-place {kind} cannot write to a tensor whose elements share memory, such as a result of expand() "
+                f"(shape {list(tensor.shape)}, strides {list(tensor.stride())}); use a contiguous tensor"
             )
 
 

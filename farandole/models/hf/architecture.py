@@ -62,7 +62,7 @@ def read_rotary(
     interleaved: bool = False,
     partial: bool = False,
 ) -> Rotary:
-    """Read the rotary positions from a configuration, for heads with `width` values.
+    """Read the RoPE parameters from a configuration, for heads of dimension `width`.
 
     Reads `rope_parameters` (transformers 5), or `rope_theta`, `rope_scaling` and `partial_rotary_factor` (earlier
     versions).

@@ -105,6 +105,10 @@ class StochasticRounding:
         """
         assert bucket.weights is not None  # weights were cast to bf16
         own = bucket.weights.shard
+        if own.dtype is not torch.bfloat16:  # the engine keeps the parameters of BatchNorm in fp32
+            with bucket.placed_in(own):
+                yield
+            return
         master = own.float()
         with bucket.placed_in(master):
             yield

@@ -279,7 +279,7 @@ def _deadlock(schedule: Schedule, spans: Sequence[Sequence[Span]], ends: Ends) -
 
 
 def peak_of(schedule: Schedule, costs: Costs, actions: Sequence[Action]) -> float:
-    """Return the maximum size of activations on a rank that runs `actions`."""
+    """Return the peak activation memory of a rank that runs `actions`."""
     held = peak = 0.0
     for action in actions:
         stage = action.stage

@@ -94,7 +94,7 @@ class Stage:
         self.view.__dict__ |= {k: v for k, v in attributes.items() if k not in ("_modules", "forward")}
 
     def _independent(self, output: Any) -> Any:
-        """Return `output` with copies of tensors that share memory with buffers, which the next pass may change."""
+        """Return `output`, but clone each tensor that shares memory with a buffer, which the next pass may change."""
         if all(tensor.requires_grad for tensor in tensors_of(output)):
             return output
         buffers = {_memory_of(buffer) for block in self.blocks for buffer in block.buffers()}

@@ -80,7 +80,7 @@ class FlatWeights(ABC):
 
     @abstractmethod
     def is_in_place(self, index: int) -> bool:
-        """Return whether parameter `index` has the memory that the engine assigned to it."""
+        """Return whether parameter `index` still uses the memory that the engine assigned to it."""
 
     def check_in_place(self) -> None:
         """Raise RuntimeError if a parameter was moved out of the engine's memory."""
