@@ -189,14 +189,16 @@ def prepare_chat(
         found = find_template(folder, template)
     except DataError as error:
         missing = str(error)
+    end = token_text(read_tokenizer_config(folder), "eos_token")
     settings: dict[str, object] = {
         "chat": 2,
         "template": found.source if found else None,
+        "tokens": found.tokens if found else None,
+        "end": end,
         "share": validation_share,
         "tokenizer": file.read_text(encoding="utf-8"),
     }
     key = content_key(source, settings, progress)
-    end = token_text(read_tokenizer_config(folder), "eos_token")
     encoder = _Encoder(tokenizer, found, missing, field, end)
 
     def build(target: Path) -> None:
