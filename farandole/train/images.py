@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor, nn
 
 from farandole.data.cache import Progress
@@ -65,10 +65,10 @@ class _Folder:
         """Return image `number`, scaled to `size` pixels on the shorter side and center-cropped."""
         try:
             with Image.open(self._files[number]) as image:
-                return _square(image.convert("RGB"), size)
-        except (OSError, UnidentifiedImageError) as error:
+                return _square(_rgb(image), size)
+        except (OSError, ValueError) as error:
             raise DataError(
-                f"cannot read image {self._files[number]}: {error}; restore or remove the file"
+                f"cannot read image {self._files[number]}: {error}; convert, restore or remove the file"
             ) from error
 
 
@@ -103,6 +103,17 @@ class _Arrays:
     def image(self, number: int, size: int) -> NDArray[np.uint8]:
         """Return image `number`."""
         return _square(Image.fromarray(self._images[number]), size)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Convert `image` to mode RGB, and scale 16-bit pixels to 8 bits."""
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"expected pixels of 8 bits per channel, or grayscale pixels of 16 bits; got pixels of mode {image.mode}"
+        )
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def _square(image: Image.Image, size: int) -> NDArray[np.uint8]:

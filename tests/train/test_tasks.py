@@ -302,6 +302,29 @@ def test_invalid_images_are_refused(folder: Path, words: list[str], says: str) -
     assert says in str(error.value)
 
 
+def _images_task(folder: Path, images: list[Image.Image], suffix: str) -> Task:
+    """Return the task for a folder with these images, each of its own class."""
+    for number, image in enumerate(images):
+        (folder / str(number)).mkdir()
+        image.save(folder / str(number) / f"image{suffix}")
+    return make_task(load_config("tiny", ["task=images", f"data.path={folder}", "images.size=32"]))
+
+
+@pytest.mark.parametrize(("suffix", "dtype"), [(".png", "<u2"), (".tif", "<u2"), (".tif", ">u2")])
+def test_16_bit_images_are_scaled_to_8_bits(tmp_path: Path, suffix: str, dtype: str) -> None:
+    pixels = np.linspace(0, 65535, 32 * 32).reshape(32, 32).astype(dtype)
+    task = _images_task(tmp_path, [Image.fromarray(pixels)] * 2, suffix)
+    image, _ = task.train[0]
+    assert (image == (pixels >> 8)[..., None]).all()
+
+
+@pytest.mark.parametrize(("dtype", "mode"), [(np.int32, "I"), (np.float32, "F")])
+def test_images_with_32_bit_pixels_are_refused(tmp_path: Path, dtype: Any, mode: str) -> None:
+    task = _images_task(tmp_path, [Image.fromarray(np.zeros((32, 32), dtype))] * 2, ".tif")
+    with pytest.raises(DataError, match=f"expected pixels of 8 bits .* got pixels of mode {mode}; convert"):
+        task.train[0]
+
+
 def test_base_class_collates_samples() -> None:
     task = Task(load_config("tiny"))
     inputs, targets = task.batch(
