@@ -7,6 +7,8 @@ file contains the arrays `images` (uint8, of shape (n, height, width) or (n, hei
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +29,10 @@ from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.tasks import Mean, Task
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+
+
+_DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
+"""The errors that `zipfile` raises for a damaged file."""
 
 
 class _Source(Protocol):
@@ -66,7 +72,7 @@ class _Folder:
         try:
             with Image.open(self._files[number]) as image:
                 return _square(_rgb(image), size)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(
                 f"cannot read image {self._files[number]}: {error}; convert, restore or remove the file"
             ) from error
@@ -77,11 +83,15 @@ class _Arrays:
 
     def __init__(self, path: Path) -> None:
         try:
-            with np.load(path) as arrays:
+            loaded = np.load(path)
+            if isinstance(loaded, np.ndarray):
+                raise ValueError("found a single array; write the file with numpy.savez")
+            with loaded as arrays:
                 images, labels = arrays["images"], arrays["labels"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, *_DAMAGED_ZIP) as error:
             raise DataError(
-                f"data.path={path}: expected an .npz file with the arrays 'images' and 'labels'; reading it failed: {error}"
+                f"data.path={path}: expected an .npz file with the arrays 'images' and 'labels'; reading it failed: "
+                f"{str(error) or type(error).__name__}"
             ) from error
         grey = images.ndim == 3
         if images.dtype != np.uint8 or not (grey or (images.ndim == 4 and images.shape[-1] == 3)):
