@@ -332,8 +332,9 @@ def _build(source: Source, folder: Path, encoder: _Encoder, share: float, progre
                 ends.append(total)
                 held_out.append(uniform_hash(text) < share)
             progress("encoding conversations", 0.5)
-    if not ends:
-        raise DataError(f"{source.root}: expected conversations, found no records; check data.path")
+    if not total:
+        found = "only empty texts" if ends else "no records"
+        raise DataError(f"{source.root}: expected conversations, found {found}; check data.path")
     if len(ends) > 1 and not 0 < sum(held_out) < len(
         ends
     ):  # too few conversations for a random split: use the last ones for validation

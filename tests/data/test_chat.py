@@ -196,6 +196,14 @@ def test_damaged_lines_are_refused_by_number(folder: Path, line: str, says: str)
     assert not list((folder / "cache").glob("chats/*/tokens.bin"))
 
 
+def test_data_with_only_empty_texts_is_refused(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()  # without an end token, the texts are empty
+    path = write_jsonl(folder / "chat.jsonl", [{"prompt": "", "completion": ""}] * 4)
+    with pytest.raises(DataError, match=r"chat.jsonl: expected conversations, found only empty texts"):
+        _prepare(folder, path)
+    assert not [entry for entry in (folder / "cache" / "chats").iterdir() if entry.is_dir()]
+
+
 def test_tokens_outside_the_vocabulary_are_refused(folder: Path) -> None:
     path = write_jsonl(folder / "chat.jsonl", conversations(6))
     with pytest.raises(DataError, match="but the model's vocabulary has only 20 tokens"):
