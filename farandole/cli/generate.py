@@ -33,7 +33,7 @@ def generate(
         int, typer.Option("--top-k", min=0, help="Sample from the N most likely tokens.  0: from all tokens.")
     ] = 50,
     seed: Annotated[
-        int, typer.Option(min=0, help="Random seed.  The same seed generates the same text.")
+        int, typer.Option(min=0, max=2**64 - 1, help="Random seed.  The same seed generates the same text.")
     ] = 0,
     input_file: Annotated[
         Path | None,
@@ -106,6 +106,7 @@ def generate(
             weights=weights,
         )
         return
+    from farandole.models.hf.fields import FolderError
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError, newest_checkpoint
 
@@ -117,7 +118,7 @@ def generate(
         from farandole.train.weights import load_model
 
         model, tokenizer, config = load_model(chosen)
-    except (CheckpointError, ConfigError) as refusal:
+    except (CheckpointError, ConfigError, FolderError) as refusal:
         _refuse(refusal)
     prompt = "def" if prompt is None else prompt
     given = tokenizer.encode(prompt).ids
