@@ -115,7 +115,7 @@ def find_source(path: str, text_field: str = "text") -> Source:
     if not path:
         raise DataError(f"data.path is empty: expected a file, a folder, or {STANDARD_LIBRARY}")
     root = Path(path).expanduser()
-    if not root.exists():
+    if not os.path.exists(root):  # unlike Path.exists, returns False for a name that is too long
         raise DataError(_missing(root))
     if root.is_file():
         files: tuple[Path, ...] = (root.resolve(),)
@@ -209,7 +209,7 @@ def _files_of_dataset(folder: Path) -> tuple[Path, ...]:
 
 def _missing(path: Path) -> str:
     parent = path.parent
-    while not parent.exists():
+    while not os.path.exists(parent):
         parent = parent.parent
     names = [entry.name for entry in parent.iterdir()] if os.access(parent, os.R_OK) else []
     near = difflib.get_close_matches(path.name, names, n=1)

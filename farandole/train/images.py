@@ -7,6 +7,7 @@ file contains the arrays `images` (uint8, of shape (n, height, width) or (n, hei
 
 from __future__ import annotations
 
+import os
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -162,7 +163,7 @@ class ImagesTask(Task):
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         path, size = Path(config.data.path).expanduser(), config.images.size
-        if not path.exists():
+        if not os.path.exists(path):  # unlike Path.exists, returns False for a name that is too long
             raise DataError(
                 f"data.path={config.data.path} does not exist: task=images needs a folder with one subfolder of images "
                 f"per class, or an .npz file"

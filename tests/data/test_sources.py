@@ -153,6 +153,11 @@ def test_missing_file_is_reported_with_the_closest_name(tmp_path: Path) -> None:
         find_source(str(tmp_path / "corpsu.txt"))
     with pytest.raises(DataError, match="the nearest existing folder is"):
         find_source(str(tmp_path / "deep" / "er" / "x"))
+    for path in (tmp_path / ("x" * 300), tmp_path / ("x" * 300) / "a.txt"):
+        with pytest.raises(
+            DataError, match=f"no such file or folder; the nearest existing folder is {tmp_path}"
+        ):
+            find_source(str(path))
 
 
 def test_empty_sources_are_refused(tmp_path: Path) -> None:

@@ -285,6 +285,7 @@ def test_invalid_losses_are_refused(ranks: Any, folder: Path, task: str, says: s
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["data.path=" + "x" * 300], "task=images needs a folder with one subfolder of images per class"),
         (["data.path=nowhere"], "task=images needs a folder with one subfolder of images per class"),
         (
             ["data.path={}/cache"],
