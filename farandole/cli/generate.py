@@ -33,7 +33,7 @@ def generate(
         int, typer.Option("--top-k", min=0, help="Sample from the N most likely tokens.  0: from all tokens.")
     ] = 50,
     seed: Annotated[
-        int, typer.Option(min=0, help="Random seed.  The same seed generates the same text.")
+        int, typer.Option(min=0, max=2**64 - 1, help="Random seed.  The same seed generates the same text.")
     ] = 0,
     input_file: Annotated[
         Path | None,
@@ -106,10 +106,14 @@ def generate(
             weights=weights,
         )
         return
+    from farandole.data.errors import DataError
+    from farandole.models.hf.fields import FolderError
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError, newest_checkpoint
 
+    prompt = "def" if prompt is None else prompt
     try:
+        _check_prompt(prompt)
         chosen = newest_checkpoint(checkpoint)
 
         from farandole.models.generate import generate as tokens_after
@@ -117,9 +121,8 @@ def generate(
         from farandole.train.weights import load_model
 
         model, tokenizer, config = load_model(chosen)
-    except (CheckpointError, ConfigError) as refusal:
+    except (CheckpointError, ConfigError, DataError, FolderError) as refusal:
         _refuse(refusal)
-    prompt = "def" if prompt is None else prompt
     given = tokenizer.encode(prompt).ids
     if not given:
         typer.echo("farandole generate: the prompt is empty; expected at least one character", err=True)
@@ -164,6 +167,8 @@ def _generate_together(
             raise DataError(f"expected --input and --output together, got only {given}; add {missing}")
         if is_file and prompt is not None:
             raise DataError("--prompt and --input are mutually exclusive; omit one of them")
+        prompt = "def" if prompt is None else prompt
+        _check_prompt(prompt)
         sampling = Sampling(**parameters)
         with LLM(folder, tensor=tensor, weights=weights) as llm:
             if llm.rank:  # when the block ends, this rank computes with rank 0 until rank 0 has finished
@@ -171,7 +176,7 @@ def _generate_together(
             if input_file is not None and output_file is not None:
                 _write_file(llm, input_file, output_file, sampling)
             else:
-                _print_text(llm, "def" if prompt is None else prompt, sampling)
+                _print_text(llm, prompt, sampling)
     except RanksFailed as failure:
         typer.echo(f"farandole generate: {failure}", err=True)
         raise typer.Exit(1) from None
@@ -179,6 +184,18 @@ def _generate_together(
         if rank == 0:  # the error is raised on all ranks
             _refuse(refusal)
         raise typer.Exit(2) from None
+
+
+def _check_prompt(prompt: str) -> None:
+    """Raise `DataError` if `prompt` contains bytes that are not UTF-8, which `sys.argv` represents as surrogates."""
+    from farandole.data.errors import DataError
+
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"expected a prompt in UTF-8, found {prompt[error.start]!a} at character {error.start + 1}; correct the prompt"
+        ) from None
 
 
 def _refuse(error: Exception) -> NoReturn:

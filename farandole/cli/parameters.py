@@ -32,11 +32,15 @@ class Parameter:
     def expected(self) -> str:
         """The values that the parameter accepts, such as "an integer of at least 1"."""
         noun = "an integer" if self.kind is int else "a number"
-        if self.least is not None and self.most is not None:
-            return f"{noun} between {self.least:g} and {self.most:g}"
-        if self.least is not None:
-            return f"{noun} of at least {self.least:g}"
-        return noun if self.most is None else f"{noun} of at most {self.most:g}"
+        least, most = (
+            limit if limit is None else str(int(limit)) if self.kind is int else f"{limit:g}"
+            for limit in (self.least, self.most)
+        )
+        if least is not None and most is not None:
+            return f"{noun} between {least} and {most}"
+        if least is not None:
+            return f"{noun} of at least {least}"
+        return noun if most is None else f"{noun} of at most {most}"
 
     def is_valid_number(self, text: str) -> bool:
         """Return whether `text` is a number within the limits."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from farandole.data.errors import DataError
-from farandole.data.sources import Source
+from farandole.data.sources import Source, reading
 
 _log = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ def content_digest(source: Source, progress: Progress) -> str:
     total, done = max(1, source.size), 0
     for path in source.files:
         name = path.relative_to(source.root) if path != source.root else Path(path.name)
-        digest.update(f"\0{name.as_posix()}\0{path.stat().st_size}\0".encode())
-        with path.open("rb") as file:
+        with reading(path), path.open("rb") as file:
+            digest.update(f"\0{name.as_posix()}\0{path.stat().st_size}\0".encode())
             while block := file.read(1 << 20):
                 digest.update(block)
                 done += len(block)

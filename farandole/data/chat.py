@@ -189,14 +189,16 @@ def prepare_chat(
         found = find_template(folder, template)
     except DataError as error:
         missing = str(error)
+    end = token_text(read_tokenizer_config(folder), "eos_token")
     settings: dict[str, object] = {
         "chat": 2,
         "template": found.source if found else None,
+        "tokens": found.tokens if found else None,
+        "end": end,
         "share": validation_share,
         "tokenizer": file.read_text(encoding="utf-8"),
     }
     key = content_key(source, settings, progress)
-    end = token_text(read_tokenizer_config(folder), "eos_token")
     encoder = _Encoder(tokenizer, found, missing, field, end)
 
     def build(target: Path) -> None:
@@ -330,8 +332,9 @@ def _build(source: Source, folder: Path, encoder: _Encoder, share: float, progre
                 ends.append(total)
                 held_out.append(uniform_hash(text) < share)
             progress("encoding conversations", 0.5)
-    if not ends:
-        raise DataError(f"{source.root}: expected conversations, found no records; check data.path")
+    if not total:
+        found = "only empty texts" if ends else "no records"
+        raise DataError(f"{source.root}: expected conversations, found {found}; check data.path")
     if len(ends) > 1 and not 0 < sum(held_out) < len(
         ends
     ):  # too few conversations for a random split: use the last ones for validation

@@ -12,6 +12,7 @@ import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -79,7 +80,11 @@ class Source:
     @property
     def size(self) -> int:
         """The total size of the files in bytes."""
-        return sum(path.stat().st_size for path in self.files)
+        total = 0
+        for path in self.files:
+            with reading(path):
+                total += path.stat().st_size
+        return total
 
     def records(self, fields: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (location, record) for all records.  Raise `DataError` for an invalid record."""
@@ -110,7 +115,7 @@ def find_source(path: str, text_field: str = "text") -> Source:
     if not path:
         raise DataError(f"data.path is empty: expected a file, a folder, or {STANDARD_LIBRARY}")
     root = Path(path).expanduser()
-    if not root.exists():
+    if not os.path.exists(root):  # unlike Path.exists, returns False for a name that is too long
         raise DataError(_missing(root))
     if root.is_file():
         files: tuple[Path, ...] = (root.resolve(),)
@@ -204,13 +209,22 @@ def _files_of_dataset(folder: Path) -> tuple[Path, ...]:
 
 def _missing(path: Path) -> str:
     parent = path.parent
-    while not parent.exists():
+    while not os.path.exists(parent):
         parent = parent.parent
     names = [entry.name for entry in parent.iterdir()] if os.access(parent, os.R_OK) else []
     near = difflib.get_close_matches(path.name, names, n=1)
     nearest = f"; the nearest existing folder is {parent.resolve()}"
     hint = f"; did you mean {parent / near[0]}?" if near else nearest
     return f"data.path={path}: no such file or folder{hint}"
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Report an `OSError` in the block as a `DataError` that names the file `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}; check the file") from error
 
 
 def _read(path: Path, text_field: str) -> Iterator[str]:
@@ -240,9 +254,10 @@ def _read_text(path: Path) -> str:
     """Return the text of a file, with invalid UTF-8 replaced by U+FFFD.
 
     Raises:
-        DataError: if the file contains NUL bytes, or too many of its characters are invalid.
+        DataError: if the file cannot be read, contains NUL bytes, or has too many invalid characters.
     """
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    with reading(path):
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
     replaced = text.count("\N{REPLACEMENT CHARACTER}") / max(1, len(text))
     if "\0" in text:
         raise DataError(f"{path} is not text: it contains NUL bytes; {_ACCEPTED}")
@@ -287,7 +302,7 @@ def read_records(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, 
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as lines:
+    with reading(path), path.open("rb") as lines:
         for number, encoded in enumerate(lines, 1):
             if number == 1:
                 encoded = encoded.removeprefix(codecs.BOM_UTF8)
@@ -332,10 +347,10 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict
 
     try:
         table = parquet.ParquetFile(path)
-    except arrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a Parquet file: {error}; restore or exclude the file") from None
-    columns = _columns(path, table.schema_arrow.names, fields)
-    yield from _rows(path, table.iter_batches(columns=columns))
+        columns = _columns(path, table.schema_arrow.names, fields)
+        yield from _rows(path, table.iter_batches(columns=columns))
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _damaged(path, "a Parquet file", error) from None
 
 
 def _read_arrow(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -350,12 +365,15 @@ def _read_arrow(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[s
             is_file = mapped.read(len(_ARROW_FILE)) == _ARROW_FILE
             mapped.seek(0)
             table = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(mapped).read_all()
-    except (arrow.ArrowInvalid, OSError) as error:  # OSError for a truncated file
-        raise DataError(
-            f"{path} cannot be read as an Arrow file: {error}; restore or exclude the file"
-        ) from None
-    columns = _columns(path, table.schema.names, fields)
-    yield from _rows(path, table.select(columns).to_batches())
+        columns = _columns(path, table.schema.names, fields)
+        yield from _rows(path, table.select(columns).to_batches())
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _damaged(path, "an Arrow file", error) from None
+
+
+def _damaged(path: Path, kind: str, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())  # some of Arrow's messages have several lines
+    return DataError(f"{path} cannot be read as {kind}: {reason}; restore or exclude the file")
 
 
 def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[str]:

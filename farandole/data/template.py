@@ -67,7 +67,7 @@ class Template:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self.source, self._tokens = source, dict(tokens)
+        self.source, self.tokens = source, dict(tokens)
         try:
             self._template = environment.from_string(source)
             program = environment.parse(source)
@@ -80,7 +80,7 @@ class Template:
             isinstance(node.data, str) and _START in node.data
             for node in program.find_all(nodes.TemplateData)
         )
-        given = {"messages", "add_generation_prompt", *self._tokens, *environment.globals}
+        given = {"messages", "add_generation_prompt", *self.tokens, *environment.globals}
         self.variables = jinja2.meta.find_undeclared_variables(program) - given
         """The names of the other variables that the program reads, such as `tools`."""
 
@@ -101,7 +101,7 @@ class Template:
         """Return a conversation as text; if the template has the tag `generation`, the assistant's text is marked."""
         try:
             return self._template.render(
-                messages=list(messages), add_generation_prompt=prompt, **self._tokens, **variables
+                messages=list(messages), add_generation_prompt=prompt, **self.tokens, **variables
             )
         except jinja2.TemplateError as error:
             raise DataError(

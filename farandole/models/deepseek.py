@@ -91,23 +91,26 @@ class DeepSeekConfig:
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention."""
+    """Multi-head latent attention.
+
+    The norms of the latent vectors use an epsilon of 1e-6 for every configuration, as in transformers.
+    """
 
     sharded_dropout: ShardedDropout | None = None
 
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()
-        norm, bias = partial(RMSNorm, epsilon=config.epsilon), config.attention_bias
+        bias = config.attention_bias
         self.plain, self.value_width, self.rotary = config.plain_width, config.value_width, config.rotary
         head_width = self.plain + config.rotary.width
         self.scale = head_width**-0.5 * config.attention_scale
         self.dropout = config.attention_dropout
         if config.query_rank:
             self.query_down = nn.Linear(config.width, config.query_rank, bias=bias)
-            self.norm_query = norm(config.query_rank)
+            self.norm_query = RMSNorm(config.query_rank)
         self.query = nn.Linear(config.query_rank or config.width, config.heads * head_width, bias=False)
         self.kv_down = nn.Linear(config.width, config.kv_rank + config.rotary.width, bias=bias)
-        self.norm_kv = norm(config.kv_rank)
+        self.norm_kv = RMSNorm(config.kv_rank)
         self.kv = nn.Linear(config.kv_rank, config.heads * (self.plain + self.value_width), bias=False)
         self.out = nn.Linear(config.heads * self.value_width, config.width, bias=bias)
 

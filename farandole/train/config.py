@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-CoefficientOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 ROUTERS = ("balance_loss", "z_loss", "capacity")
 """The keys in [model] that configure the routers of a mixture of experts."""
@@ -117,9 +117,9 @@ class ModelSection(_Section):
     heads: Count
     width: Count
     dropout: Annotated[float, Field(ge=0, lt=1)]
-    balance_loss: CoefficientOrZero = 0.0
-    z_loss: CoefficientOrZero = 0.0
-    capacity: CoefficientOrZero = 0.0
+    balance_loss: NonNegative = 0.0
+    z_loss: NonNegative = 0.0
+    capacity: NonNegative = 0.0
     _restored: bool = PrivateAttr(default=False)
 
     def restored(self, folder: Path) -> ModelSection:
@@ -253,7 +253,7 @@ class OptimizerSection(_Section):
     learning_rate: Positive
     final_share: Annotated[float, Field(ge=0, le=1)]
     warmup_steps: CountOrZero
-    weight_decay: Annotated[float, Field(ge=0)]
+    weight_decay: NonNegative
     beta1: Annotated[float, Field(ge=0, lt=1)]
     beta2: Annotated[float, Field(ge=0, lt=1)]
     clip: Positive
@@ -288,7 +288,7 @@ class SampleSection(_Section):
     every: CountOrZero = 0
     prompt: str
     tokens: CountOrZero
-    temperature: Annotated[float, Field(ge=0)]
+    temperature: NonNegative
     top_k: CountOrZero
 
 
@@ -617,6 +617,8 @@ def _expected(key: str, problem: Any) -> str:
     what = key_type(key)
     if not what.startswith("one of "):
         what = f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
+    if problem["type"] == "finite_number":
+        what = what.replace("number", "finite number")
     if problem["type"] == "missing":
         return f"{key} is missing: expected {what}"
     return f"{key}={problem['input']!r}: expected {what}"

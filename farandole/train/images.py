@@ -7,6 +7,9 @@ file contains the arrays `images` (uint8, of shape (n, height, width) or (n, hei
 
 from __future__ import annotations
 
+import os
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor, nn
 
 from farandole.data.cache import Progress
@@ -27,6 +30,10 @@ from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.tasks import Mean, Task
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+
+
+_DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
+"""The errors that `zipfile` raises for a damaged file."""
 
 
 class _Source(Protocol):
@@ -65,10 +72,10 @@ class _Folder:
         """Return image `number`, scaled to `size` pixels on the shorter side and center-cropped."""
         try:
             with Image.open(self._files[number]) as image:
-                return _square(image.convert("RGB"), size)
-        except (OSError, UnidentifiedImageError) as error:
+                return _square(_rgb(image), size)
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(
-                f"cannot read image {self._files[number]}: {error}; restore or remove the file"
+                f"cannot read image {self._files[number]}: {error}; convert, restore or remove the file"
             ) from error
 
 
@@ -77,11 +84,15 @@ class _Arrays:
 
     def __init__(self, path: Path) -> None:
         try:
-            with np.load(path) as arrays:
+            loaded = np.load(path)
+            if isinstance(loaded, np.ndarray):
+                raise ValueError("found a single array; write the file with numpy.savez")
+            with loaded as arrays:
                 images, labels = arrays["images"], arrays["labels"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, *_DAMAGED_ZIP) as error:
             raise DataError(
-                f"data.path={path}: expected an .npz file with the arrays 'images' and 'labels'; reading it failed: {error}"
+                f"data.path={path}: expected an .npz file with the arrays 'images' and 'labels'; reading it failed: "
+                f"{str(error) or type(error).__name__}"
             ) from error
         grey = images.ndim == 3
         if images.dtype != np.uint8 or not (grey or (images.ndim == 4 and images.shape[-1] == 3)):
@@ -103,6 +114,17 @@ class _Arrays:
     def image(self, number: int, size: int) -> NDArray[np.uint8]:
         """Return image `number`."""
         return _square(Image.fromarray(self._images[number]), size)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Convert `image` to mode RGB, and scale 16-bit pixels to 8 bits."""
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"expected pixels of 8 bits per channel, or grayscale pixels of 16 bits; got pixels of mode {image.mode}"
+        )
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def _square(image: Image.Image, size: int) -> NDArray[np.uint8]:
@@ -141,7 +163,7 @@ class ImagesTask(Task):
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         path, size = Path(config.data.path).expanduser(), config.images.size
-        if not path.exists():
+        if not os.path.exists(path):  # unlike Path.exists, returns False for a name that is too long
             raise DataError(
                 f"data.path={config.data.path} does not exist: task=images needs a folder with one subfolder of images "
                 f"per class, or an .npz file"

@@ -127,7 +127,9 @@ def weights_file(config: TrainConfig) -> Path | None:
     if not config.weights:
         return None
     path = Path(config.weights).expanduser()
-    return path if path.suffix == ".safetensors" and path.is_file() else newest_checkpoint(path) / WEIGHTS
+    return (
+        path if path.suffix == ".safetensors" and os.path.isfile(path) else newest_checkpoint(path) / WEIGHTS
+    )
 
 
 def tokenizer_file(config: TrainConfig) -> Path | None:
@@ -163,8 +165,8 @@ def checkpoint_to_resume(path: Path) -> Path:
 def _named_checkpoint(path: Path) -> Path | None:
     """Return `path` if it is a checkpoint, or the newest checkpoint of the run `path`, or None for a folder of runs."""
     path = path.expanduser()
-    if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
+    if not os.path.isdir(path):  # unlike Path.is_dir, returns False for a name that is too long
+        what = "is not a folder" if os.path.exists(path) else "does not exist"
         near = difflib.get_close_matches(path.name, _entries(path.parent), n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise CheckpointError(f"{path} {what}: expected a checkpoint, a run, or a folder of runs{hint}")
@@ -196,7 +198,7 @@ def _no_checkpoint(path: Path) -> str:
 
 
 def _entries(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.expanduser().iterdir()) if folder.is_dir() else []
+    return sorted(entry.name for entry in folder.expanduser().iterdir()) if os.path.isdir(folder) else []
 
 
 # ---- checkpoints ----

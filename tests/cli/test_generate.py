@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,29 @@ def test_missing_checkpoints_are_named(checkpoint: Path, tmp_path: Path) -> None
     result = _generate(str(checkpoint))
     assert result.exit_code == 2
     assert "is damaged" in result.output
+
+
+def test_a_missing_model_configuration_is_reported(checkpoint: Path) -> None:
+    saved = json.loads((checkpoint / "train.json").read_text())
+    saved["config"]["model"]["folder"] = "base"
+    (checkpoint / "train.json").write_text(json.dumps(saved))
+    result = _generate(str(checkpoint))
+    assert result.exit_code == 2
+    assert f"farandole generate: {checkpoint} has no config.json" in result.output
+
+
+def test_seeds_have_a_maximum(checkpoint: Path) -> None:
+    assert _generate(str(checkpoint), "--tokens", "1", "--seed", str(2**64 - 1)).exit_code == 0
+    result = _generate(str(checkpoint), "--seed", str(2**64))
+    assert result.exit_code == 2
+    assert f"expected an integer between 0 and {2**64 - 1}, got '{2**64}'" in result.output
+
+
+@pytest.mark.parametrize("options", [(), ("--weights", "int8")])
+def test_a_prompt_that_is_not_utf_8_is_refused(checkpoint: Path, options: tuple[str, ...]) -> None:
+    result = _generate(str(checkpoint), "--prompt", os.fsdecode(b"caf\xe9"), *options)
+    assert result.exit_code == 2
+    assert r"expected a prompt in UTF-8, found '\udce9' at character 4; correct the prompt" in result.output
 
 
 def test_an_empty_prompt_is_refused(checkpoint: Path) -> None:

@@ -108,6 +108,24 @@ def test_conversations_are_tokenized_once_and_mapped_into_memory(
         _prepare(folder, path)
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_changed_end_token_is_not_read_from_the_cache(folder: Path, pairs: bool) -> None:
+    records = [{"prompt": f"say {n} ", "completion": f"{n}"} for n in range(6)] if pairs else conversations(6)
+    path = write_jsonl(folder / "chat.jsonl", records)
+    (folder / "own.jinja").write_text(
+        "{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}"
+    )
+    options = {} if pairs else {"template": str(folder / "own.jinja")}
+    for end in ("</s>", "<|im_end|>"):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        prepared = _prepare(folder, path, **options)
+        for _, targets in _documents(prepared):
+            answer = prepared.tokenizer.decode(
+                [t for t in targets if t != IGNORED], skip_special_tokens=False
+            )
+            assert answer.endswith(end)
+
+
 def test_windows_are_packed_without_splitting_conversations(folder: Path) -> None:
     prepared = _prepare(folder, write_jsonl(folder / "chat.jsonl", conversations(40)), validation_share=0.1)
     lengths = sorted(len(tokens) for tokens, _ in _documents(prepared))
@@ -176,6 +194,14 @@ def test_damaged_lines_are_refused_by_number(folder: Path, line: str, says: str)
     assert says in str(error.value)
     assert str(folder / "chat.jsonl") in str(error.value)
     assert not list((folder / "cache").glob("chats/*/tokens.bin"))
+
+
+def test_data_with_only_empty_texts_is_refused(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()  # without an end token, the texts are empty
+    path = write_jsonl(folder / "chat.jsonl", [{"prompt": "", "completion": ""}] * 4)
+    with pytest.raises(DataError, match=r"chat.jsonl: expected conversations, found only empty texts"):
+        _prepare(folder, path)
+    assert not [entry for entry in (folder / "cache" / "chats").iterdir() if entry.is_dir()]
 
 
 def test_tokens_outside_the_vocabulary_are_refused(folder: Path) -> None:

@@ -11,6 +11,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
+from farandole.data.cache import content_digest
 from farandole.data.errors import DataError
 from farandole.data.sources import find_source
 from tests.data.datasets import save_to_disk
@@ -112,8 +113,38 @@ def test_parquet_with_a_chosen_column(tmp_path: Path) -> None:
     with pytest.raises(DataError, match='row 1: expected text in field "n", found int'):
         _documents(path, "n")
     path.write_bytes(b"no such thing")
-    with pytest.raises(DataError, match="is not a Parquet file"):
+    with pytest.raises(DataError, match="cannot be read as a Parquet file"):
         _documents(path)
+
+
+def test_damaged_pages_of_parquet_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": [f"number {n}" for n in range(2000)]}), path)
+    whole = path.read_bytes()
+    for start in (4, 5000):  # the header, and the compressed content
+        path.write_bytes(whole[:start] + b"\xff" * 40 + whole[start + 40 :])
+        with pytest.raises(
+            DataError, match="a.parquet cannot be read as a Parquet file: .*restore or exclude"
+        ):
+            _documents(path)
+
+
+def test_text_that_is_not_utf_8_in_parquet_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    text = arrow.array([b"caf\xe9"]).view(arrow.string())
+    parquet.write_table(arrow.table({"text": text}), path)
+    with pytest.raises(DataError, match="a.parquet cannot be read as a Parquet file: 'utf-8' codec"):
+        _documents(path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.arrow"])
+def test_read_errors_name_the_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text")
+    source = find_source(str(tmp_path / name))
+    (tmp_path / name).unlink()
+    for read in (lambda: list(source.documents()), lambda: content_digest(source, lambda what, share: None)):
+        with pytest.raises(DataError, match=f"{name}.*No such file"):
+            read()
 
 
 def test_missing_file_is_reported_with_the_closest_name(tmp_path: Path) -> None:
@@ -122,6 +153,11 @@ def test_missing_file_is_reported_with_the_closest_name(tmp_path: Path) -> None:
         find_source(str(tmp_path / "corpsu.txt"))
     with pytest.raises(DataError, match="the nearest existing folder is"):
         find_source(str(tmp_path / "deep" / "er" / "x"))
+    for path in (tmp_path / ("x" * 300), tmp_path / ("x" * 300) / "a.txt"):
+        with pytest.raises(
+            DataError, match=f"no such file or folder; the nearest existing folder is {tmp_path}"
+        ):
+            find_source(str(path))
 
 
 def test_empty_sources_are_refused(tmp_path: Path) -> None:

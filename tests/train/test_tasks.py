@@ -285,6 +285,7 @@ def test_invalid_losses_are_refused(ranks: Any, folder: Path, task: str, says: s
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["data.path=" + "x" * 300], "task=images needs a folder with one subfolder of images per class"),
         (["data.path=nowhere"], "task=images needs a folder with one subfolder of images per class"),
         (
             ["data.path={}/cache"],
@@ -300,6 +301,64 @@ def test_invalid_images_are_refused(folder: Path, words: list[str], says: str) -
     with pytest.raises((ConfigError, DataError)) as error:
         make_task(load_config("tiny", ["task=images", *settings]))
     assert says in str(error.value)
+
+
+def _images_task(folder: Path, images: list[Image.Image], suffix: str) -> Task:
+    """Return the task for a folder with these images, each of its own class."""
+    for number, image in enumerate(images):
+        (folder / str(number)).mkdir()
+        image.save(folder / str(number) / f"image{suffix}")
+    return make_task(load_config("tiny", ["task=images", f"data.path={folder}", "images.size=32"]))
+
+
+@pytest.mark.parametrize(("suffix", "dtype"), [(".png", "<u2"), (".tif", "<u2"), (".tif", ">u2")])
+def test_16_bit_images_are_scaled_to_8_bits(tmp_path: Path, suffix: str, dtype: str) -> None:
+    pixels = np.linspace(0, 65535, 32 * 32).reshape(32, 32).astype(dtype)
+    task = _images_task(tmp_path, [Image.fromarray(pixels)] * 2, suffix)
+    image, _ = task.train[0]
+    assert (image == (pixels >> 8)[..., None]).all()
+
+
+@pytest.mark.parametrize(("dtype", "mode"), [(np.int32, "I"), (np.float32, "F")])
+def test_images_with_32_bit_pixels_are_refused(tmp_path: Path, dtype: Any, mode: str) -> None:
+    task = _images_task(tmp_path, [Image.fromarray(np.zeros((32, 32), dtype))] * 2, ".tif")
+    with pytest.raises(DataError, match=f"expected pixels of 8 bits .* got pixels of mode {mode}; convert"):
+        task.train[0]
+
+
+def test_damaged_images_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = _images_task(tmp_path, [Image.new("RGB", (32, 32))] * 2, ".ppm")
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "MAX_IMAGE_PIXELS", 32 * 32 // 3)
+        with pytest.raises(DataError, match="image.ppm: .* decompression bomb"):
+            task.train[0]
+    for file in tmp_path.rglob("*.ppm"):
+        file.write_bytes(file.read_bytes().replace(b"255", b"2%5"))
+    with pytest.raises(DataError, match="cannot read image .*image.ppm: invalid literal"):
+        task.train[0]
+
+
+def test_damaged_arrays_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "images.npz"
+    whole = (folder / "images.npz").read_bytes()
+    compressed = tmp_path / "compressed.npz"
+    with np.load(folder / "images.npz") as arrays:
+        np.savez_compressed(compressed, **arrays)
+    packed = compressed.read_bytes()
+    start = packed.index(b"images.npy") + 60
+    directory = whole.index(b"PK\1\2")
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    for content, says in (
+        (whole[: len(whole) // 2], "File is not a zip file"),
+        (whole[:2000] + b"damage" + whole[2006:], "Bad CRC-32"),
+        (packed[:start] + bytes([255] * 40) + packed[start + 40 :], "decompressing data"),
+        (whole[: directory + 10] + b"\x63" + whole[directory + 11 :], "compression method"),
+        ((tmp_path / "single.npy").read_bytes(), "found a single array; write the file with numpy.savez"),
+        (b"", "No data left in file"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"expected an .npz file .* reading it failed: .*{says}"):
+            make_task(load_config("tiny", ["task=images", f"data.path={path}"]))
 
 
 def test_base_class_collates_samples() -> None:

@@ -98,6 +98,8 @@ def test_another_text_is_encoded_with_the_tokenizer_of_the_weights(
         ),
         (["model.layers=1"], "belongs to another model: missing or unexpected tensors"),
         (["weights=nowhere"], "nowhere does not exist: expected a checkpoint"),
+        (["weights=" + "x" * 300], "x does not exist: expected a checkpoint"),
+        (["weights=" + "x" * 300 + "/y.safetensors"], "y.safetensors does not exist: expected a checkpoint"),
     ],
 )
 def test_weights_of_another_model_are_refused(

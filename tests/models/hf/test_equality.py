@@ -62,6 +62,14 @@ def test_the_balancing_loss_of_mixtral(tmp_path: Path) -> None:
     assert config.output_router_logits and config.router_aux_loss_coef == pytest.approx(0.3)
 
 
+def test_epsilon_of_deepseek(tmp_path: Path) -> None:
+    """`rms_norm_eps` does not apply to the norms of the latent vectors."""
+    theirs = reference("deepseek_v3", 0, rms_norm_eps=0.1, q_lora_rank=12)
+    ours = from_pretrained(folder_of(theirs, tmp_path)).eval()
+    tokens = tokens_for(theirs, 2, 15, seed=0)
+    close(ours(tokens), theirs(tokens, use_cache=False).logits)
+
+
 @pytest.mark.parametrize(("attention", "mlp"), [(True, False), (False, True), (True, True)])
 def test_biases_of_llama(attention: bool, mlp: bool, tmp_path: Path) -> None:
     theirs = reference("llama", 0, attention_bias=attention, mlp_bias=mlp, num_hidden_layers=1)
