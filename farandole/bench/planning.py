@@ -269,6 +269,8 @@ def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> d
             choices.setdefault(name, [getattr(section, name)])
     if section.swap != "none":
         choices.setdefault("swap", [section.swap])
+    if section.data:
+        choices["data"] = [section.data]
     if section.stage_bytes:
         choices.setdefault("stage_bytes", [section.stage_bytes])
     if section.compression != "none":
