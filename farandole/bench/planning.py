@@ -192,6 +192,7 @@ def plan(setup: PlanSetup) -> Planned:
         "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
         "precision": [_precision(config, host=host)],
         "lora": [config.plan.lora()],
+        "compression": [config.plan.compression],
     }
     model = model_of(config)
     if not host:

@@ -221,6 +221,16 @@ def test_plans_have_the_size_of_the_data_axis(tmp_path: Path) -> None:
     assert [one["plan"]["tensor"] for one in json.loads(file.read_text())["plans"]] == [2]
 
 
+def test_plans_have_the_compression_of_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "plans.json"
+    words = ("-n", "2", "--nodes", "2", "--bandwidth", "1G", "--memory", "8GiB", "--precision", "fp32")
+    result = _plan("tiny", *words, "--recompute", "none", "plan.compression=topk", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    (only,) = json.loads(file.read_text())["plans"]
+    assert only["plan"]["compression"] == "topk"
+    assert only["parts"]["buffers"] > 0
+
+
 def test_other_keys_may_require_the_stage_of_an_option(tmp_path: Path) -> None:
     file = tmp_path / "plans.json"
     words = ("-n", "4", "batch=8", "--memory", "8GiB", "--precision", "fp32", "--recompute", "none")
