@@ -152,6 +152,10 @@ def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Patter
     return several
 
 
+_OF_AXES = ("schedule", "stage_bytes", "deferred_batch_norm", "sequence", "ring")
+"""The fields of `Plan` that apply only to an axis of more than one rank."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A parallelization plan: how training states are sharded, and how memory is saved.
@@ -230,8 +234,8 @@ class Plan:
                 raise PlanError(f"{axis}={size}: expected at least 1 rank")
         if self.schedule != "1f1b" and self.pipeline == 1:
             raise PlanError(
-                f"schedule={self.schedule!r} with pipeline=1: a single stage needs no schedule; nearest plan: pipeline=2, or "
-                "schedule='1f1b'"
+                f"schedule={self.schedule!r} with pipeline=1: a single stage needs no schedule; nearest plan: "
+                "schedule='1f1b', or pipeline=2"
             )
         if self.stage_bytes is not None:
             self._check_stage_bytes(self.stage_bytes)
@@ -243,20 +247,21 @@ class Plan:
         if self.sequence and self.tensor == 1:
             raise PlanError(
                 "sequence=True with tensor=1: sequence parallelism splits the tokens over tensor-parallel ranks; "
-                "nearest plan: tensor=2"
+                "nearest plan: sequence=False, or tensor=2"
             )
         if self.ring is not None and (self.ring < 1 or self.context % self.ring):
-            near = [n for n in range(1, self.context + 1) if self.context % n == 0]
+            divisors = [n for n in range(1, self.context + 1) if self.context % n == 0]
             raise PlanError(
                 f"ring={self.ring}: expected a positive divisor of context={self.context}; nearest plan: "
-                f"ring={min(near, key=lambda n: abs(n - (self.ring or 1)))}"
+                f"ring={min(divisors, key=lambda n: abs(n - (self.ring or 1)))}"
             )
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: expected stage 0, 1, 2 or 3")
         if self.zero == 3 and self.pipeline > 1:
+            near = "zero=2, offloaded='gradients'" if self.offloaded == "parameters" else "zero=2"
             raise PlanError(
                 f"zero=3 with pipeline={self.pipeline}: not supported, because weights would be gathered twice for "
-                "each micro-batch; nearest plan: zero=2"
+                f"each micro-batch; nearest plan: {near}"
             )
         if self.data_shard not in ("all", "host") and not (
             isinstance(self.data_shard, int) and self.data_shard >= 1
@@ -264,7 +269,8 @@ class Plan:
             raise PlanError(f"data_shard={self.data_shard!r}: expected 'all', 'host', or at least 1 rank")
         if self.data_shard != "all" and not self.zero:
             raise PlanError(
-                f"data_shard={self.data_shard!r} with zero=0: no states are sharded; nearest plan: zero=1"
+                f"data_shard={self.data_shard!r} with zero=0: no states are sharded; nearest plan: "
+                f"{self._with_zero(1)}"
             )
         if self.data is not None:
             self._check_data_shard(self.data)
@@ -312,7 +318,7 @@ class Plan:
         if self.pipeline == 1:
             raise PlanError(
                 f"stage_bytes={stage_bytes} with pipeline=1: stage_bytes applies only to the division into stages; "
-                "nearest plan: pipeline=2"
+                "nearest plan: stage_bytes=None, or pipeline=2"
             )
         if self.recompute == "auto":
             raise PlanError(
@@ -336,10 +342,16 @@ class Plan:
             )
         least = 2 if self.offloaded == "gradients" else 3
         if self.zero < least:
+            piped = least == 3 and self.pipeline > 1  # pipelines do not support zero=3
+            near = f"{self._with_zero(2)}, offloaded='gradients'" if piped else self._with_zero(least)
             raise PlanError(
                 f"offloaded={self.offloaded!r} with zero={self.zero}: only sharded gradients and parameters can be "
-                f"offloaded; nearest plan: zero={least}"
+                f"offloaded; nearest plan: {near}"
             )
+
+    def _with_zero(self, stage: int) -> str:
+        """Return the changes for a plan with ZeRO stage `stage`, at least 1, as text."""
+        return f"zero={stage}" + (", compression='none'" if self.compression != "none" else "")
 
     @property
     def ranks_per_sample(self) -> int:
@@ -365,7 +377,7 @@ class Plan:
             named = {"data": data if self.data is not None else 1} | inner
             product = " x ".join(f"{axis}={size}" for axis, size in named.items() if size > 1) or "data=1"
             multiple = "" if self.data is not None else "a multiple of "
-            near = f"data={ranks // each}" if ranks >= each else ", ".join(f"{axis}=1" for axis in inner)
+            near = f"data={ranks // each}" if ranks >= each else self._on_data_axis(ranks)
             if ranks > each and ranks % each:
                 near += f" with {ranks // each * each} ranks"
             raise PlanError(
@@ -373,6 +385,14 @@ class Plan:
             )
         self._check_data_shard(data)
         return {"data": data} | inner
+
+    def _on_data_axis(self, ranks: int) -> str:
+        """Return the changes for a plan with all `ranks` ranks on the data axis, as text."""
+        near = dict.fromkeys(("pipeline", *MODEL_AXES), 1) | ({} if self.data is None else {"data": ranks})
+        near |= {
+            name: default for name in _OF_AXES if getattr(self, name) != (default := getattr(Plan, name))
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in near.items())
 
     def _check_data_shard(self, data: int) -> None:
         """Raise `PlanError` if a data axis of size `data` cannot be divided into groups of `data_shard` ranks."""

@@ -192,6 +192,7 @@ def plan(setup: PlanSetup) -> Planned:
         "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
         "precision": [_precision(config, host=host)],
         "lora": [config.plan.lora()],
+        "compression": [config.plan.compression],
     }
     model = model_of(config)
     if not host:
@@ -269,6 +270,8 @@ def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> d
             choices.setdefault(name, [getattr(section, name)])
     if section.swap != "none":
         choices.setdefault("swap", [section.swap])
+    if section.data:
+        choices["data"] = [section.data]
     if section.stage_bytes:
         choices.setdefault("stage_bytes", [section.stage_bytes])
     if section.compression != "none":

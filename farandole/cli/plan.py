@@ -272,8 +272,9 @@ def plan(
     def speed(option: str, text: str | None) -> float | None:
         return None if text is None else parse_number(option, text, 1000)
 
+    words = [*(words or ()), *_stage(zero or [])]
     try:
-        _check_words(words or [])
+        _check_words(words)
         _check_options(context_, serve=serve)
         memory_bytes = None if memory is None else parse_memory("--memory", memory)
         flop_rate = speed("--flops", flops)
@@ -291,7 +292,7 @@ def plan(
             from farandole.planner.serving import Mix
 
             serving = ServingPlanSetup(
-                words=tuple(words or ()),
+                words=tuple(words),
                 mix=Mix(prompt_tokens, output_tokens),
                 ranks=ranks or 1,
                 memory=memory_bytes,
@@ -306,7 +307,7 @@ def plan(
             )
             raise typer.Exit(_answer_serving(serving, json, is_checked=check))
         setup = PlanSetup(
-            words=tuple(words or ()),
+            words=tuple(words),
             ranks=ranks,
             nodes=nodes,
             memory=memory_bytes,
@@ -336,6 +337,11 @@ def plan(
     except (ConfigError, PlanError, BenchError, LaunchError, OffloadError) as refusal:
         _refuse(refusal)
     raise typer.Exit(status)
+
+
+def _stage(stages: list[int]) -> list[str]:
+    """Return `--zero` as an override if it names one stage, because other keys may require this stage."""
+    return [f"plan.zero={stages[0]}"] if len(stages) == 1 and stages[0] in range(4) else []
 
 
 def _check_words(words: list[str]) -> None:

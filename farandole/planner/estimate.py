@@ -160,7 +160,7 @@ def _estimate_rank(
         "weights": state.weights,
         "gradients": state.gradients,
         "optimizer": state.optimizer,
-        "buffers": state.pools + state.gathered,
+        "buffers": state.compression + state.pools + state.gathered,
         "activations": traced.saved - swapped,
         "backward": traced.transient,
         "reused": -_reused(workload, plan, state, traced.peak - swapped),

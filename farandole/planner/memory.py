@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from farandole.comm.compression import compression_named
+from farandole.comm.compression.base import Compressor
+from farandole.comm.hierarchical.windows import WINDOW_BYTES
 from farandole.memory.blocks import blocks_of
 from farandole.memory.offloaded_tensor import WRITES
 from farandole.parallel.zero.buffer_pool import DEPTH, buffer_lengths
@@ -43,6 +46,7 @@ class StateBytes:
         optimizer: optimizer states and master weights in device memory, or, if these are offloaded to a disk, the
             transfer buffers.
         records: offloaded states and master weights.
+        compression: compression errors and factors that are kept until the next step.
         pools: with `zero` 2 and 3, unsharded gradients before their reduction, and gradient shards being offloaded.
         gathered: with `zero=3`, gathered weights, and shards prefetched from an offload store.
         copies: copies of weights and states for a checkpoint.  States that are offloaded to a disk are not copied.
@@ -57,6 +61,7 @@ class StateBytes:
     updated: int
     optimizer: int
     records: int
+    compression: int
     pools: int
     gathered: int
     copies: int
@@ -105,6 +110,7 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
         updated=sum(map(shard_bytes, trained)),
         optimizer=optimizer,
         records=sum(records) if plan.offload != "none" else 0,
+        compression=sum(_compression(b, workload.rank, plan, ranks, machine) for b in trained),
         pools=_pools(model, sharding)
         + (sum(_largest(map(shard_bytes, trained), DEPTH + WRITES)) if away != "optimizer" else 0),
         gathered=_gathered(sharding, ahead=READ_AHEAD + 1 if away == "parameters" else 0),
@@ -151,6 +157,27 @@ def _largest(sizes: Iterable[int], count: int) -> list[int]:
 def shares_memory(bucket: BucketPlan, ranks: int, machine: Machine) -> bool:
     """Return whether the ranks that shard a bucket share memory."""
     return machine.shared and len({machine.host_of(rank, ranks) for rank in bucket.ranks.shards}) == 1
+
+
+def compressor_of(bucket: BucketPlan, plan: Plan, ranks: int, machine: Machine) -> Compressor | None:
+    """Return the compressor of a bucket, or None if its gradient is not compressed or stays within one host."""
+    compression = compression_named(plan.compression)
+    if compression is None or len(machine.members_by_host(bucket.ranks.replicas, ranks)) == 1:
+        return None
+    layout = bucket.layout
+    return compression.for_tensor(layout.length, list(zip(layout.starts, layout.shapes, strict=True)))
+
+
+def _compression(bucket: BucketPlan, rank: int, plan: Plan, ranks: int, machine: Machine) -> int:
+    """Return the size in bytes of the compression state of `rank`, one of the leaders of its host."""
+    compressor = compressor_of(bucket, plan, ranks, machine)
+    if compressor is None:
+        return 0
+    hosts = machine.members_by_host(bucket.ranks.replicas, ranks)
+    leaders, leader = min(map(len, hosts.values())), hosts[machine.host_of(rank, ranks)].index(rank)
+    if leader >= leaders:
+        return 0
+    return compressor.state_bytes(leaders, leader, WINDOW_BYTES // bucket.master_dtype.itemsize)
 
 
 def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> ShardingPlan:

@@ -63,7 +63,7 @@ def estimates_of(
         if axes not in parts:
             parts[axes] = workload.split(plan, ranks, machine.hosts)
         part = parts[axes]
-        states = (axes, plan.zero, plan.precision, plan.rounding, plan.offload, plan.offloaded)
+        states = (axes, *_state_fields(plan))
         if states not in known:
             known[states] = state_bytes(part, plan, ranks, machine)
         estimate = partial(estimate_workload, part, plan, ranks, machine, state=known[states])
@@ -88,6 +88,11 @@ def estimates_of(
 def _model_axes(plan: Plan) -> tuple[object, ...]:
     """Return the fields of a plan that divide or change the model, except `pipeline`."""
     return plan.sequence, plan.ring, plan.lora, *(getattr(plan, axis) for axis in MODEL_AXES)
+
+
+def _state_fields(plan: Plan) -> tuple[object, ...]:
+    """Return the fields of a plan that, besides the axes, determine the result of `state_bytes`."""
+    return plan.zero, plan.precision, plan.rounding, plan.offload, plan.offloaded, plan.compression
 
 
 class _StageEstimates:
@@ -121,7 +126,7 @@ class _StageEstimates:
         if placed not in self._staged:
             self._staged[placed] = StagedModel(self._parts[axes], plan)
         staged = self._staged[placed]
-        states = (placed, plan.zero, plan.precision, plan.rounding, plan.offload, plan.offloaded)
+        states = (placed, *_state_fields(plan))
         if states not in self._states:
             self._states[states] = stage_states(staged, plan, ranks, machine)
         least = least_of_stages(staged, plan, ranks, machine, self._states[states])

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from farandole.parallel.zero.sharding import BucketPlan
 from farandole.plan import Plan
-from farandole.planner.memory import StateBytes, has_master_copies, shares_memory, whole_bytes
+from farandole.planner.memory import StateBytes, compressor_of, has_master_copies, shares_memory, whole_bytes
 from farandole.planner.trace import Trace
 from farandole.planner.workload import Machine, Workload
 
@@ -36,9 +36,9 @@ def step_time(
     compute = workload.micro_batches * one_pass
     passes = workload.micro_batches if plan.zero >= 2 else 1
     hidden = _BACKWARD * one_pass * passes if machine.overlap else 0.0
-    reduction = passes * _reduction_s(state.sharding.trained, ranks, machine)
+    reduction = passes * _reduction_s(state.sharding.trained, plan, ranks, machine)
     # no computation overlaps the reduction of the last bucket
-    last = _reduction_s(state.sharding.trained[-1:], ranks, machine) if machine.overlap else 0.0
+    last = _reduction_s(state.sharding.trained[-1:], plan, ranks, machine) if machine.overlap else 0.0
     between_layers = sum(
         nbytes / machine.bandwidth_among(group, ranks) for group, nbytes in traced.sent.items()
     )
@@ -56,16 +56,19 @@ def step_time(
     return found
 
 
-def _reduction_s(buckets: Sequence[BucketPlan], ranks: int, machine: Machine) -> float:
+def _reduction_s(buckets: Sequence[BucketPlan], plan: Plan, ranks: int, machine: Machine) -> float:
     """Return the seconds to reduce all buckets: each over the ranks that shard it, and then over its replicas."""
     total = 0.0
     for bucket in buckets:
-        shards, replicas = len(bucket.ranks.shards), len(bucket.ranks.replicas)
-        for group, sent in (
-            (bucket.ranks.shards, _ring(shards)),
-            (bucket.ranks.replicas, 2 * _ring(replicas) / shards),
-        ):
-            total += sent * whole_bytes(bucket) / machine.bandwidth_among(group, ranks)
+        shards, replicas = bucket.ranks.shards, bucket.ranks.replicas
+        compressor = compressor_of(bucket, plan, ranks, machine)
+        hosts = len(machine.members_by_host(replicas, ranks))
+        sent_fraction = 1.0 if compressor is None else compressor.sent_fraction(hosts)
+        seconds = _ring(len(shards)) / machine.bandwidth_among(shards, ranks)
+        seconds += (
+            2 * _ring(len(replicas)) / len(shards) / machine.bandwidth_among(replicas, ranks, sent_fraction)
+        )
+        total += seconds * whole_bytes(bucket)
     return total
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,17 +86,29 @@ class Machine:
         """Return the index of the host of `rank`, if `ranks` ranks are divided equally among the hosts."""
         return rank * self.hosts // ranks
 
-    def bandwidth_among(self, members: Sequence[int], ranks: int) -> float:
+    def members_by_host(self, members: Sequence[int], ranks: int) -> dict[int, list[int]]:
+        """Return the members of a group on each host; the keys are the indices of hosts, as in `host_of`."""
+        found: dict[int, list[int]] = {}
+        for member in members:
+            found.setdefault(self.host_of(member, ranks), []).append(member)
+        return found
+
+    def bandwidth_among(self, members: Sequence[int], ranks: int, sent_fraction: float = 1.0) -> float:
         """Return the bus bandwidth of a group of ranks.
 
         The result is at most the machine's `bandwidth`.  If the group spans hosts, the members on a host share the
         traffic of this host to other hosts.  The result is then also at most `host_bandwidth` times the number of
         members on the host with the fewest members.
+
+        With compression, only the fraction `sent_fraction` of the bytes is sent between hosts.
         """
-        counts = Counter(self.host_of(member, ranks) for member in members)
-        if self.host_bandwidth is None or len(counts) == 1:
+        counts = [len(each) for each in self.members_by_host(members, ranks).values()]
+        if len(counts) == 1:
             return self.bandwidth
-        return min(self.bandwidth, min(counts.values()) * self.host_bandwidth)
+        among_hosts = min(counts) * (self.host_bandwidth or self.bandwidth)
+        if max(counts) == 1:  # no bytes are sent within a host
+            return min(self.bandwidth, among_hosts) / sent_fraction
+        return min(self.bandwidth, among_hosts / sent_fraction)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,6 +208,38 @@ def test_overrides_choose_plans() -> None:
     assert result.exit_code == 0 and len(lines) == 2
 
 
+def test_plans_have_the_size_of_the_data_axis(tmp_path: Path) -> None:
+    file = tmp_path / "plans.json"
+    words = ("tiny", "-n", "4", "batch=8", "--memory", "8GiB", "--precision", "fp32", "--recompute", "none")
+    result = _plan(*words, "plan.data=2", "--zero", "0")
+    assert result.exit_code == 2
+    assert "data=2: expected 2 ranks, got 4; nearest plan: data=4" in " ".join(result.output.split())
+    result = _plan(
+        *words, "plan.data=2", "--zero", "0", "--tensor", "1", "--tensor", "2", "--json", str(file)
+    )
+    assert result.exit_code == 0, result.output
+    assert [one["plan"]["tensor"] for one in json.loads(file.read_text())["plans"]] == [2]
+
+
+def test_plans_have_the_compression_of_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "plans.json"
+    words = ("-n", "2", "--nodes", "2", "--bandwidth", "1G", "--memory", "8GiB", "--precision", "fp32")
+    result = _plan("tiny", *words, "--recompute", "none", "plan.compression=topk", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    (only,) = json.loads(file.read_text())["plans"]
+    assert only["plan"]["compression"] == "topk"
+    assert only["parts"]["buffers"] > 0
+
+
+def test_other_keys_may_require_the_stage_of_an_option(tmp_path: Path) -> None:
+    file = tmp_path / "plans.json"
+    words = ("-n", "4", "batch=8", "--memory", "8GiB", "--precision", "fp32", "--recompute", "none")
+    result = _plan("tiny", *words, "--zero", "1", "plan.data_shard=2", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    (only,) = json.loads(file.read_text())["plans"]
+    assert (only["plan"]["zero"], only["plan"]["data_shard"]) == (1, 2)
+
+
 def test_a_disk_is_suggested_if_no_other_plan_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     result = _plan("tiny", "--memory", "100MiB", "--zero", "0", "--recompute", "none")

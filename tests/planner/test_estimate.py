@@ -36,6 +36,7 @@ from farandole.planner import (
     state_bytes,
     trace,
 )
+from tests.comm.hosts import hierarchical_group
 from tests.memory.models import CASES, small_gpt, small_resnet
 
 GPT = GPTConfig(vocabulary=64, context=16, layers=2, heads=2, width=32)
@@ -224,6 +225,36 @@ def test_parts_match_real_ranks(ranks: Any, zero: int, precision: Any, backend: 
     assert found.weights == pytest.approx(seen[0]["weights"], rel=0.01, abs=4096)
     # the optimizer's tensors end at the ends of parameters, and a shard may end with padding
     assert found.optimizer == pytest.approx(seen[0]["optimizer"], rel=0.02)
+
+
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 512))
+
+
+def _compression_bytes_on_a_rank(rank: int, size: int, names: list[Any]) -> list[int]:
+    comm = Communicator(hierarchical_group([each * 2 // size for each in range(size)], rank))
+    found = []
+    for name in names:
+        model = _two_layers()
+        engine = parallelize(model, Plan(compression=name), comm)
+        optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        engine.backward(engine(torch.randn(4, 256)).square().sum())
+        optimizer.step()
+        found.append(sum(value.nbytes for value in engine.compression_state().values()))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_compression_bytes_match_real_ranks(ranks: Any, size: int) -> None:
+    names: list[Any] = ["bf16", "int8", "topk", "powersgd"]
+    machine = replace(MACHINE, hosts=2, shared=False)
+    for rank, seen in enumerate(ranks(size).run(_compression_bytes_on_a_rank, names)):
+        workload = Workload(model=_two_layers(), example=None, rank=rank)
+        found = [state_bytes(workload, Plan(compression=name), size, machine).compression for name in names]
+        assert found == seen
+    one_host = replace(machine, hosts=1)
+    assert state_bytes(workload, Plan(compression="topk"), size, one_host).compression == 0
 
 
 # ---- layouts ----
@@ -465,6 +496,22 @@ def test_ranks_of_a_host_share_its_traffic_to_other_hosts() -> None:
     assert hosts.bandwidth_among([0, 4], 8) == 1e9
     assert replace(hosts, host_bandwidth=5e7).bandwidth_among([0, 4], 8) == 5e7
     assert replace(hosts, host_bandwidth=5e7).bandwidth_among([4, 5], 8) == 1e9
+
+
+@pytest.mark.parametrize(
+    ("compression", "fraction"), [("bf16", 0.5), ("int8", 0.254), ("topk", 0.02), ("powersgd", 0.0208)]
+)
+def test_compression_reduces_the_bytes_between_hosts(compression: Any, fraction: float) -> None:
+    machine = replace(MACHINE, hosts=2, shared=False, host_bandwidth=1e6)
+    plans = [Plan(), Plan(compression=compression)]
+    with torch.device("meta"):
+        workload = Workload(model=_two_layers(), example=torch.empty(4, 256))
+    plain, compressed = plan_candidates(workload, 2, machine, plans)[::-1]
+    assert (plain.plan, compressed.plan) == tuple(plans)
+    assert compressed.times["communication"] == pytest.approx(
+        fraction * plain.times["communication"], rel=0.1
+    )
+    assert (compressed.parts["buffers"] > 0) == (compression != "bf16")
 
 
 def test_in_place_products_count() -> None:

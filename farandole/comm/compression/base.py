@@ -118,6 +118,23 @@ class Compressor(ABC):
             exactly: An algorithm that sums a tensor without compression.
         """
 
+    def sent_fraction(self, hosts: int) -> float:
+        """Return the number of bytes sent between hosts, relative to an all-reduce in fp32 without compression.
+
+        The planner uses the result; the default is 1.
+        """
+        return 1.0
+
+    def state_bytes(self, leaders: int, leader: int, length: int) -> int:
+        """Return the size of the state on leader `leader` in bytes; see `windows` for the other arguments."""
+        return sum(
+            self._share_bytes(bounds[leader], bounds[leader + 1]) for bounds in self.windows(leaders, length)
+        )
+
+    def _share_bytes(self, start: int, end: int) -> int:
+        """Return the size of the state of the share from element `start` to `end` in bytes."""
+        return (end - start) * torch.float32.itemsize if self._keeps_residuals else 0
+
     def residual(self, start: int, share: Tensor) -> Tensor | None:
         """Return the accumulated compression error of the share that begins at element `start`.
 

@@ -127,3 +127,8 @@ class CodecCompressor(Compressor):
     ) -> Steps:
         """Sum `share` times `factor` over the hosts with `direct.all_reduce`, in which each host sums one part."""
         return all_reduce(transport, share, self._codec, self.residual(start, share), factor)
+
+    def sent_fraction(self, hosts: int) -> float:
+        """Return the number of encoded bytes per byte in fp32."""
+        block = self._codec.block
+        return self._codec.message(block).nbytes / (block * torch.float32.itemsize)

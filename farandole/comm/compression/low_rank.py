@@ -142,10 +142,21 @@ class PowerSGDCompressor(Compressor):
                 missed = matrix.view(-1).sub_(own, alpha=1 / transport.size)
                 remember(residual[m.start - start : m.end - start], missed)
 
+    def sent_fraction(self, hosts: int) -> float:
+        """Return the number of values in the factors and outside the matrices, relative to all values."""
+        saved = sum(
+            m.rows * m.columns - m.rank * (m.rows + m.columns) for m in self._matrices_in(0, self.count)
+        )
+        return 1 - saved / self.count
+
+    def _share_bytes(self, start: int, end: int) -> int:
+        factors = sum(m.rank * m.columns for m in self._matrices_in(start, end - start))
+        return super()._share_bytes(start, end) + factors * torch.float32.itemsize
+
     def _matrices_in(self, start: int, count: int) -> list[_Matrix]:
         if not self._square:
             return [m for m in self._matrices if start <= m.start < start + count]
-        rows = math.isqrt(count)
+        rows = max(1, math.isqrt(count))
         square = self._matrix(start, rows, count // rows)
         return [square] if square.worth_it else []
 

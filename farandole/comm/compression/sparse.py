@@ -46,6 +46,10 @@ class TopKCompressor(Compressor):
         super().__init__(compression, count, parameters, exact)
         self._ratio = compression.ratio
 
+    def sent_fraction(self, hosts: int) -> float:
+        """Return the relative number of bytes: each host sends its values to all hosts, and each value has an index."""
+        return self._ratio * hosts
+
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:

@@ -182,7 +182,7 @@ def test_what_stages_do_not_support_is_refused(
 def test_invalid_plans_are_refused() -> None:
     with pytest.raises(PlanError, match="zero=3 with pipeline=2: .* nearest plan: zero=2"):
         Plan(pipeline=2, zero=3)
-    with pytest.raises(PlanError, match="stage_bytes=9 with pipeline=1: .* nearest plan: pipeline=2"):
+    with pytest.raises(PlanError, match="stage_bytes=9 with pipeline=1: .* nearest plan: stage_bytes=None"):
         Plan(stage_bytes=9)
     with pytest.raises(PlanError, match="stage_bytes=9 is not supported with recompute='auto', which takes"):
         Plan(pipeline=2, recompute="auto", activation_bytes=9, stage_bytes=9)
