@@ -126,7 +126,9 @@ def test_unsupported_options_are_refused(change, message):
 
 def test_missing_horovod_is_refused(monkeypatch):
     monkeypatch.setattr("farandole.bench.torch_training.HOROVOD", "farandole.nowhere.torch")
-    with pytest.raises(BenchError, match="needs farandole.nowhere.torch, .*; use one of farandole, ddp, ddp-gloo"):
+    with pytest.raises(
+        BenchError, match="needs farandole.nowhere.torch, .*; use one of farandole, ddp, ddp-gloo"
+    ):
         PyTorch().check(TrainingSetup(**{**vars(TINY), "implementation": "horovod"}))
 
 
