@@ -1,4 +1,4 @@
-"""The message of an exception."""
+"""Convert an exception to its message."""
 
 from __future__ import annotations
 

@@ -38,7 +38,10 @@ def explain_missing(error: ModuleNotFoundError) -> str | None:
 
 
 def require(modules: Iterable[str]) -> None:
-    """Raise ModuleNotFoundError with the install command if one of `modules` is not installed; import none of them."""
+    """Raise ModuleNotFoundError with the install command if one of `modules` is not installed.
+
+    The modules are not imported.
+    """
     with optional_import():
         for module in modules:
             if find_spec(module) is None:
@@ -47,7 +50,7 @@ def require(modules: Iterable[str]) -> None:
 
 @contextmanager
 def optional_import() -> Iterator[None]:
-    """Return a context in which a failed import of a module in `EXTRAS` raises an error with the install command."""
+    """Return a context manager that adds the install command to the error if a module in `EXTRAS` is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The job key, a secret with which ranks authenticate each other on the network.  This module does not import torch.
+"""The job key, a secret that ranks use to authenticate each other on the network.  This module does not import torch.
 
 `farandole launch` creates a key for each job and passes it to the ranks in the variable FARANDOLE_JOB_KEY, which only
 processes of the same user can read.  With other launchers the user can set the variable.
@@ -16,7 +16,7 @@ SHORTEST = 32
 
 
 def job_key() -> str | None:
-    """Return the job key in the environment variable FARANDOLE_JOB_KEY, or None if the variable is unset or empty.
+    """Return the job key from the environment variable FARANDOLE_JOB_KEY, or None if the variable is unset or empty.
 
     Raises:
         ValueError: if the key is too short to be secure.

@@ -50,7 +50,7 @@ def resume_collection() -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Return a context in which garbage collection is disabled; it makes imports faster."""
+    """Return a context manager that disables garbage collection, which makes imports faster."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,7 +16,7 @@ def see(section: str) -> str:
 
 
 def page() -> str:
-    """Return the troubleshooting page; wheels contain a copy in the package."""
+    """Return the text of the troubleshooting page, from the copy in the package if there is one."""
     package = Path(__file__).parent
     copy = package / Path(PAGE).name
     return (copy if copy.exists() else package.parent / PAGE).read_text(encoding="utf-8")

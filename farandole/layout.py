@@ -87,7 +87,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one tensor, equal on all ranks.
+    """The layout of one tensor; all ranks have the same layout.
 
     Args:
         name: the tensor's name in the unsharded model.
@@ -171,7 +171,7 @@ class Layout:
         )
 
     def classes(self, mesh: Mesh, piece: Box) -> dict[tuple[int, ...], list[Cell]]:
-        """Return the cells that hold a piece, by class; each key contains the coordinates that the class shares."""
+        """Group the cells that hold a piece by class; a key contains the coordinates that the class shares."""
         axes = mesh.others(sorted(self.same))
         found: dict[tuple[int, ...], list[Cell]] = defaultdict(list)
         for cell in self.replicas(mesh, piece):
@@ -251,7 +251,7 @@ def chunk(length: int, parts: int, number: int, unit: int = 1) -> tuple[int, int
 
 
 def volume(box: Box) -> int:
-    """Return the number of elements of a box."""
+    """Return the number of elements in a box."""
     return math.prod(end - start for start, end in box)
 
 

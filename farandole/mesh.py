@@ -73,12 +73,12 @@ class Mesh:
 
     Args:
         cells: cells with distinct coordinates, on ranks numbered from 0.
-        factors: the sub-axes of an axis and their sizes, the outermost first.  For example, `{"data": {"replicate": 2,
-            "shard": 4}}` defines "data.replicate" and "data.shard".
+        factors: for each divided axis, its sub-axes and their sizes, outermost first.  For example, `{"data":
+            {"replicate": 2, "shard": 4}}` defines "data.replicate" and "data.shard".
 
     Raises:
-        MeshError: if cells have equal coordinates, a rank has no cell, or the product of factors is not the size of
-            the axis.
+        MeshError: if cells have equal coordinates, a rank has no cell, or the product of an axis's factors is not
+            the size of the axis.
     """
 
     def __init__(self, cells: Iterable[Cell], factors: Mapping[str, Mapping[str, int]] | None = None) -> None:
@@ -135,12 +135,12 @@ class Mesh:
         """Return a mesh in which each axis has the size given in `sizes`, by default 1.
 
         Args:
-            ranks: the number of ranks, or the ranks in the order in which they are assigned to cells (`by_host`).
+            ranks: the number of ranks, or the ranks in the order in which they are assigned to cells (see `by_host`).
             factors: the sub-axes, as in `Mesh`.
             sizes: the size of each axis; `mirror=2` adds a reversed pipeline on the same ranks.
 
         Raises:
-            MeshError: if the product of the sizes without `mirror` is not the number of ranks.
+            MeshError: if the product of all sizes except `mirror` is not the number of ranks.
         """
         unknown = set(sizes) - set(AXES)
         if unknown:
@@ -167,7 +167,7 @@ class Mesh:
         stages have different sizes, cells are assigned to these ranks in round-robin order.
 
         Raises:
-            MeshError: if a size is invalid, or the number of ranks is not the number that the stages need.
+            MeshError: if a size is invalid, or the number of ranks does not match the stages.
         """
         order = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
         if mirror not in (1, 2):
@@ -253,7 +253,7 @@ class Mesh:
     def others(self, axes: Sequence[str]) -> list[str]:
         """Return all axes except `axes`.
 
-        If `axes` contains a sub-axis, the result contains the other sub-axes of the same axis instead of this axis.
+        If `axes` contains a sub-axis, the result contains the axis's other sub-axes instead of the axis itself.
         """
         rest = []
         for axis in AXES:
@@ -267,7 +267,7 @@ class Mesh:
         return rest
 
     def peers(self, cell: Cell, *axes: str) -> tuple[Cell, ...]:
-        """Return all cells that differ from `cell` on these axes only, including `cell`, in coordinate order."""
+        """Return `cell` and all cells that differ from `cell` on these axes only, in coordinate order."""
         for axis in axes:
             self.coordinate(cell, axis)  # raises MeshError for an unknown axis
         rest = self.others(axes)
@@ -305,7 +305,7 @@ class Mesh:
 class Group:
     """A group of cells in coordinate order, and its communicator, which is None if one rank holds all cells.
 
-    `places[i]` is the rank of cell i in the communicator, equal for cells of the same rank.  In a mirrored mesh
+    `places[i]` is the rank in the communicator that holds cell i.  A rank may hold several cells.  In a mirrored mesh,
     the order of cells may differ from the order of ranks.
     """
 
@@ -332,7 +332,7 @@ class Groups:
         """Create the communicators.
 
         This cannot deadlock, because all ranks create their groups in the order of `sets`.  Consider the first
-        incomplete group in this order: none of its members waits in another group, so the group can be created.
+        incomplete group in this order: none of its members is waiting for another group, so the group can be created.
         """
         if self.comm.size != self.mesh.size:
             raise MeshError(

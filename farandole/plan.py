@@ -80,11 +80,11 @@ class LoRA:
     Args:
         rank: the rank of the adapters.
         alpha: the scale of the update; the product B A is multiplied by `alpha / rank`.
-        targets: one or several patterns for the layers to adapt.
+        targets: one or more patterns for the layers to adapt.
         dropout: the dropout rate for the adapters' inputs.
         use_rslora: whether the product is multiplied by `alpha / sqrt(rank)` instead (Kalajdzievski, 2023, "A Rank
             Stabilization Scaling Factor for Fine-Tuning with LoRA").
-        bias: the biases to train: none, those of adapted layers ("lora_only"), or all.
+        bias: the biases to train: "none", only the biases of adapted layers ("lora_only"), or "all".
         also_train: modules to train in full, like PEFT's `modules_to_save`; layers inside these modules get no adapter.
         base: the format in which torchao stores the frozen weights of adapted layers: "int8", "nf4" (4 bits; Dettmers
             et al., 2023, "QLoRA: Efficient Finetuning of Quantized LLMs"), or "int4" where torchao supports it.
@@ -133,7 +133,7 @@ class LoRA:
 
 
 def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
-    """Return one or several patterns as a tuple.
+    """Return one or more patterns as a tuple.
 
     Args:
         option: the name of the LoRA option, for error messages.
@@ -188,13 +188,13 @@ class Plan:
             stored in bf16, and linear layers multiply 8-bit floats.
         recompute: the activations that are recomputed in the backward pass.
         activation_bytes: with `recompute="auto"`, the maximum number of bytes of activations that a rank keeps.
-        swap: where activations are stored until the backward pass: "none" (on the device of the model), "host" (models
-            on an accelerator) or "disk:FOLDER" (models on a CPU).
+        swap: where activations are stored until the backward pass: "none" (on the device of the model), "host" (for
+            models on an accelerator) or "disk:FOLDER" (for models on a CPU).
         offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host"
-            (models on an accelerator) or "disk:FOLDER".
+            (for models on an accelerator) or "disk:FOLDER".
         offloaded: the data to offload in addition to optimizer states: "gradients" (with `zero` >= 2), or
-            "parameters" (with `zero=3`), which includes gradients.  Models on an accelerator offload both only to
-            the host.
+            "parameters" (with `zero=3`), which includes gradients.  For models on an accelerator, both can be
+            offloaded only to the host.
         rounding: how updated weights are rounded to bf16.  With "stochastic", there are no master weights, which saves
             4 bytes per parameter.
         compression: the compression of gradients between hosts, with `zero=0`.  Compressed gradients are
@@ -350,7 +350,7 @@ class Plan:
             )
 
     def _with_zero(self, stage: int) -> str:
-        """Return the changes for a plan with ZeRO stage `stage`, at least 1, as text."""
+        """Return the options to change to use ZeRO stage `stage` (at least 1), as text for an error message."""
         return f"zero={stage}" + (", compression='none'" if self.compression != "none" else "")
 
     @property
@@ -387,7 +387,7 @@ class Plan:
         return {"data": data} | inner
 
     def _on_data_axis(self, ranks: int) -> str:
-        """Return the changes for a plan with all `ranks` ranks on the data axis, as text."""
+        """Return the options to change to put all `ranks` ranks on the data axis, as text for an error message."""
         near = dict.fromkeys(("pipeline", *MODEL_AXES), 1) | ({} if self.data is None else {"data": ranks})
         near |= {
             name: default for name in _OF_AXES if getattr(self, name) != (default := getattr(Plan, name))

@@ -13,7 +13,7 @@ class Training(Protocol):
     """A training run on one rank, ready to start."""
 
     def step(self) -> None:
-        """Run one step: forward pass, backward pass, gradient reduction, optimizer."""
+        """Run one step: forward pass, backward pass, gradient reduction and optimizer update."""
 
     def finish(self) -> None:
         """Synchronize the device."""

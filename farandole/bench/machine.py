@@ -1,4 +1,4 @@
-"""Measure how fast each rank of this machine is while all ranks work at the same time, and cache the results.
+"""Measure the speed of each rank on this machine while all ranks are busy, and cache the results.
 
     python -m farandole.bench.machine FILE      # one rank of the measurement; rank 0 writes FILE
 
@@ -43,7 +43,7 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds and the memory of one rank, measured while all ranks work; the units are as in `Machine`."""
+    """The speeds and the memory of one rank, measured while all ranks are busy; the units are as in `Machine`."""
 
     flops: dict[str, float]
     stream: float
@@ -53,10 +53,10 @@ class Speeds:
 
 
 def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
-    """Return the speeds of a rank while `ranks` ranks work on this machine.
+    """Return the speeds of a rank while `ranks` ranks are busy on this machine.
 
-    If there are fewer cores than ranks, the speeds are measured with one rank per core.  The result comes from the
-    cache if it contains one, unless `remeasure` is True.
+    If there are fewer cores than ranks, the speeds are measured with one rank per core.  A cached result is returned
+    instead, unless `remeasure` is True.
 
     Raises:
         BenchError, LaunchError, SystemExit: as for `measured`.
@@ -119,7 +119,7 @@ def measure(runtime: Runtime) -> Speeds:
 
 
 def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
-    """Return the FLOP/s that this rank reaches in the matrix products of a linear layer, forward and backward.
+    """Return the FLOP/s that this rank achieves in the matrix products of a linear layer, forward and backward.
 
     If a product of `_ROWS` rows would take too long, as with fp16 on some processors, only `_FEWER_ROWS` are used.
     """

@@ -51,7 +51,7 @@ def parse_number(option: str, text: str, base: int) -> float:
     The suffixes K, M, G, T and P are powers of `base`; suffixes such as GiB are powers of 1024.
 
     Raises:
-        BenchError: if `text` has another format or is not above 0; the message names `option`.
+        BenchError: if `text` does not have this format or is not above 0; the message names `option`.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
@@ -64,8 +64,8 @@ def parse_memory(option: str, text: str) -> int:
     """Parse a number of bytes such as 16GiB; the suffixes K, M, G, T and P are powers of 1024.
 
     Raises:
-        BenchError: if `text` has another format, or is less than 1 MiB, for example because its unit is missing; the
-            message names `option`.
+        BenchError: if `text` does not have this format, or is less than 1 MiB, for example because its unit is missing;
+            the message names `option`.
     """
     found = int(parse_number(option, text, 1024))
     if found < LEAST_MEMORY:

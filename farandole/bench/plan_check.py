@@ -3,7 +3,7 @@
     python -m farandole.bench.plan_check JOB_SPEC
 
 JOB_SPEC is a `PlanCheckJobSpec` in JSON.  Rank 0 writes the measurements of all ranks, a list of `Seen`, as JSON to the
-file `answer` in the job specification.
+file that the job specification names in its field `answer`.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _peak_of_step(trainer: Trainer) -> int:
 
 
 def main(text: str) -> None:
-    """Run the job specification in the JSON `text` as one of the launched ranks."""
+    """As one of the launched ranks, run the job that is specified by the JSON `text`."""
     job_spec = PlanCheckJobSpec.load(text)
     with farandole.init() as runtime:
         found: list[Any] = [None] * runtime.size

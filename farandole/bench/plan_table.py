@@ -183,7 +183,7 @@ def checked(predicted: Mapping[int, Estimate], seen: Sequence[Mapping[str, Any]]
 
 
 def _predicted(estimate: Estimate) -> dict[str, float]:
-    """Return the predicted column of the comparison: the size of each part in bytes, and the seconds per step."""
+    """Return the predicted column of the comparison: the bytes per memory category, and the seconds per step."""
     parts = estimate.parts
     return {
         **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
@@ -197,7 +197,7 @@ def _predicted(estimate: Estimate) -> dict[str, float]:
 
 
 def _measured(one: Mapping[str, Any], estimate: Estimate, ranks: int) -> dict[str, float]:
-    """Return the measured column of the comparison: the size of each part in bytes, and the seconds per step.
+    """Return the measured column of the comparison: the bytes per memory category, and the seconds per step.
 
     The size of the library pages is divided by `ranks`, because all ranks share these pages.
     """

@@ -154,7 +154,7 @@ class PlanSetup:
 class Planned:
     """The estimates of plans, sorted so that the best plan is first, and the machine for which they were estimated.
 
-    `published` is a text that lists the values of the machine that come from data sheets, or "".
+    `published` is a line of text with the values of the machine that come from data sheets, or "" if none do.
     """
 
     config: TrainConfig
@@ -285,7 +285,8 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
     """Train for `steps` steps with the first plan, and measure each rank's memory and time.
 
     Returns:
-        The estimates by rank, and a list with the measurements of each rank (`plan_check.Seen` as a dictionary).
+        A dict that maps ranks to estimates, and a list with the measurements of each rank: the fields of
+        `plan_check.Seen` as a dict.
 
     Raises:
         BenchError: if a rank fails, or this machine cannot run the plan.
@@ -357,7 +358,7 @@ def _sizes(most: int) -> list[int]:
 
 
 def dump(planned: Planned) -> str:
-    """Return JSON with the number of ranks, the machine, and each plan with its memory parts, seconds and outcome."""
+    """Return JSON with the number of ranks, the machine, and each plan with its memory, seconds and outcome."""
     plans = [
         {
             **asdict(one),
@@ -419,7 +420,7 @@ def _estimates(
     """Estimate the plans for all combinations of the values in `axes`.
 
     If there are more than `_REFINED` meshes, the meshes are first compared with each other, with block recomputation and
-    the schedule 1F1B in all plans.  The other kinds of recomputation and the other schedules are estimated only for the
+    the 1F1B schedule in all plans.  The other kinds of recomputation and the other schedules are estimated only for the
     best meshes, beginning with the fastest kind of recomputation, until a plan fits.
 
     Args:
@@ -455,9 +456,9 @@ def _estimates(
 
 
 def _simplest(plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """Divide `plans` into the plans with which meshes are compared, and the other plans.
+    """Divide `plans` into the plans that are used to compare meshes, and the other plans.
 
-    For each mesh, the first list contains its plans with block recomputation and the schedule 1F1B.  If there are none,
+    For each mesh, the first list contains its plans with block recomputation and the 1F1B schedule.  If there are none,
     it contains all plans of the mesh.
     """
     first: list[Plan] = []
@@ -527,7 +528,7 @@ def accelerator_named(name: str) -> Accelerator:
 
 
 def _this_machine(setup: PlanSetup, ranks: int, nodes: int) -> Machine:
-    """Describe this machine by the values in `setup`, and by measured or assumed values for the other fields."""
+    """Describe this machine with the values in `setup`, and with measured or assumed values for the other fields."""
     found = _speeds(setup, ranks)
     accelerated = torch.cuda.is_available()
     if setup.memory is not None:
@@ -576,7 +577,7 @@ def _speeds(setup: PlanSetup, ranks: int) -> Speeds:
 
 
 def _published(setup: PlanSetup, accelerator: Accelerator, nodes: int) -> Machine:
-    """Describe a machine with `accelerator` by published values; values in `setup` replace published values."""
+    """Return a `Machine` with the published values of `accelerator`, except where `setup` specifies other values."""
     flops: Mapping[str, float] = accelerator.flops
     stream, host_bandwidth = accelerator.stream, setup.host_bandwidth
     if setup.flops is not None:

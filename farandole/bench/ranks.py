@@ -1,4 +1,4 @@
-"""Run ranks for a command that needs their result."""
+"""Launch ranks for a command, and read their result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def result_of_ranks(
     advice: str = "",
     quiet: bool = False,
 ) -> str:
-    """Run `module` on `ranks` ranks of this host, and return the text that the ranks write to a file.
+    """Run `module` on `ranks` ranks on this host, and return the text that the ranks write to a file.
 
     Args:
         argument: a function that maps the path of this file to the module's command-line argument.

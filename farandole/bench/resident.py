@@ -1,4 +1,6 @@
-"""Read the memory of a process from Linux: see proc_pid_status(5), proc_pid_smaps_rollup(5) and proc_pid_clear_refs(5).
+"""Read the memory usage of a process from /proc.
+
+The files are described in proc_pid_status(5), proc_pid_smaps_rollup(5) and proc_pid_clear_refs(5).
 
 Ranks on a host share memory, and the kernel counts shared pages in every process that maps them.  The *proportional*
 size (PSS) divides every page among the processes that map it.  The kernel records the peak of private pages.  Shared
@@ -18,14 +20,14 @@ def start_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return this process's peak memory since the call to `start_peak` in bytes, without pages of mapped files."""
+    """Return this process's peak memory in bytes since the call to `start_peak`, without pages of mapped files."""
     status = fields(_SELF / "status")
     own = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
     return own + fields(_SELF / "smaps_rollup")["Pss_Shmem"]
 
 
 def data_bytes(process: Path = _SELF) -> int:
-    """Return the current memory of a process in bytes, without pages of mapped files such as libraries.
+    """Return the current memory usage of a process in bytes, without pages of mapped files such as libraries.
 
     Args:
         process: the folder of the process in /proc.

@@ -16,7 +16,7 @@ from farandole.launch.runtime import Runtime
 
 @contextlib.contextmanager
 def measuring_rank() -> Iterator[Runtime]:
-    """Initialize a rank that measures, and yield its runtime.
+    """Initialize a rank for measurements, and yield its runtime.
 
     The rank logs no stall warnings, because ranks wait for a long time on a machine that is busy with other programs.
     """
@@ -44,7 +44,7 @@ def median_seconds(call: Callable[[], object], runtime: Runtime, turns: int, lim
 
 
 def slowest(seconds: float, runtime: Runtime) -> float:
-    """Return the largest of the `seconds` of all ranks.  This is a collective call."""
+    """Return the maximum of `seconds` over all ranks.  This is a collective call."""
     largest = torch.tensor([seconds], dtype=torch.float64)
     runtime.comm.all_reduce(largest, "max")
     return largest.item()

@@ -47,7 +47,7 @@ class Job:
     at_end: Callable[[], None] = do_nothing
 
     def backward(self, model: nn.Module) -> None:
-        """Compute the gradients of the loss of the batch.
+        """Compute the gradients of the loss on the batch.
 
         Args:
             model: the job's model, or a wrapper around it such as `DistributedDataParallel`.

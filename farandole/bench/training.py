@@ -11,7 +11,7 @@ the throughput of the same training without communication.  There are two effici
   slowdown of a fully loaded machine.
 
 The throughput of *apart* is the mean over the ranks.  The throughput of the other runs follows from the time of the
-slowest rank.  All runs alternate, because times that are measured minutes apart on a shared machine are not comparable.
+slowest rank.  The runs are interleaved, because times measured minutes apart on a shared machine are not comparable.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Benchmark:
         return trainings
 
     def implementations(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
-        """Return the runs to measure alternately, keyed by name.
+        """Return the runs whose measurements are interleaved, keyed by name.
 
         Each run is a function; its argument is the number of steps to train.
         """

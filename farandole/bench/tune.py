@@ -2,10 +2,10 @@
 
 `farandole launch` starts `python -m farandole.bench.tune SETUP`; under another launcher every rank calls `run`.
 
-The algorithms are measured between the first 2, 3, ... hosts, with one rank per host.  They take turns.  In each turn,
-each rank computes the mean time of several consecutive calls.  The result is the mean time of the slowest rank, in the
-turn in which this time is smallest.  No barrier is needed between the calls, because an all-reduce cannot end before
-all ranks have started it.
+The algorithms are measured between the first 2, 3, ... hosts, with one rank per host.  Their measurements are
+interleaved, and each algorithm has several turns.  In each turn, each rank computes the mean time of several
+consecutive calls.  The time of a turn is the mean time of the slowest rank; the result is the minimum over the turns.
+No barrier is needed between the calls, because an all-reduce cannot end before all ranks have started it.
 
 If all ranks share one host, each rank simulates a host, and messages are passed through memory.
 """
@@ -58,8 +58,8 @@ class TuneSetup:
 
     Args:
         min: the smallest size in bytes.  Each further size is 4 times the previous size.
-        max: no size exceeds this number of bytes.
-        turns: the number of turns of each algorithm.
+        max: the upper limit on the sizes in bytes.
+        turns: the number of turns per algorithm.
         link: the name of the link between the hosts; by default, a description of the transport.
         output: the file for the table, or None.
     """
@@ -166,7 +166,7 @@ class _Tuning:
                 print(f'# to use the table: farandole.comm.Options(table="{self.setup.output}") on all hosts')
 
     def algorithms(self) -> dict[int, dict[int, dict[str, float]]]:
-        """Measure an all-reduce between the first ranks of the hosts.
+        """Measure each all-reduce algorithm between the first ranks of the hosts.
 
         Returns:
             The time in seconds for each number of hosts, size in bytes and algorithm: `times[hosts][size][algorithm]`.

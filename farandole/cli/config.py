@@ -18,7 +18,7 @@ app = typer.Typer(
 
 
 def complete_words(incomplete: str) -> list[str]:
-    """Return the presets, and the keys followed by "=", that begin with `incomplete`; used for shell completion."""
+    """Return the shell completions of `incomplete`: presets, and keys with "=" appended."""
     from farandole.train.config import known_keys, presets
 
     words = [*presets(), *(f"{key}=" for key in known_keys())]
@@ -47,7 +47,7 @@ def show(
         bool, typer.Option("--changed", help="Show only keys that differ from the default preset.")
     ] = False,
 ) -> None:
-    """Print the configuration that farandole train would use, as TOML.
+    """Print, as TOML, the configuration that farandole train would use.
 
     \b
       farandole config show tiny steps=100 > my.toml
@@ -111,8 +111,8 @@ def explain(
 ) -> None:
     """Explain a key.
 
-    The command prints the description, the type, the limits and the default of the key, and whether the key can be
-    changed when a run is resumed.
+    The command prints the key's description, type, limits and default, and whether the key can be changed when a run is
+    resumed.
 
     \b
       farandole config explain plan.zero

@@ -61,7 +61,7 @@ def explain(
 
 
 def sections() -> dict[str, str]:
-    """Return the sections of the troubleshooting page, without links, keyed by title.
+    """Return a dict that maps the title of each section of the troubleshooting page to its text, with links removed.
 
     Each title is a part of an error message or warning.
     """
@@ -71,7 +71,7 @@ def sections() -> dict[str, str]:
 
 
 def causes() -> dict[str, str]:
-    """Return a one-sentence cause for each message, keyed by the title of the message's section."""
+    """Return a dict that maps the title of each section to the cause of its message, in one sentence."""
     rows = re.findall(r"^\| \[(.+?)\]\(#.+?\) \| (.+?) \|$", page(), re.MULTILINE)
     return {title: cause.replace("`", "") for title, cause in rows}
 
@@ -82,6 +82,6 @@ def name_of(title: str) -> str:
 
 
 def matching(message: str, titles: Iterable[str]) -> list[str]:
-    """Return the title whose name is `message`, or else all titles that `message` contains."""
+    """Return the titles whose name is `message` or, if there are none, the titles that `message` contains."""
     named = [title for title in titles if name_of(title) == name_of(message)]
     return named or [title for title in titles if title.lower() in message.lower()]

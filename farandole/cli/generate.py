@@ -70,7 +70,7 @@ def generate(
     """Continue a prompt with a trained model, and print the text.
 
     With --input, the command continues all prompts in a file, many at a time, and writes the results to --output.  If
-    the command is interrupted, the same command continues after the last complete line.
+    the command is interrupted, run it again to continue after the last complete line.
 
     For a run or a folder of runs, the command uses the newest checkpoint.
 
@@ -187,7 +187,7 @@ def _generate_together(
 
 
 def _check_prompt(prompt: str) -> None:
-    """Raise `DataError` if `prompt` contains bytes that are not UTF-8, which `sys.argv` represents as surrogates."""
+    """Raise `DataError` if `prompt` contains surrogates, which represent bytes in `sys.argv` that are not UTF-8."""
     from farandole.data.errors import DataError
 
     try:
@@ -205,7 +205,7 @@ def _refuse(error: Exception) -> NoReturn:
 
 
 def _print_text(llm: LLM, prompt: str, sampling: Sampling) -> None:
-    """Print `prompt` and its continuation; each part of the continuation is printed when it is generated."""
+    """Print `prompt`, and then print the continuation piece by piece as it is generated."""
 
     def write(text: str) -> None:
         sys.stdout.write(text)
@@ -219,7 +219,7 @@ def _print_text(llm: LLM, prompt: str, sampling: Sampling) -> None:
 
 
 def _write_file(llm: LLM, input_file: Path, output_file: Path, sampling: Sampling) -> None:
-    """Continue all prompts in `input_file`, write the results to `output_file`, and show the progress."""
+    """Continue all prompts in `input_file`, write the results to `output_file`, and show progress."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TextColumn
 

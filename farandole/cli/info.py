@@ -123,7 +123,7 @@ def _versions() -> str:
 
 
 def _shown(name: str) -> str:
-    """Return the value of the environment variable `name`, or "(hidden)" if the name indicates a secret."""
+    """Return the value of the environment variable `name`, or "(hidden)" if the name suggests a secret."""
     secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
     return "(hidden)" if secret else os.environ[name]
 

@@ -1,4 +1,4 @@
-"""Format farandole commands that the user can copy to a shell."""
+"""Format farandole commands that the user can paste into a shell."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class LaunchCommand(Command):
 def _reject(param: typer.CallbackParam, given: bool) -> None:
     """Raise BadParameter if the user gave the horovodrun option `param`, and suggest the alternative.
 
-    The options -cb and -prefix-timestamp are declared only for this purpose.  If they were not declared, they would be
-    parsed as several options with one letter each.
+    The options -cb and -prefix-timestamp are declared only for this purpose.  Otherwise, each would be parsed as
+    several single-letter options.
     """
     if given:
         raise typer.BadParameter(f"not supported: {ALTERNATIVES[param.opts[0]]}")

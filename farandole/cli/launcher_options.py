@@ -1,7 +1,7 @@
 """The options of torchrun and horovodrun that `farandole launch` accepts, and alternatives to the other options.
 
-The dictionaries map the name of each option to None if `farandole launch` accepts the option, or else to a text that
-suggests an alternative.  Names are written with hyphens; `farandole launch` also accepts them with underscores.
+The dictionaries map the name of each option to None if `farandole launch` accepts the option, and otherwise to a
+suggested alternative.  Names are written with hyphens; `farandole launch` also accepts them with underscores.
 """
 
 from __future__ import annotations

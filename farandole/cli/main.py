@@ -92,7 +92,7 @@ def horovodrun() -> None:
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the `farandole` command with the arguments `words`, by default those of this process, and end the process.
+    """Run the `farandole` command with the arguments `words` (default: this process's arguments), and end the process.
 
     Ctrl-C ends the process without a traceback.
     """

@@ -13,7 +13,7 @@ from farandole.cli.parameters import parameters_of
 
 
 class CommandGroup(TyperGroup):
-    """A command with subcommands; for an unknown subcommand, it suggests one with a similar name."""
+    """A command with subcommands that suggests similar names for an unknown subcommand."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes | {"suggest_commands": False})
@@ -30,7 +30,7 @@ class CommandGroup(TyperGroup):
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return the name in `known` that is most similar to `name`, and the second most similar if it is almost as good.
+    """Return the name in `known` that is most similar to `name`, and the next name if it is almost as similar.
 
     If no name is similar, return an empty list.
     """
@@ -69,7 +69,7 @@ class Command(TyperCommand):
             raise
 
     def _explain_number(self, error: Any, ctx: Any, args: list[str]) -> None:
-        """If `error` reports an invalid number, add the valid numbers, and the option as the user spelled it."""
+        """If `error` reports an invalid number, add the valid range, and the option as the user spelled it."""
         parameter = self._parameters.get(getattr(error.param, "name", ""))
         if parameter is None or parameter.kind not in (int, float):
             return

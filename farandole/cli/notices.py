@@ -18,7 +18,7 @@ class _Echo(logging.Handler):
 
 @contextlib.contextmanager
 def shown_notices(name: str) -> Iterator[None]:
-    """Return a context in which messages of the logger `name` at level INFO or above are printed."""
+    """Return a context manager that prints messages of the logger `name` at level INFO or above."""
     logger, handler = logging.getLogger(name), _Echo()
     level = logger.level
     logger.addHandler(handler)

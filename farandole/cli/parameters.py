@@ -23,7 +23,7 @@ class Parameter:
 
     @property
     def placeholder(self) -> str | None:
-        """The placeholder of the value in help texts, or None for a flag."""
+        """The placeholder for the value in help texts, or None for a flag."""
         if self.kind is bool:
             return None
         return "N" if self.kind in (int, float) else self.name.upper()
@@ -54,7 +54,7 @@ class Parameter:
 
 
 def parameters_of(callback: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return the parameters of a command by name, except parameters that have a custom parser."""
+    """Return a dict that maps names to the parameters of a command, except parameters that have a custom parser."""
     found = {}
     for name, annotation in get_type_hints(inspect.unwrap(callback), include_extras=True).items():
         if get_origin(annotation) is not Annotated:

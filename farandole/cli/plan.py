@@ -340,7 +340,7 @@ def plan(
 
 
 def _stage(stages: list[int]) -> list[str]:
-    """Return `--zero` as an override if it names one stage, because other keys may require this stage."""
+    """Return the configuration override for `--zero` if it names one stage; other keys may require this stage."""
     return [f"plan.zero={stages[0]}"] if len(stages) == 1 and stages[0] in range(4) else []
 
 
@@ -358,7 +358,7 @@ def _check_words(words: list[str]) -> None:
 
 
 def _check_options(context: typer.Context, *, serve: bool) -> None:
-    """Raise BenchError if the user combined an unsupported option with --serve, or omitted a required --serve."""
+    """Raise BenchError if an option is not supported with --serve, or if it requires --serve and --serve is missing."""
     from farandole.bench.options import BenchError
 
     for name in context.params:
@@ -381,8 +381,8 @@ def _refuse(error: Exception) -> NoReturn:
 def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int | None) -> int:
     """Print the plans, write the requested files, and return the exit status.
 
-    If `steps` is not None, the first plan is also checked by training with it for this number of steps.  The exit
-    status is 1 if no plan fits, or if the predicted peak memory of a rank is not within the tolerance.
+    If `steps` is not None, also check the first plan by training for this number of steps.  The exit status is 1 if no
+    plan fits, or if the predicted and measured peak memory of a rank differ by more than the tolerance.
     """
     from rich.console import Console
 

@@ -166,9 +166,9 @@ def serve(
     """Serve a model with an OpenAI-compatible API.
 
     The server answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and /metrics.  At /, it
-    serves a page with the current load and a chat.  The server listens on this machine only, unless --host is given.
-    After SIGTERM, the server completes the running requests and exits.  The server of an encoder (BERT) offers
-    /v1/embeddings instead of completions, and its page shows the similarities of texts.
+    serves a web page with the current load and a chat.  The server listens on this machine only, unless --host is
+    given.  After SIGTERM, the server completes the running requests and exits.  The server of an encoder (BERT) offers
+    /v1/embeddings instead of completions, and its page shows the similarities between texts.
 
     \b
       farandole serve runs --port 8000

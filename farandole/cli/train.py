@@ -184,7 +184,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
 def _check_task(config: TrainConfig) -> None:
     """Create the task and discard it.
 
-    This shows errors before the ranks start, and stores the tokens in a cache that the ranks use.
+    This reports errors before the ranks start, and caches the tokens for the ranks.
     """
     from rich.console import Console
     from rich.progress import Progress

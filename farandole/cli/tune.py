@@ -34,7 +34,7 @@ def tune(
     ] = "16M",
     turns: Annotated[int, typer.Option(help="Measurements per algorithm, of which the fastest counts.")] = 9,
 ) -> None:
-    """Find the fastest algorithms between hosts.
+    """Find the fastest all-reduce algorithms between hosts.
 
     For each message size, the command finds the fastest all-reduce algorithm and the best number of leaders.  The
     algorithms are ring, doubling and rabenseifner.  Run the command in a job on the hosts that you want to measure.

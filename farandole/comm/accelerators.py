@@ -50,9 +50,9 @@ def wait_for_kernels(tensors: Iterable[Tensor]) -> None:
 
 
 def staged(tensors: Sequence[Tensor]) -> bool:
-    """Return whether `tensors` are to be communicated through copies on the host.
+    """Return whether `tensors` must be communicated through copies on the host.
 
-    If the result is True, this function first waits for the kernels that compute the tensors.  The copies may be
+    If the result is True, this function first waits for the kernels that compute the tensors, because the copies may be
     made by another thread, which does not use the caller's stream.
     """
     if "cuda" in dense.reachable:  # set for a CUDA-aware MPI, which needs no host copies

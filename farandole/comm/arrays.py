@@ -45,10 +45,10 @@ def written(value: Array) -> Tensor:
 
 
 def read_list(values: Array | Sequence[Array]) -> list[Tensor]:
-    """Convert one input or a list of inputs to a list of tensors, as `read` does."""
+    """Convert one input or a list of inputs to a list of tensors with `read`."""
     return [read(each) for each in values] if isinstance(values, (list, tuple)) else [read(values)]  # type: ignore[arg-type]
 
 
 def written_list(values: Array | Sequence[Array]) -> list[Tensor]:
-    """Convert one output or a list of outputs to a list of tensors, as `written` does."""
+    """Convert one output or a list of outputs to a list of tensors with `written`."""
     return [written(each) for each in values] if isinstance(values, (list, tuple)) else [written(values)]  # type: ignore[arg-type]

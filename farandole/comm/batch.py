@@ -46,7 +46,7 @@ class Batch:
         ]
 
     def _post(self, messages: list[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
-        """Post `messages`, whose tensors are all on the same device or all on the CPU."""
+        """Post `messages`, whose tensors are all on the same device."""
         dispatcher = self._comm.dispatcher
         core = dispatcher.core_for([tensor for _, tensor, _, _ in messages])
         if not isinstance(core, TorchCore) or not messages:

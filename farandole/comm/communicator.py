@@ -41,7 +41,7 @@ class Communicator:
         gradients = comm.empty(1_000_000)          # shared memory: reduced in place, no copies
         comm.all_reduce(gradients, "avg")
 
-    Each `*_init` method validates its arguments once and returns a `PersistentOperation`.  Each call of this object
+    Each `*_init` method validates its arguments once and returns a `PersistentOperation`.  Each call to this object
     runs the operation again with the same tensors.
 
     Args:
@@ -116,7 +116,7 @@ class Communicator:
         `members` are ranks in this communicator.  Exactly these ranks must call this method.
 
         Raises:
-            ValueError: if `members` contains a rank twice or a number that is not a rank, or does not contain this rank.
+            ValueError: if `members` contains a duplicate or an invalid rank, or does not contain this rank.
         """
         ranks = set(members)
         if len(ranks) < len(members) or self.rank not in ranks or not ranks <= set(range(self.size)):
@@ -239,9 +239,9 @@ class Communicator:
             tensor: This rank's values.
             op: The reduction.
             output: A tensor of the same size and dtype for the results; by default `tensor`.
-            compression: The compression of messages between hosts, which supports sums and averages of fp32, bf16 and
-                fp16 values.  Pass a `Compressor` that was created for this tensor, such as `Int8().for_tensor(n)`, or
-                `Compression` settings without error feedback.
+            compression: The compression for messages between hosts; only sums and averages of fp32, bf16 and fp16
+                values can be compressed.  Pass a `Compressor` that was created for this tensor, such as
+                `Int8().for_tensor(n)`, or `Compression` settings without error feedback.
             async_op: Whether to return a work object immediately.
 
         Returns:
@@ -333,7 +333,7 @@ class Communicator:
     ) -> dist.Work | None:
         """Gather the `tensor` of every rank into the list `outputs` on rank `root`; other ranks omit `outputs`.
 
-        If the tensors have different lengths, all ranks must pass `counts`, the number of elements of each rank.
+        If the tensors have different lengths, all ranks must pass `counts`, the number of elements for each rank.
         """
         return self._run(
             table.GATHER, written_list(outputs or []), [read(tensor)], root, counts, async_op=async_op
@@ -350,7 +350,7 @@ class Communicator:
     ) -> dist.Work | None:
         """Copy `inputs[i]` on rank `root` to `tensor` on rank i, for every i; ranks other than `root` omit `inputs`.
 
-        If the tensors have different lengths, all ranks must pass `counts`, the number of elements of each rank.
+        If the tensors have different lengths, all ranks must pass `counts`, the number of elements for each rank.
         """
         return self._run(
             table.SCATTER, [written(tensor)], read_list(inputs or []), root, counts, async_op=async_op
@@ -367,8 +367,8 @@ class Communicator:
     ) -> dist.Work | None:
         """Send part j of `input` to rank j, and receive part i of `output` from rank i.
 
-        A list contains one part per rank, as a separate tensor.  A tensor is split along dimension 0: into equal parts,
-        or into parts whose numbers of rows are given by `input_splits` or `output_splits`.
+        `input` and `output` are lists with one tensor per rank, or tensors that are split along dimension 0.  The parts
+        of a tensor are equal, unless `input_splits` or `output_splits` specifies the number of rows in each part.
         """
         even = not (output_splits or input_splits)
         if even and (work := self._path(async_op).all_to_all(output, input)):
@@ -499,7 +499,7 @@ class Communicator:
         return Batch(self)
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool, any_rank: bool = False) -> dist.Work:
-        """Start sending `tensor` to rank `peer`, or receiving into `tensor` from rank `peer` if `sends` is False.
+        """Start sending `tensor` to rank `peer` or, if `sends` is False, receiving into `tensor` from rank `peer`.
 
         If `any_rank` is True, the message is received from any rank, and `peer` is ignored.
         """

@@ -34,8 +34,8 @@ Parts = Sequence[Tensor]
 class Core(Protocol):
     """The interface of all implementations: operations on dense tensors within one group of ranks.
 
-    If `returns_work` is False, each collective blocks until this rank's part is complete.  If `returns_work` is True,
-    it returns a pending `torch.distributed.Work` instead.
+    If `returns_work` is False, each collective blocks until it is complete on this rank.  If `returns_work` is True, it
+    returns a pending `torch.distributed.Work` instead.
 
     The argument `reduction` is an index into `dtypes.REDUCTION_NAMES`, and `flags` is a combination of flags of
     `farandole.native`.  Tensors that are reduced have real dtypes.  The caller runs one collective at a time, and
@@ -229,7 +229,7 @@ class GroupCore:
     def supports(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether all tensors are strided and on a supported device.
 
-        If they include CUDA tensors, first wait for the kernels that compute them.
+        If `tensors` include CUDA tensors, first wait for the kernels that compute these tensors.
         """
         if all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors):
             return True

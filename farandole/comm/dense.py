@@ -86,7 +86,7 @@ def readable(tensor: Tensor, any_device: bool = False) -> Tensor:
 def writable(tensor: Tensor, any_device: bool = False) -> Tensor:
     """Return `tensor` if it is dense, else an uninitialized dense buffer of the same shape.
 
-    After the call has filled the buffer, `copy_back` copies the values from the buffer to `tensor`.
+    After an operation has filled the buffer, `copy_back` copies the values from the buffer to `tensor`.
     """
     if is_dense(tensor, any_device):
         return tensor
@@ -103,7 +103,7 @@ def copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
 
 
 def separate_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `tensors`, with a copy in place of each tensor whose memory overlaps an earlier tensor."""
+    """Return `tensors`, but with a copy of each tensor whose memory overlaps an earlier tensor."""
     taken: list[tuple[int, int]] = []
     separate = []
     for tensor in tensors:
@@ -127,7 +127,7 @@ def overlaps(start: int, length: int, other: int, other_length: int) -> bool:
 
 
 def parts_of(tensors: Sequence[Tensor], number: int) -> list[tuple[int, int]]:
-    """Return the address and the size in bytes of each dense tensor, or of `number` equal parts of a single tensor."""
+    """Return the address and byte size of each tensor or, for a single tensor, of each of its `number` equal parts."""
     if len(tensors) > 1 or number == 1:
         return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
     start, length = tensors[0].data_ptr(), tensors[0].nbytes // number

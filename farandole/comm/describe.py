@@ -27,7 +27,7 @@ The ranks first agree on the call; then torch communicates the sparse tensors.
 
 
 class Membership:
-    """Identifies the ranks of a group in error messages: by global rank, process ID, host and role."""
+    """Identifies the ranks of a group in error messages by global rank, process ID, host and role."""
 
     def __init__(
         self,

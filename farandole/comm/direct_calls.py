@@ -180,9 +180,9 @@ class DirectCalls:
     ) -> Work | None:
         """Call `function` with `source` and `target`, which may overlap only if the call is in place.
 
-        A call is in place if one of the two tensors is a part of the other: `source` starts `place` parts after the
-        start of `target`, or before the start if `place` is negative.  `place` is None if the operation has no in-place
-        form.
+        A call is in place if the smaller tensor is one of the equal parts of the larger tensor, and `source` starts
+        `place` parts after the start of `target` (before it if `place` is negative).  `place` is None if the operation
+        has no in-place form.
         """
         if (
             source.dtype is not target.dtype

@@ -189,9 +189,8 @@ class Dispatcher:
     def abandon(self, note: str, patience_s: float) -> None:
         """Leave the group at program exit, but do not free its memory.
 
-        The other ranks are notified, with `note` as the reason, and the threads of the group are stopped.  If the
-        implementation can complete calls during program exit, and all pending calls and messages complete in time, the
-        other ranks are not notified.
+        The threads of the group are stopped.  The other ranks are notified, with `note` as the reason, unless the
+        implementation can complete calls during program exit and all pending calls and messages complete in time.
 
         Args:
             note: The reason that other ranks report.

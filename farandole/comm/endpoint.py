@@ -3,7 +3,8 @@
 An endpoint is bootstrapped once through the job's store, to which every rank publishes its identity.  Each process has
 an arena in shared memory, which the other ranks on its host map.  If there are several hosts, every rank listens on a
 port and publishes its address.  Groups are created over the endpoint: every member reserves memory in its arena, and
-the group's first rank collects the addresses, assigns a number to the group and sends both to the members.
+the group's first rank collects the addresses, assigns a number to the group, and sends the addresses and the number to
+the members.
 """
 
 from __future__ import annotations
@@ -311,9 +312,9 @@ class Endpoint:
         return _by_host([self.processes[member] for member in members])
 
     def shares_devices(self, members: Sequence[int]) -> bool:
-        """Return whether any host of these members has CUDA devices, but fewer devices than ranks.
+        """Return whether any host of these members has at least one CUDA device but fewer devices than ranks.
 
-        All ranks on the host count, members or not, because the device that a rank uses is unknown.
+        Every rank on the host counts, even if it is not a member, because the device that a rank uses is unknown.
         """
         used = {self.processes[member].host for member in members}
         hosts = [[self.processes[rank].devices for rank in ranks] for ranks in self.hosts]

@@ -1,10 +1,10 @@
 """Agreement among all hosts on the cause of a group's failure.
 
-Within a host, shared memory holds the cause.  Between hosts, a closed connection does not reveal its cause.  The rank
-that detects a failure therefore writes the cause to the group's store, unless the store already contains a cause.  Then
-the rank notifies the ranks on other hosts to which it is connected.  A rank that is notified, or that finds a
-connection closed, reads the cause from the store.  A rank that leaves the group also records its departure in the
-store.
+Within a host, shared memory holds the cause.  Between hosts, a closed connection does not reveal why it was closed.
+The rank that detects a failure therefore writes the cause to the group's store, unless the store already contains a
+cause.  Then the rank notifies the ranks on other hosts to which it is connected.  A rank that is notified, or that
+finds a connection closed, reads the cause from the store.  A rank that leaves the group also records its departure in
+the store.
 
 The store may be unreachable, so a rank waits at most `PATIENCE_S` for an answer.
 """
@@ -46,7 +46,7 @@ class FailureConsensus:
         self._size = size
 
     def publish(self, error: CommunicationError) -> CommunicationError:
-        """Publish this failure unless the group has published one; return the published failure."""
+        """Publish this failure unless a failure has already been published; return the published failure."""
         own = json.dumps({"kind": type(error).__name__, "text": str(error)})
         found = self._ask(lambda: self._store.compare_set(_KEY, "", own))
         return error if found is None or _as_bytes(found) == own.encode() else _to_error(_as_bytes(found))
@@ -77,7 +77,7 @@ class FailureConsensus:
         return _to_error(found) if isinstance(found, bytes) else found
 
     def leave(self, words: str) -> None:
-        """Publish that this rank leaves the group, with the reason `words`.
+        """Publish that this rank is leaving the group, with the reason `words`.
 
         The last rank to leave deletes the group's keys from the store.
         """

@@ -158,7 +158,7 @@ class TorchCore:
         return partial(getattr(self, operation), *arguments)
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the name of the backend, which selects the algorithm."""
+        """Return the name of the backend; the backend selects the algorithm."""
         return self.name
 
     def check(self, status: dist.Work) -> None:
@@ -204,7 +204,7 @@ class TorchCore:
 
     @property
     def _is_gloo(self) -> bool:
-        """Whether the group computes with Gloo on the CPU."""
+        """Whether the group uses Gloo on the CPU."""
         return isinstance(self.group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
 
     def _exchange_and_reduce(self, output: Tensor, input: Tensor, reduction: int) -> dist.Work:

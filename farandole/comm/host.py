@@ -99,8 +99,8 @@ class Rendezvous:
     """All-gathers strings among the ranks of a job through a store.
 
     torchrun uses one store for the whole job, so several rendezvous may use the same store with the same prefix.
-    Therefore each rank counts its rendezvous in the store, and the keys contain this number.  Rank 0 collects the
-    strings, so the number of requests to the store is linear in the number of ranks.
+    Each rank therefore numbers its rendezvous with a counter in the store, and the keys contain this number.  Rank 0
+    collects the strings, so the number of requests to the store is linear in the number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str) -> None:

@@ -162,7 +162,7 @@ class HostGroup:
         return message
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Send `nbytes` bytes to rank `peer` and block until their memory may be modified; return the outcome."""
+        """Send `nbytes` bytes to rank `peer` and block until the buffer may be modified; return the outcome."""
         outcome: int = self._send(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags)
         return outcome
 
@@ -375,7 +375,7 @@ def _pages(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor over the memory of `part`; the tensor keeps `part` and its mapping alive."""
+    """Return a tensor backed by the memory of `part`; the tensor keeps `part` and its mapping alive."""
     elements = math.prod(shape)
     if not elements:
         return torch.empty(*shape, dtype=dtype, device="cpu")

@@ -12,7 +12,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface (Linux)
 
 
 def interface_addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one."""
+    """Return a dictionary that maps each interface with an IPv4 address to that address."""
     found = {}
     for _, name in socket.if_nameindex():
         try:

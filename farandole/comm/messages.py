@@ -45,7 +45,7 @@ class MessagePassing(Protocol):
         """Post a receive of `nbytes` bytes from rank `peer`, or from any rank if `peer` is -1."""
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
-        """Send `nbytes` bytes and block until their memory may be modified; return an outcome, 0 for success."""
+        """Send `nbytes` bytes and block until the buffer may be modified; return an outcome, 0 for success."""
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
         """Receive `nbytes` bytes and block until they have arrived; return an outcome."""
@@ -189,7 +189,7 @@ class MessageWork(FarandoleWork):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future whose value is a list with the tensor.
+        """Return a future whose value is a list that contains the tensor.
 
         If the message is still pending, a separate thread waits for it.
         """
@@ -271,7 +271,7 @@ class Messages:
         return work
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> bool:
-        """Send bytes to `peer` and block until their memory may be modified; return True."""
+        """Send bytes to `peer` and block until the buffer may be modified; return True."""
         return self._block(self._host.send, address, nbytes, kind, peer, tag)
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> bool:
@@ -306,7 +306,7 @@ class Messages:
         self._open, self._blocked = {}, {}
 
     def close(self, patience_s: float) -> bool:
-        """Cancel receives and complete sends; return whether all messages are complete within `patience_s` seconds."""
+        """Cancel receives and complete sends; return whether all messages completed within `patience_s` seconds."""
         self._closed = "the group was destroyed and cannot send or receive messages"
         deadline = time.monotonic() + patience_s
         for work in list(self._open.values()):

@@ -103,7 +103,7 @@ class NativeCore(GroupCore):
         self._run(("frd_barrier", ()), flags)
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Check that the other ranks of this host make the same call."""
+        """Check that all ranks on this host make the same call."""
         self.check(self._library.frd_declare(self.host.handle, byref(call), flags))
         self._library.frd_undeclare(self.host.handle)
 

@@ -1,6 +1,6 @@
 """Collectives on picklable Python objects.
 
-A small object is sent in one collective with messages of a fixed size.  If any object is larger, a second collective
+Small objects are sent in one collective with fixed-size messages.  If any object does not fit, a second collective
 sends the objects.
 """
 

@@ -1,7 +1,7 @@
 """The table of operations: the tensors that each operation reads and writes, and argument validation.
 
-Each row states which ranks read and write which tensors.  Accordingly, `Operation.call` validates the tensors, makes
-them dense, passes complex numbers to reductions as pairs of real numbers, and copies results back.
+Each row states which ranks read and write which tensors.  `Operation.call` uses this information to validate the
+tensors, make them dense, pass complex numbers to reductions as pairs of real numbers, and copy results back.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Operation:
         return outputs, inputs
 
     def _disturbs_inputs(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-        """Return whether the outputs overlap the inputs such that data could be overwritten before it is read.
+        """Return whether the outputs overlap the inputs in a way that could overwrite data before it is read.
 
         This rank's own part may occupy the same memory in the inputs and the outputs; the operation is then in place.
         """
@@ -208,7 +208,7 @@ class Operation:
         return constants
 
     def _arranged(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
-        """Return the tensor arguments of the method of `Core`.
+        """Return the tensor arguments for the `Core` method that runs this operation.
 
         In reductions, complex tensors are viewed as pairs of real numbers.  In other operations of a torch process
         group, the tensors are viewed as bytes.

@@ -18,7 +18,7 @@ class Options:
     """Options for communication between hosts; a group on one host ignores them.
 
     Raises:
-        ValueError: if an option is invalid, or has no effect with another option.
+        ValueError: if an option is invalid, or has no effect in combination with another option.
     """
 
     leaders: int | None = None

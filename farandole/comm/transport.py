@@ -107,7 +107,7 @@ class WireTransport:
         self._open: list[WireMessage] = []
 
     def connect(self) -> None:
-        """Connect to all ranks immediately instead of on the first message."""
+        """Connect to all ranks now, instead of when the first message is sent."""
         for rank in self._ranks:
             self._host.core.frd_connect(self._host.handle, rank)
 
@@ -209,7 +209,7 @@ class TorchTransport:
 
 
 class DeviceTransport:
-    """Messages with CPU tensors through process groups that support only device tensors, such as NCCL.
+    """Sends and receives CPU tensors through process groups that support only device tensors, such as NCCL.
 
     NCCL runs the messages between two ranks in call order, and a large send blocks until it is received.  Two ranks
     that both send before they receive would deadlock, so each direction uses a separate group.

@@ -4,7 +4,7 @@ The queue's own thread runs calls that no thread is waiting for.  If the queue i
 runs the next calls itself, which saves two thread switches.
 
 Callbacks on a call's future run inside the queue, right after the call, and calls issued by a callback run immediately,
-before queued calls.  If the call is already complete, the thread that attaches the callback runs it.  The order of
+before queued calls.  A callback attached to a completed call runs immediately on the attaching thread.  The order of
 calls is therefore the same on all ranks.  DDP hooks that communicate in callbacks, such as PowerSGD, depend on this.
 """
 
@@ -333,9 +333,9 @@ class WorkQueue:
         return COMPLETED
 
     def enter(self) -> bool:
-        """Acquire the queue for this thread if no call is pending; return whether this succeeded.
+        """Acquire the queue for this thread if no call is pending; return whether the queue was acquired.
 
-        If it succeeded, call `leave` to release the queue.
+        If this method returns True, call `leave` to release the queue.
         """
         if self.waiting or not self.acquire(False):
             return False
@@ -383,7 +383,7 @@ class WorkQueue:
         self.acquire = lambda blocking: False
 
     def refuse_in_handler(self) -> None:
-        """Raise CommunicationError if this thread is in a signal handler that interrupted a call of this queue."""
+        """Raise CommunicationError if this thread is in a signal handler that interrupted a call in this queue."""
         if self.holder == _thread.get_ident() and not self.in_callback():
             raise CommunicationError(
                 f"a signal handler used a group whose call it had interrupted "
@@ -415,9 +415,9 @@ class WorkQueue:
             self._caller = outer
 
     def close(self, patience_s: float) -> bool:
-        """Run the calls that have been issued and end the thread; return False if this takes too long.
+        """Run the calls that have been issued and end the thread; return False on timeout.
 
-        The limit is `patience_s` seconds.  A closed queue remains acquired, so other threads cannot run later calls.
+        The timeout is `patience_s` seconds.  A closed queue remains acquired, so other threads cannot run later calls.
         """
         if self.closed:
             return True

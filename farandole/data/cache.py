@@ -1,11 +1,11 @@
 """A content-addressed disk cache for tokenized text.
 
 An entry is a folder with data files and `entry.json`, which lists the sizes and checksums of the data files.  For plain
-text, the data files are `tokenizer.json`, and `train.bin` and `validation.bin` (token ids of 2 or 4 bytes).  The folder
-name is a hash of the text and the settings, so a stale entry is never used for changed text.  An entry is written under
-a temporary name, flushed and renamed, so every entry is complete.  A file lock ensures that only one process per host
-builds an entry; all other processes wait, including processes of other jobs.  If a process dies, the kernel releases
-its lock.
+text, the data files are `tokenizer.json`, `train.bin` and `validation.bin`; the `.bin` files contain token ids of 2 or
+4 bytes.  The folder name is a hash of the text and the settings, so a stale entry is never used for changed text.  An
+entry is written under a temporary name, flushed and renamed, so every entry is complete.  A file lock ensures that only
+one process per host builds an entry; all other processes wait, including processes of other jobs.  If a process dies,
+the kernel releases its lock.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def entry_key(content: str, settings: Mapping[str, object]) -> str:
 
 
 def content_digest(source: Source, progress: Progress) -> str:
-    """Return a digest of the names and contents of the text's files, and of the field that contains the text."""
+    """Return a digest of the names and contents of the source's files and of the name of its text field."""
     digest = hashlib.blake2b(source.field.encode())
     total, done = max(1, source.size), 0
     for path in source.files:

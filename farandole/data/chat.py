@@ -100,11 +100,11 @@ class Conversations:
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Assign items of these `lengths` to bins of size `size` by best fit decreasing; return each bin's item indices.
+    """Assign items with these `lengths` to bins of size `size` by best fit decreasing; return each bin's item indices.
 
     The longest items come first, and each item goes to the fullest bin with enough space.  Items of length 0 are
-    omitted.  The result is deterministic.  The number of bins is at most 11/9 of the optimum plus 4 (Johnson et al.,
-    1974, "Worst-case performance bounds for simple one-dimensional packing algorithms").
+    omitted.  The result is deterministic.  The number of bins is at most 11/9 times the optimum, plus 4 (Johnson et
+    al., 1974, "Worst-case performance bounds for simple one-dimensional packing algorithms").
     """
     bins: list[list[int]] = []
     open_bins: dict[int, list[int]] = {}  # by remaining space

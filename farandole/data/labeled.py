@@ -99,7 +99,7 @@ def prepare_labeled(
     Args:
         path: a JSON lines, Parquet or Arrow file, or a folder of such files (`find_source`).
         tokenizer: a `tokenizer.json`.
-        context: the maximum number of tokens; longer texts are truncated.
+        context: the maximum number of tokens in a text; longer texts are truncated.
         vocabulary: the number of tokens in the model's vocabulary.
         field, label: the fields that contain the text and its class.  A class is a string or an integer.
         padding: the token that pads shorter texts.

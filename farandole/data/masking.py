@@ -1,8 +1,8 @@
 """BERT-style token masking (Devlin et al., 2019, "BERT", section 3.1).
 
-15 % of the ordinary (not special) tokens are selected.  Of the selected tokens, 80 % become the mask token, 10 % become
-a random token, and 10 % do not change.  As in the paper's code, the number of selected tokens is exact: in a window of
-m ordinary tokens, it is max(1, round(0.15 m)).
+15 % of the ordinary (non-special) tokens are selected.  Of the selected tokens, 80 % become the mask token, 10 % become
+a random token, and 10 % remain unchanged.  As in the paper's code, exactly max(1, round(0.15 m)) tokens are
+selected in a window with m ordinary tokens.
 
 Masks are stateless: every position has a random 64-bit number, computed by splitmix64 (Steele et al., 2014, "Fast
 Splittable Pseudorandom Number Generators") from the seed, the epoch, the sample and the position.  The mask of a sample
@@ -44,7 +44,7 @@ class Masking:
         mask_token: the token that replaces selected tokens.
         special: tokens that are never selected or used as random tokens; `mask_token` is added automatically.
         seed: the seed for the random choices.
-        share: the fraction of ordinary (not special) tokens to select.
+        share: the fraction of ordinary (non-special) tokens to select.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -117,9 +117,9 @@ class Masking:
         inputs[indices] = np.select([tenth < 8, tenth == 8], [np.int64(self.mask_token), others], chosen)
 
     def _choose(self, tokens: NDArray[np.int64], numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return a mask of the selected tokens.
+        """Return a boolean array that is True for the selected tokens.
 
-        In each window, the fraction `share` of the ordinary tokens is selected: those with the smallest `numbers`.
+        The fraction `share` of the ordinary tokens in each window is selected, starting with the smallest `numbers`.
         """
         special = self._is_special[tokens]
         many = tokens.shape[1] - special.sum(1)
@@ -185,7 +185,7 @@ class MaskedBatches:
         self.sampler = sampler
 
     def next(self, count: int, rank: int, ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Consume `count` windows, and return the inputs and targets of this rank's share."""
+        """Consume `count` windows, and return the inputs and targets of this rank's windows."""
         positions = self.sampler.take(count, rank, ranks)
         return self.read(self.sampler.at(positions), self.sampler.epochs(positions))
 

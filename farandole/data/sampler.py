@@ -1,10 +1,10 @@
 """Sample in a seeded random order without storing a permutation.
 
-A run's position in its data is one number: the number of samples consumed by all ranks together.  Sample k of a run is
-entry k mod n in the permutation of epoch k div n.  The permutation is a four-round Feistel network on the smallest even
-number of bits that can represent n, applied repeatedly until the result is below n (cycle walking; Black and Rogaway,
-2002, "Ciphers with Arbitrary Finite Domains").  Each entry is computed separately, so the cost per sample does not
-depend on n, and resuming has no extra cost.
+A run's position in its data is one number: the number of samples consumed by all ranks together.  With n
+samples per epoch, sample k of a run is entry k mod n in the permutation of epoch k div n.  The permutation is a
+four-round Feistel network on the smallest even number of bits that can represent n, applied repeatedly until the result
+is below n (cycle walking; Black and Rogaway, 2002, "Ciphers with Arbitrary Finite Domains").  Each entry is computed
+separately, so the cost per sample does not depend on n, and resuming has no extra cost.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Sampler:
         self.consumed = consumed
 
     def next(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-        """Consume `count` samples, a multiple of `ranks`, and return this rank's share."""
+        """Consume `count` samples, a multiple of `ranks`, and return the indices of this rank's samples."""
         return self.at(self.take(count, rank, ranks))
 
     def take(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-        """Consume samples as `next` does, but return their positions in the run, which `at` and `epochs` accept.
+        """Consume samples as `next` does, but return the positions of this rank's samples in the run.
 
-        Positions are counted from 0, across all epochs of the run.
+        Positions are counted from 0, across all epochs of the run; `at` and `epochs` accept positions.
         """
         if count % ranks:
             raise ValueError(

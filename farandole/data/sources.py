@@ -170,7 +170,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _split_of_datasets(root: Path) -> Path:
-    """Return the training split of a folder written by `datasets.DatasetDict.save_to_disk`, or else `root`."""
+    """Return the folder of the training split if `datasets.DatasetDict.save_to_disk` wrote `root`, else `root`."""
     if not (root / "dataset_dict.json").is_file():
         return root
     if not (root / "train").is_dir():
@@ -220,7 +220,7 @@ def _missing(path: Path) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Report an `OSError` in the block as a `DataError` that names the file `path`."""
+    """Convert an `OSError` in the `with` block to a `DataError` that names the file `path`."""
     try:
         yield
     except OSError as error:

@@ -232,7 +232,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def token_text(config: Mapping[str, Any], name: str) -> str | None:
-    """Return the special token `name`, such as `eos_token`, in a tokenizer's configuration, or None."""
+    """Return the text of the special token `name`, such as `eos_token`, from a tokenizer's configuration, or None."""
     token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")

@@ -156,7 +156,7 @@ def _is_file_with(path: Path, text: str) -> bool:
 
 
 def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str]) -> str:
-    """Return the content of a `tokenizer.json`.
+    """Check a `tokenizer.json`, and return its content.
 
     Raises:
         DataError: if the tokenizer cannot be loaded, has more than `vocabulary` tokens, or lacks a special token.
@@ -250,7 +250,7 @@ def uniform_hash(text: str) -> float:
 
 
 def _hold_out_end(folder: Path, dtype: np.dtype[np.unsignedinteger], share: float) -> None:
-    """Concatenate both streams, and use the last `share` of the tokens for validation.
+    """Concatenate the training and validation tokens, and use the last fraction `share` for validation.
 
     This is necessary for texts with too few chunks for a random split.
     """

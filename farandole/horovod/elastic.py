@@ -19,8 +19,8 @@ Limitations:
 - The launcher must not stop the job when a rank fails.  `farandole launch` and torchrun stop the job.
 
 The survivors rendezvous through the first world's store, which rank 0 or the launcher hosts.  The first survivor waits
-until each rank in the old world has arrived or its process has ended.  It then publishes the list of arrived ranks,
-which form the new world in the old order.  Process file descriptors (pidfds) detect ended processes.
+until each rank in the old world has either arrived or ended, and then publishes the list of arrived ranks.  These ranks
+form the new world, in the same order as in the old world.  Process file descriptors (pidfds) detect ended processes.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def form(world: World, members: Sequence[int], generation: int, timeout_s: float
 
     Args:
         world: The old world.
-        members: The ranks of the survivors in the old world.
+        members: The survivors' ranks in the old world.
         generation: The number of worlds formed before the new world.
         timeout_s: The timeout of the process group.
     """

@@ -83,7 +83,7 @@ def pack(ready: Iterable[Ready], threshold: int) -> list[Pack]:
 class FusionBuffer:
     """Memory for one pack at a time, shared by all ranks in the group if possible.
 
-    The buffer grows to the size of the largest pack.  Packs are the same on all ranks, so all ranks grow the buffer at
+    The buffer grows to fit the largest pack.  Packs are the same on all ranks, so all ranks grow the buffer at
     the same time.
     """
 
@@ -120,7 +120,7 @@ _REDUCE_OPS = {
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """Divide `total` into integers that differ by at most one, larger ones first."""
+    """Split `total` into `parts` integers that differ by at most one, in descending order."""
     share, more = divmod(total, parts)
     return [share + (index < more) for index in range(parts)]
 
@@ -407,7 +407,7 @@ def _scale(tensor: Tensor, factor: float) -> None:
 
 
 def _mode_of(requests: Iterable[Request | None]) -> AbstractContextManager[object]:
-    """Return a context that enables inference mode if any request has inference tensors.
+    """Return a context manager that enables inference mode if any request has inference tensors.
 
     Inference tensors are writable only in inference mode.
     """

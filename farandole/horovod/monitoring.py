@@ -132,7 +132,7 @@ class StallInspector:
         ranks: The members' ranks in the world.
         warn_s: The stall time after which to log a warning, or None to disable the checks.
         shutdown_s: The stall time that ends the run, or 0 to use `limit_s`.
-        limit_s: The stall time that ends the run by default.
+        limit_s: The default stall time that ends the run.
         logs_warnings: Whether this rank logs warnings.
     """
 
@@ -163,7 +163,7 @@ class StallInspector:
         """Log a warning if tensors have stalled for longer than `warn_s`.
 
         Args:
-            table: The members that have announced each tensor, keyed by tensor name.
+            table: A dict that maps each tensor name to the members that have announced the tensor.
             joined: The members that have joined.
 
         Returns:

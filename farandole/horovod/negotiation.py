@@ -35,8 +35,8 @@ begins a cycle when it has pending requests, and at the latest after `HEARTBEAT_
 elsewhere.  Each process set has its own groups and thread, so no set waits for another set.  A request that all ranks
 submit is therefore executed at most two cycles after the last submission: one cycle to announce the request or set its
 bit, and a second cycle if its slot was invalidated in the meantime.  If some rank never submits a request, `monitoring`
-reports the names and ranks, and ends the run after a time limit.  If a process dies, the control group's collective
-raises an exception on all other ranks.
+reports the request names and the missing ranks, and ends the run after a time limit.  If a process dies, the control
+group's collective raises an exception on all other ranks.
 
 *The response cache* holds the requests on which all ranks have agreed.  Each entry occupies a numbered slot.  A
 training loop repeats the same names and signatures in every step, and a cached name costs one bit per cycle.
@@ -101,11 +101,11 @@ class ResponseCache:
         return self._by_slot[slot]
 
     def use(self, entry: Entry) -> None:
-        """Mark a cache entry as the most recently used."""
+        """Mark a cache entry as most recently used."""
         self._by_name.move_to_end(entry.name)
 
     def add(self, name: str, signatures: Sequence[Signature]) -> int | None:
-        """Store a cache entry, and return the slot whose previous entry was discarded, or None.
+        """Store a cache entry, and return the slot of the discarded entry, or None if no entry was discarded.
 
         If the name is already cached, its entry is replaced.  If the cache is full, the least recently used entry is
         evicted.
@@ -164,7 +164,7 @@ class Ready:
     def signature(self) -> Signature:
         """Return the signature of the first rank that has not joined.
 
-        If `error` is None, the ranks' signatures differ at most in the numbers of rows of all-gathers and all-to-alls.
+        If `error` is None, the ranks' signatures can differ only in the number of rows (all-gathers and all-to-alls).
         """
         return next(found for found in self.signatures if found is not None)
 
@@ -197,8 +197,8 @@ class Outcome:
 class Negotiator:
     """Runs negotiation cycles for one process set on this rank.
 
-    The attribute `table` maps each incomplete name to its signatures by member.  The names are in the order of their
-    first announcement.
+    The attribute `table` maps each name that some members have not announced to a dict of signatures, keyed by member.
+    The names are in the order of their first announcement.
 
     Args:
         group: The control group.
@@ -263,7 +263,7 @@ class Negotiator:
     def cycle(self, shutdown: str | None = None) -> Outcome:
         """Run one cycle; all members must call this method.
 
-        If this rank wants to shut down, `shutdown` is the reason.
+        `shutdown` is this rank's reason to shut down, or None.
         """
         own = self._announcement(shutdown)
         bits = self._bits
@@ -290,7 +290,7 @@ class Negotiator:
         return own
 
     def _combine(self, bits: int, quiet: bool) -> tuple[int, bool]:
-        """Run step 1.  Return the bits that all ranks have set, and whether all ranks have nothing to announce."""
+        """Run step 1 of a cycle.  Return the bits that all ranks have set, and whether no rank has an announcement."""
         row = self._row
         data = row.numpy()
         data[0] = _QUIET if quiet else 0
@@ -313,7 +313,7 @@ class Negotiator:
         return ready
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
-        """Run step 2.  Return the announcements from all ranks."""
+        """Run step 2 of a cycle.  Return the announcements from all ranks."""
         payload = pickle.dumps(own, protocol=pickle.HIGHEST_PROTOCOL)
         blocks = self._gather(len(payload).to_bytes(8, "little") + payload[:_INLINE_BYTES], 8 + _INLINE_BYTES)
         lengths = [int.from_bytes(block[:8], "little") for block in blocks]
@@ -328,7 +328,7 @@ class Negotiator:
         return [pickle.loads(text) for text in texts]
 
     def _gather(self, data: bytes, size: int) -> list[bytes]:
-        """All-gather `data`, padded with zeros to `size` bytes, and return the bytes of each rank."""
+        """All-gather `data`, padded with zeros to `size` bytes, and return each rank's bytes."""
         own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         gathered = torch.empty(self._size, size, dtype=torch.uint8)
         dist.all_gather(list(gathered.unbind()), own, group=self._group)
@@ -400,7 +400,7 @@ class Negotiator:
         )
 
     def _announce_again(self, slot: int) -> None:
-        """Queue the request in a slot whose cache entry was discarded, so that the request is announced by name."""
+        """Queue this rank's request for a discarded cache entry, so that the request is announced by name."""
         request = self._hits.pop(slot, None)
         self._bits &= ~(1 << slot)
         if request is not None:

@@ -173,7 +173,7 @@ def _one(kind: str) -> str:
 def _show(value: Any) -> str:
     """Format a value for an error message.
 
-    Shapes and tuples look like lists, and a tuple with one item looks like the item.
+    Shapes and tuples are formatted as lists, and a one-item tuple is formatted as its item.
     """
     if isinstance(value, torch.Size):
         return str(list(value))

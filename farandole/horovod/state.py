@@ -130,7 +130,7 @@ class Horovod:
     # ---- elastic programs ----
 
     def prepare_to_reform(self) -> None:
-        """Exchange the data with which the surviving ranks form a new world if some ranks die."""
+        """Exchange the data that the surviving ranks need to form a new world if some ranks die."""
         runtime = self.joined()
         if self._elastic is not None or runtime.size == 1:
             return

@@ -30,8 +30,8 @@ from farandole.launch.placement import Address, LaunchError, NoRendezvous, Place
 def open_store(placement: Placement, timeout_s: float) -> dist.Store:
     """Return the store that all ranks of the job share.
 
-    A launcher's store outlives the process groups that use it.  Each time the ranks join, they use a new key prefix, so
-    old keys are not visible.
+    A launcher's store outlives the process groups that use it.  Each call uses a new key prefix, so keys from earlier
+    calls are not visible.
 
     Raises:
         LaunchError: if the ranks cannot rendezvous within `timeout_s` seconds.
@@ -44,7 +44,7 @@ def open_store(placement: Placement, timeout_s: float) -> dist.Store:
 
 
 def wait_for_readers(store: dist.Store, placement: Placement) -> None:
-    """Make rank 0 wait until the other ranks have read the store, because the store may end with rank 0.
+    """Make rank 0 wait until the other ranks have read the store, because the store may disappear when rank 0 exits.
 
     All ranks must call this function.
     """
@@ -64,7 +64,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 def rendezvous_name(job: str) -> str:
-    """Return the abstract socket name with which the ranks of a job on this host find each other."""
+    """Return the abstract socket name through which the ranks of a job on this host find each other."""
     return "farandole-" + hashlib.sha256(f"{os.getuid()} {job}".encode()).hexdigest()[:32]
 
 

@@ -171,7 +171,7 @@ def _fail(report: ErrorReport) -> NoReturn:
 
 
 def _program_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Remove the frames that start the program.
+    """Return the traceback without the frames that start the program.
 
     Return None if the program did not start, for example because of a syntax error.
     """

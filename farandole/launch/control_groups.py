@@ -96,7 +96,7 @@ def read_field(path: Path, name: str) -> int | None:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control group and its enclosing groups, the innermost first."""
+    """Yield the folders of this process's control group and its enclosing groups, innermost first."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:

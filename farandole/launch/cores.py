@@ -49,7 +49,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Division:
-    """The share of each rank of a host, and a one-line description for the user."""
+    """Each rank's share of a host's cores, and a one-line description for the user."""
 
     shares: tuple[Share, ...]
     summary: str
@@ -235,7 +235,7 @@ class CoreReservation:
 
 @contextlib.contextmanager
 def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Division]:
-    """Reserve cores for this job, divide them among its ranks, and release them at the end of the context.
+    """Reserve cores for this job, divide them among its ranks, and release them when the context exits.
 
     Cores that other jobs have reserved are not used if enough other cores exist.
     """

@@ -90,7 +90,7 @@ def _hydra(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Placement | None:
-    """Read the variables of Open MPI, whose mpirun is PRRTE from version 5 on, and ORTE in older versions.
+    """Read the variables of Open MPI, whose mpirun uses PRRTE since version 5, and ORTE in older versions.
 
     The PMIx namespace, which contains the process id of mpirun, identifies the job.
     """
@@ -124,7 +124,7 @@ def _pmi(environ: Mapping[str, str]) -> Placement | None:
 def _job_of_ancestor(*names: str) -> str:
     """Return a job name derived from the nearest ancestor process whose name is in `names`, or else from the parent.
 
-    The start time is part of the name, because process ids are reused.
+    The job name includes the ancestor's start time, because process ids are reused.
     """
     pid = os.getppid()
     while pid > 1:
@@ -152,8 +152,8 @@ def _process(pid: int) -> tuple[str, int, int]:
 def _slurm(environ: Mapping[str, str]) -> Placement | None:
     """Read the variables of a task started by srun.
 
-    https://slurm.schedmd.com/srun.html, "Output environment variables".  Return None for a script that sbatch has
-    started directly, although the script has a task number (0).
+    https://slurm.schedmd.com/srun.html, "Output environment variables".  For a script that sbatch has
+    started directly, return None even though SLURM_PROCID is set (to 0).
     """
     is_batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     if "SLURM_PROCID" not in environ or is_batch_script:
@@ -193,7 +193,7 @@ def tasks_per_node(counts: str) -> list[int]:
 def _slurm_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
     """Return the rendezvous for a job step.
 
-    If the step uses several hosts, the address is the first host, with a port derived from the job and step ids.
+    If the step uses several hosts, the address is the first host and a port derived from the job and step ids.
     """
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "0")
     node_lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")

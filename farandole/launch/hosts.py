@@ -183,7 +183,7 @@ def parse_rendezvous(
     if host and port == "0" and nodes == 1:  # as in torchrun, any free port
         return config
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise LaunchError(f"--rendezvous {address!r} is not HOST:PORT, as in node0:29500")
+        raise LaunchError(f"--rendezvous: expected HOST:PORT, such as node0:29500, got {address!r}")
     return replace(config, addresses=(host.strip("[]"),), port=int(port), serves_store=node_rank == 0)
 
 

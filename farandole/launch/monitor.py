@@ -3,7 +3,7 @@
 1. When a rank fails, the collectives of the other ranks raise an error.  These ranks have half a second to end.  Then
    they get SIGTERM, and after a few seconds SIGKILL.
 2. The first signal to the launcher (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT) is forwarded to every rank once.  The ranks
-   have `stop_timeout_s` seconds to save and end, by default one minute.  A second signal kills the ranks.
+   have `stop_timeout_s` seconds to save their state and exit, by default one minute.  A second signal kills the ranks.
 3. The processes that a rank has started (data loaders, for example) end with the rank, unless the rank succeeded.
 
 A signal that was ignored when the launcher started stays ignored.  `nohup` ignores SIGHUP, and a shell without job
@@ -135,7 +135,7 @@ class RankMonitor:
         """Return a rank's exit status, or None while the rank is running.
 
         If the rank failed, first kill the processes that it has started.  They are killed before the rank is reaped,
-        because the kernel may then reuse the id of the process group.
+        because the kernel may reuse the id of the process group after that.
         """
         if process.returncode is None and sys.platform == "linux":
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -98,7 +98,7 @@ def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
 
 
 def _is_own_python(word: str) -> bool:
-    """Return whether a word of a command line is `python`, or names the interpreter or environment of this process."""
+    """Return whether `word` is `python`, or the path of an interpreter in the environment of this process."""
     major, minor = sys.version_info[:2]
     path = Path(word)
     if path.name not in ("python", f"python{major}", f"python{major}.{minor}"):
@@ -109,7 +109,7 @@ def _is_own_python(word: str) -> bool:
 def _environment(python: Path) -> Path:
     """Return the folder of an interpreter's virtual environment, or the interpreter if there is no such environment.
 
-    The interpreters of virtual environments are usually links to one file.
+    Virtual environments usually link to the same interpreter file, so this file does not identify the environment.
     """
     folder = python.absolute().parent.parent
     return folder.resolve() if (folder / "pyvenv.cfg").is_file() else python.resolve()

@@ -80,7 +80,7 @@ def launch_on_hosts(
 
     Args:
         interfaces: The network interfaces to use ("eth0,eth1"); with None, each host chooses an interface.
-        start_timeout_s: How long the hosts wait for each other at the start, in seconds.
+        start_timeout_s: How long the hosts wait for each other at startup, in seconds.
 
     Returns:
         The exit status of the host that failed first, or 0.

@@ -1,4 +1,4 @@
-"""The rendezvous of a job's launchers, one per host, and the exchange of failures between hosts.
+"""The rendezvous of a job's launchers, one per host, and the exchange of failure messages between hosts.
 
 The launchers share a store, served by the launcher of the first host or by the command that started all launchers.  The
 ranks use the same store, which outlives every rank.

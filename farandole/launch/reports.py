@@ -122,7 +122,7 @@ def find_cause(failures: Sequence[RankFailure]) -> RankFailure:
 def exit_status(failure: RankFailure) -> int:
     """Return the launcher's exit status for the rank failure that caused the end of the job.
 
-    As in a shell, the exit status for a rank that signal number N has killed is 128 + N.
+    As in a shell, the exit status for a rank killed by signal number N is 128 + N.
     """
     if failure.report is not None:  # the launcher may also have signalled this rank
         return failure.report.status
@@ -139,7 +139,7 @@ def _summary(failure: RankFailure) -> str:
 
 
 def _consequences(others: Sequence[RankFailure]) -> str:
-    """Return one line about the ranks that failed because of the cause, or that were stopped."""
+    """Return one line about the ranks that failed as a consequence of the first failure, or were stopped."""
     stopped = [f.rank for f in others if _was_stopped(f)]
     failed = [f for f in others if not _was_stopped(f)]
     clauses = []
@@ -192,7 +192,7 @@ def describe_slow_stop(ranks: Sequence[int], stop_timeout_s: float) -> str:
 
 
 def describe_stop(number: int, killed: Collection[int]) -> str:
-    """Return the last message of a job that the signal `number` has stopped.
+    """Return the last message of a job that was stopped by signal `number`.
 
     `killed` lists the ranks that had to be killed.
     """
@@ -201,7 +201,7 @@ def describe_stop(number: int, killed: Collection[int]) -> str:
 
 
 def describe_status(status: int) -> str:
-    """Describe the end of a process: its exit status, or its signal if `status` is negative."""
+    """Describe how a process ended: its exit status, or the signal that killed it if `status` is negative."""
     return f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
 
 

@@ -153,7 +153,7 @@ def _find_local_rank(host: str, comm: Communicator) -> tuple[int, int]:
 
 
 def _device(local_rank: int | None) -> torch.device:
-    """Select an accelerator for this rank, and return its device, or the CPU if there is no accelerator.
+    """Select and return an accelerator for this rank, or return the CPU if there is no accelerator.
 
     Ranks share accelerators if a host has more ranks than accelerators.
     """

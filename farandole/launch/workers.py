@@ -95,7 +95,7 @@ class Workers:
         return _connect(self._store, 0, self._ranks, self._name)
 
     def resume(self) -> None:
-        """Wake each worker, which waits in `Link.wait`.
+        """Wake the workers, which are waiting in `Link.wait`.
 
         Raises:
             LaunchError: if a worker has ended.

@@ -36,8 +36,8 @@ def group_by_block(
     Returns:
         - One parameter list per block of `blocks_of(model)`, with the parameters that belong only to this block, and a
           last list with all other parameters.  Lists keep the model's order and may be empty.
-        - Each block, with the indices of the lists that its forward pass needs.  If some parameters are in no block,
-          the last entry is for `model`.
+        - Pairs of a block and the indices of the lists that its forward pass needs.  If some parameters are in no
+          block, the last pair is for `model`.
     """
     blocks = [block for _, block in blocks_of(model)]
     owners: dict[nn.Parameter, list[int]] = {parameter: [] for parameter in model.parameters()}

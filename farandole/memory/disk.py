@@ -145,7 +145,7 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Budget:
-    """The number of bytes that a step reads and writes, and the disk's bandwidth if it is known."""
+    """The numbers of bytes that a step reads and writes, and the disk's bandwidth if known."""
 
     read_bytes: int
     written_bytes: int

@@ -98,7 +98,7 @@ class DiskFile:
             self.nbytes += nbytes
 
     def read(self, part: memoryview, offset: int) -> None:
-        """Fill `part` from the bytes at `offset`.  Raise OSError if the read fails or the file is too short."""
+        """Fill `part` with the bytes at `offset`.  Raise OSError if the read fails or the file is too short."""
         done = 0
         while done < len(part):
             count = os.preadv(self._descriptor, [part[done:]], offset + done)
@@ -117,7 +117,7 @@ class DiskFile:
             self._drop_cache(offset, len(part))
 
     def why(self, error: OSError) -> str:
-        """Return the reason and the location of the failure `error`, as text."""
+        """Describe `error`: return its reason and the location of the file, as text."""
         return f"{error.strerror or error} in {self.folder} ({self.file_system})"
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ def divided_step(optimizer: Optimizer, *, keep: bool = True) -> Iterator[Callabl
     with one element counts as a number.
 
     Args:
-        keep: whether the attributes keep the values of the last part when the context exits.  If the context raises an
+        keep: whether the attributes keep the values of the last part when the context exits.  If its body raises an
             exception, the values from before the step are always restored.
     """
     cls: Any = type(optimizer)

@@ -64,7 +64,7 @@ def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
-    """Return the device for a dry run: `device`, the model's device, or the CPU for a model on the meta device.
+    """Return the device for a dry run: by default the model's device, or the CPU for a model on the meta device.
 
     Raises:
         ValueError: if this machine cannot simulate the device.
@@ -130,7 +130,7 @@ def fake_model(
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """The number of bytes saved for the backward pass, by the name of the block that saves them.
+    """The number of bytes that each block saves for the backward pass, keyed by block name.
 
     `outside` is the number of bytes saved outside blocks, including those saved by the loss.
     """

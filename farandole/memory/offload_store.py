@@ -122,8 +122,8 @@ class OffloadStore(ABC):
 class HostStore(OffloadStore):
     """Stores records in host memory.
 
-    Copies from and to a device run in order on a separate stream.  With `pinned`, copies from and to a CUDA device run
-    at full speed while kernels run.
+    Copies to and from a device run in order on a separate stream.  With `pinned`, copies to and from a CUDA device
+    overlap with kernels and run at full speed.
 
     Raises:
         ValueError: if `pinned` is set on a machine without a CUDA device.
@@ -333,7 +333,7 @@ class DiskStore(OffloadStore):
         return self._file.nbytes
 
     def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
-        """Reserve space, reusing the space of earlier records of the same sizes if possible."""
+        """Reserve space, reusing the space of freed records of the same sizes if possible."""
         if any(count < 0 for count in sizes):
             raise ValueError(f"sizes={list(sizes)}: expected at least 0 bytes per record")
         with self._lock:
@@ -434,7 +434,7 @@ class DiskStore(OffloadStore):
             self._file.write(buffer.data, offset)
 
     def _check(self, what: str, record: Record, memory: Tensor) -> np.ndarray[Any, Any]:
-        """Check the arguments of a transfer, and return the bytes of `memory` to transfer.
+        """Check the arguments of a transfer, and return the slice of `memory` that is transferred.
 
         The result has the size of the record, or the padded size if `memory` is large enough.
         """
@@ -470,8 +470,8 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
     allowed = min(limit_bytes, free_bytes(require_folder(folder)))
     if allowed < PART_BYTES:
         raise NoSpace(
-            f"cannot measure the bandwidth of the disk in {folder}: {size(PART_BYTES)} required, but the free space or "
-            f"limit_bytes allows only {size(allowed)}; delete files, choose another folder, or raise limit_bytes"
+            f"cannot measure the bandwidth of the disk that contains {folder}: {size(PART_BYTES)} required, but the free "
+            f"space or limit_bytes allows only {size(allowed)}; delete files, choose another folder, or raise limit_bytes"
         )
     store = DiskStore(folder, "random bytes")
     try:
@@ -488,7 +488,7 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
 def _move_for_a_while(
     move: Callable[[Record, Tensor], Transfer], records: Sequence[Record], buffers: list[Tensor]
 ) -> tuple[int, float]:
-    """Transfer records for at most half of the measuring time; return their number and the bytes per second."""
+    """Transfer records for at most half of the measurement time; return the number of records and bytes per second."""
     start = time.perf_counter()
     moving: list[Transfer] = []
     for at, record in enumerate(records):

@@ -51,7 +51,7 @@ class ShardState:
 class OffloadedOptimizer:
     """Steps `optimizer`, an elementwise `torch.optim.Optimizer`, one unit at a time.
 
-    The results are bitwise identical to those of `optimizer.step()`.  Existing values and state are preserved.
+    The results are bitwise identical to the results of `optimizer.step()`.  Existing values and state are preserved.
     Schedulers change `optimizer.param_groups` as usual.  The optimizer's step hooks are not called.  Groups that set
     none of `fused`, `foreach` and `differentiable` use `fused=True`.
 
@@ -136,9 +136,9 @@ class OffloadedOptimizer:
         self._broken = set()
 
     def kept(self, unit: int) -> list[dict[str, Any]]:
-        """Return the state of each shard of `unit`, keyed by name, without reading the record.
+        """Return a dict for each shard of `unit`, keyed by the names of its states, without reading the record.
 
-        For state with one number per element, the value is the dtype.  For other state, the value is the state itself.
+        The value is the dtype for a state with one number per element, and the state itself for any other state.
         """
         return [
             {
@@ -174,7 +174,7 @@ class OffloadedOptimizer:
             _check_fits(f"unit {unit}, shard {at}", self._places[unit][at], self.units[unit][at], shard)
 
     def load(self, unit: int, shards: Sequence[ShardState]) -> None:
-        """Set `unit` to `shards`, as yielded by `saved`.  Raise ValueError if the shapes or dtypes differ."""
+        """Load `shards`, as yielded by `saved`, into `unit`.  Raise ValueError if the shapes or dtypes differ."""
         self.check(unit, shards)
         own = [ShardState(shard.weights, _own_numbers(shard.state)) for shard in shards]
         self.stream.fill([unit], lambda _, record: self._fill(unit, record, own))
@@ -185,7 +185,7 @@ class OffloadedOptimizer:
         self._broken = set(range(len(self.units)))
 
     def budget(self, bandwidth: Bandwidth | None = None) -> Budget:
-        """Return the I/O of a step in which every unit has gradients: bytes and, given `bandwidth`, seconds."""
+        """Return the I/O of a step in which every unit has gradients: bytes and, if `bandwidth` is given, seconds."""
         nbytes = sum(self.stream.record_bytes)
         return Budget(nbytes, nbytes, bandwidth)
 
@@ -292,7 +292,7 @@ class OffloadedOptimizer:
 
 
 class UnitReader:
-    """Reads units of `optimizer` between two steps, and prefetches the units that follow the last one read."""
+    """Reads units of `optimizer` between two steps, and prefetches the units that follow the last unit read."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer = optimizer
@@ -337,7 +337,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _ShardLayout:
-    """The locations of a shard's weights, if they are in the record, and of its state by name."""
+    """The locations of a shard's weights and states in a record; `weights` is None if the weights stay in memory."""
 
     weights: _Place | None
     state: Mapping[str, _Place]
@@ -375,7 +375,7 @@ def _restricted_to(
 
 
 def _elementwise_state(optimizer: Optimizer, index: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the names and dtypes of the elementwise state that `optimizer` keeps for `dtype` shards in group `index`.
+    """Return the names and dtypes of the elementwise state of `dtype` shards in parameter group `index`.
 
     If the shards have no state yet, one step on an example shard determines the names and dtypes.
     """

@@ -253,7 +253,7 @@ class _Keep(_Mode):
 
 
 class _Replay(_Mode):
-    """A dispatch mode that returns the kept outputs in the recomputation."""
+    """A dispatch mode that returns the kept outputs during the recomputation."""
 
     def __enter__(self) -> _Replay:
         self.count = 0  # every backward pass over a retained graph reuses this mode

@@ -162,7 +162,7 @@ class _View:
         saved.unread += 1
 
     def done(self) -> None:
-        """Mark this view as read or unreachable.  After the last view, free the memory that was read."""
+        """Mark this view as read or unreachable.  If no other view remains to be read, free the fetched memory."""
         if not self.read:
             self.read = True
             self.saved.unread -= 1
@@ -231,7 +231,7 @@ class Swap:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the model's forward pass under the hooks."""
+        """Run the model's forward pass with the saved-tensor hooks."""
         if not torch.is_grad_enabled() or measuring():
             return call(*args, **kwargs)
         with self.hooks(args, kwargs):
@@ -358,7 +358,7 @@ class Swap:
         return data
 
     def _fetch(self, saved: _Saved) -> tuple[Tensor, Transfer]:
-        """Start reading `saved` unless a read is in progress; return its memory and the transfer."""
+        """Start reading `saved` unless the read has already started; return the destination memory and the transfer."""
         if saved.fetched is None:
             memory = self._store.empty(saved.nbytes, self._device)
             saved.fetched = memory, self._store.read(saved.record, memory)

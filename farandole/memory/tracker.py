@@ -8,8 +8,8 @@
             ...
             memory.in_use, memory.peak
 
-The limit applies from the first allocation.  The code that allocates the memory declares its kind with `memory_tag`.
-This costs almost nothing if no tracker is active:
+The limit applies from the first allocation.  Code that allocates memory declares the kind of memory with `memory_tag`.
+A tag costs almost nothing if no tracker is active:
 
     with memory_tag("weights", parameters):
         buffer = torch.empty(length)
@@ -49,7 +49,7 @@ Kind = Literal["weights", "gradients", "masters and states", "activations"]
 
 @dataclass(frozen=True)
 class MemoryTag:
-    """The kind of an allocation, its parameters if they are known, and the number of ranks that share the memory."""
+    """The kind of an allocation, the parameters it belongs to (if known), and the number of ranks that share it."""
 
     kind: Kind
     parameters: Sequence[nn.Parameter] = ()
@@ -112,10 +112,10 @@ class OutOfDeviceMemory(Documented, RuntimeError):
 class DeviceMemory:
     """Limits this process to `limit_bytes` of memory on `device` within a context, and counts the memory by kind.
 
-    The memory of each tensor on the device counts once, including all views, from the first operation that creates or
-    uses the tensor until the memory is freed.  Memory shared by several ranks is divided equally among them.  Memory
-    that belongs to no tensor, such as library workspaces and temporary memory within an operation, is not detected.  On
-    a CUDA device, torch's allocator enforces the limit, and includes such memory.
+    The memory of a tensor and its views is counted once, from the first operation that creates or uses the tensor until
+    the memory is freed.  Memory shared by several ranks is divided equally among them.  Memory that belongs to no
+    tensor, such as library workspaces and temporary memory within an operation, is not counted.  On a CUDA device,
+    torch's allocator enforces the limit, which then also applies to such memory.
 
     Args:
         limit_bytes: the limit, or None to count without a limit.
@@ -191,7 +191,7 @@ class DeviceMemory:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def _see(self, tensor: Tensor) -> None:
-        """Count the memory of `tensor` if the memory is new or has a new size."""
+        """Count the memory of `tensor` if its storage is new or has been resized."""
         storage = tensor.untyped_storage()
         if storage.device.type != self.device.type:
             return
@@ -293,7 +293,7 @@ class _TensorMode(TorchDispatchMode):
 class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of real or fake tensors that operations create, and the work of these operations.
 
-    The memory of the tensors in `outside` does not count.  `now` and `peak` are in bytes; for `flops` and `moved`, see
+    The memory of the tensors in `outside` is not counted.  `now` and `peak` are in bytes; for `flops` and `moved`, see
     `planner.Trace`.  `history` contains the number of bytes in the heap and in memory-mapped blocks after each change.
     """
 

@@ -1,1 +1,1 @@
-"""Provide models as an `nn.Sequential` of blocks.  The model code is written for one device, without ranks."""
+"""Define models, each an `nn.Sequential` of blocks.  The model code is written for one device, without ranks."""

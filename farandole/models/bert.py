@@ -184,7 +184,7 @@ class MaskedTokenHead(nn.Module):
         self._activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the logits (..., vocabulary), or with `targets` the summed loss and the number of targets."""
+        """Return the logits (..., vocabulary), or the summed loss and the number of targets if `targets` is given."""
         if targets is not None:
             return self.vocabulary.loss(x, targets, self.weight, self.bias, self._before)
         return self.vocabulary.logits(self._before(x), self.weight, self.bias)
@@ -204,7 +204,7 @@ class ClassifierHead(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the logits (batch, classes), or with `targets` the summed loss and the number of targets."""
+        """Return the logits (batch, classes), or the summed loss and the number of targets if `targets` is given."""
         logits = self.classifier(self.dropout(torch.tanh(self.pooler(x[:, 0]))))
         return logits if targets is None else token_loss(logits, targets)
 

@@ -193,7 +193,7 @@ class PredictionHead(Head):
         self.predicted_weight = config.predicted_weight
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the logits, or with `targets` the summed loss and the number of targets.
+        """Return the logits, or the summed loss and the number of targets if `targets` is given.
 
         The target at position i is token i + 1, so `targets` also contains the tokens that the modules embed.  The
         targets of module k are `targets`, shifted by k positions within each document.  Module k has fewer targets than

@@ -92,7 +92,7 @@ class ShardedDropout:
 
 
 class DropoutWrapper:
-    """Wraps the calls of an `nn.Dropout`: `function(x, probability, training)` computes the output."""
+    """Replaces the computation of an `nn.Dropout` with `function(x, probability, training)`."""
 
     def __init__(self, function: Callable[[Tensor, float, bool], Tensor]) -> None:
         self._function = function

@@ -25,7 +25,7 @@ def generate(
     """Yield `count` tokens that continue `prompt`.
 
     A `Transformer` uses a key-value cache if the prompt and the continuation fit in the context.  The head, which is
-    the largest part of a small model, runs only on the last position.
+    the largest block of a small model, runs only on the last position.
 
     If ranks gather weights block by block (`zero=3`) or run different pipeline stages, all ranks must call this
     function with the same arguments, and all ranks get the same tokens.

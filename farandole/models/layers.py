@@ -377,7 +377,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if bias else None
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the logits (..., vocabulary); with `targets`, return the summed loss and the number of targets."""
+        """Return the logits (..., vocabulary), or the summed loss and the number of targets if `targets` is given."""
         if targets is not None:
             return self.vocabulary.loss(x, targets, self.weight, self.bias, self.norm)
         return self.vocabulary.logits(self.norm(x), self.weight, self.bias)

@@ -43,7 +43,7 @@ class LlamaConfig:
         kv_heads: the number of key-value heads; 0 selects `heads`.
         head_width: the width per head; 0 selects width / heads.
         rotary: the rotary positions.  None selects base 10,000 and rotates all values of a head.
-        windows: each layer's sliding window, or None for full attention.  If empty, all layers have full attention.
+        windows: one entry per layer, a sliding window or None for full attention.  If empty, no layer has a window.
         attention_bias: whether the query, key and value projections have biases.
         out_bias: whether the attention's output projection has a bias.
         feed_forward_bias: whether the feed-forward network has biases.

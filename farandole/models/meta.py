@@ -1,4 +1,4 @@
-"""Create models on the meta device, without memory or initial values."""
+"""Create models on the meta device, without allocating memory or initializing values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RANDOM = frozenset(
 class _SkipRandomValues(TorchFunctionMode):
     """Skips random initialization on the meta device.
 
-    The first random initialization there would import torch's compiler, which takes 2 to 8 s.
+    The first random initialization on this device would import torch's compiler, which takes 2 to 8 s.
     """
 
     def __torch_function__(

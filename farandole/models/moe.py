@@ -220,7 +220,7 @@ class RouterLoad:
 
     Args:
         tokens: the number of tokens for each expert, before tokens are dropped, fp32 of shape (experts).
-        dropped: the share of the selections (pairs of a token and an expert) that were dropped.
+        dropped: the fraction of selections (pairs of a token and an expert) that were dropped.
     """
 
     tokens: Tensor
@@ -233,7 +233,7 @@ class RouterLoad:
 
 
 def routers_of(model: nn.Module) -> dict[str, Router]:
-    """Return the routers of a model by name."""
+    """Return a model's routers, keyed by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
 
 
@@ -243,14 +243,14 @@ def take_loads(
     all_reduce: Callable[[Tensor], object] | None = None,
     experts: Mapping[str, int] | None = None,
 ) -> dict[str, RouterLoad]:
-    """Return the loads of routers since the last call, by router name, and reset them.
+    """Return each router's load since the last call, keyed by router name, and reset the loads.
 
     This function also balances the experts of each `GroupedRouter`.  Call it once per step on all processes.
 
     Args:
         all_reduce: a function that sums a tensor over all processes in place.
-        experts: the number of experts of each router, by router name.  The names include routers on other processes,
-            and have the same order on all processes.  By default, all processes have the routers of `model`.
+        experts: a dict that maps each router's name to its number of experts.  The dict includes routers on other
+            processes, and has the same order on all processes.  By default, all processes have the routers of `model`.
     """
     routers = routers_of(model)
     if experts is None:
@@ -300,7 +300,7 @@ def kept_within(capacity: int, experts: Tensor, sequences: int, count: int) -> T
     """Return a mask of the selections that fit in the capacity of their experts, with the shape of `experts`.
 
     Args:
-        capacity: the maximum number of tokens of a sequence that an expert processes.
+        capacity: the maximum number of tokens that an expert processes in each sequence.
         experts: the indices of the selected experts (tokens, top).
         sequences: the number of sequences.  They have equal lengths, and their tokens are consecutive.
         count: the number of experts.
@@ -359,7 +359,7 @@ class StackedLinear(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Map the rows (rows, inputs) of each expert of this process to (rows, outputs)."""
+        """Map the rows for each of this process's experts from (rows, inputs) to (rows, outputs)."""
         multiply = self.multiply or F.linear
         return [multiply(part, weight) for part, weight in zip(parts, self.weight, strict=True)]
 
@@ -473,7 +473,7 @@ class MixtureOfExperts(nn.Module):
     def _kept(self, experts: Tensor, sequences: int) -> Tensor | None:
         """Return a mask of the selections within the capacity, or None if all selections are kept.
 
-        Dropped selections are added to the router's `load`.
+        The number of dropped selections is added to the router's `load`.
         """
         if self.balance.capacity is None or not self.training or isinstance(experts, FakeTensor):
             return None
@@ -486,7 +486,7 @@ class MixtureOfExperts(nn.Module):
         return kept
 
     def _loss(self, routing: Routing, batch: int, info: SequenceInfo) -> Tensor:
-        """Return this process's share of the router's loss, which is the sum over this process's tokens."""
+        """Return this process's contribution to the router's loss: the sum over this process's tokens."""
         losses = info.router_losses
         assert losses is not None
         scores = routing.scores.unflatten(0, (batch, -1))  # (batch, positions, experts)

@@ -227,7 +227,7 @@ def build_resnet(config: ResNetConfig, *, zero_last_norm: bool = False) -> nn.Se
 
 
 def from_torchvision_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the entries of a torchvision ResNet state dict for the models that `build_resnet` returns.
+    """Rename the entries of a torchvision ResNet state dict to match a model from `build_resnet`.
 
     Timm and most checkpoints use torchvision's names: conv1, bn1, layer1.0.conv1, ..., fc.  DistributedDataParallel's
     prefix "module." is removed.

@@ -1,4 +1,4 @@
-"""Add the routers' losses to a model's loss, without passing them from block to block.
+"""Add router losses to a model's loss, without passing them from block to block.
 
 A router's loss keeps the load of experts balanced, or the logits small.  The loss is attached to the output of the
 mixture of experts: the output does not change, but the backward pass also propagates through the router's loss.
@@ -7,8 +7,8 @@ equals the incoming gradient of the model's summed loss, and is known when the b
 blocks are divided into stages, each stage passes the sum so far to the next stage (`continue_from`, `pass_on`).  In the
 backward pass, the stage first receives the gradient of this sum.
 
-A sequence's loss is averaged over the positions, and its weight is the number of targets.  The losses are therefore
-equal for any distribution of sequences over micro-batches and processes.
+For each sequence, a router's loss is averaged over the positions and weighted by the number of targets.  The losses are
+therefore equal for any distribution of sequences over micro-batches and processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class RouterLosses:
-    """The sum of all routers' losses in one forward pass.
+    """The sum of all router losses in one forward pass.
 
     Args:
         targets: int64 of shape (batch, positions) for complete sequences.  Negative targets are ignored.
@@ -57,7 +57,7 @@ class RouterLosses:
         return attached
 
     def add(self, total: Tensor) -> Tensor:
-        """Return the model's summed loss plus the routers' losses."""
+        """Return the model's summed loss plus the router losses."""
         self._complete = True
         if self._before is not None:
             total = total + self._before

@@ -51,12 +51,13 @@ class SequenceInfo:
     Args:
         positions: int64 of shape (positions) or (batch, positions).  By default, positions count from 0 in each
             document, or from the cache length.
-        documents: integers of shape (batch, positions).  A position attends only to positions with the same number.
-            Padding is a separate document with a negative number, so its hidden states are finite but meaningless.
+        documents: integers of shape (batch, positions).  A position attends only to positions with the same document
+            number.  Padding is a separate document with a negative number, so its hidden states are finite but
+            meaningless.
         cache: the keys and values of earlier positions, to which blocks append new keys and values.
         source: the encoder's sequences, for an encoder-decoder model.
         shard: the positions of this process, if sequences are split over several processes.
-        router_losses: the sum of the routers' losses during training.
+        router_losses: the sum of the router losses during training.
         shape: the number of sequences and the number of positions that this process embeds.  `Transformer.prepare` sets
             `shape`.
 
@@ -107,7 +108,7 @@ class SequenceInfo:
     def spans(self) -> list[tuple[int, int, int]] | None:
         """Return (sequence, start, end) for each run of equal document numbers.
 
-        Return None if a number has several runs in a sequence.  This method reads `documents` on the host.
+        Return None if a document number has several runs in a sequence.  This method reads `documents` on the host.
         """
         return self.shared("spans", self._spans)
 
@@ -166,7 +167,7 @@ class Transformer(nn.Sequential):
     """The configuration from which the model was built."""
 
     def forward(self, inputs: Any, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the last block's output, or with `targets` the loss.
+        """Return the last block's output, or the loss if `targets` is given.
 
         Args:
             inputs: the first block's input, such as int64 tokens (batch, positions).
@@ -175,7 +176,7 @@ class Transformer(nn.Sequential):
         Returns:
             Logits (batch, positions, vocabulary).  With `targets`, the summed cross-entropy in nats as an fp32 scalar,
             and the number of targets that are not ignored; the head computes logits for a few positions at a time
-            (`loss.head_loss`).  In training mode, the sum includes the losses of routers.
+            (`loss.head_loss`).  In training mode, the sum includes the router losses.
         """
         info = self.prepare(inputs, info or SequenceInfo())
         if targets is not None and self.training:

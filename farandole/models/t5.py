@@ -269,7 +269,7 @@ class T5Head(nn.Module):
         self.scale = config.width**-0.5 if config.scaled else 1.0
 
     def forward(self, hidden: Hidden, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the logits for the target sequence, or with `targets` the summed loss and the number of targets."""
+        """Return the logits for the target sequence, or the summed loss and number of targets if `targets` is given."""
         if targets is not None:
             return self.vocabulary.loss(hidden[1], targets, self.weight, before=self._before)
         return self.vocabulary.logits(self._before(hidden[1]), self.weight)

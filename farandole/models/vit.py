@@ -1,4 +1,4 @@
-"""ViT: a transformer that classifies images as sequences of patches.
+"""ViT: an image classifier that applies a transformer to a sequence of image patches.
 
 Following Dosovitskiy et al., 2021, "An Image is Worth 16x16 Words", a convolution embeds the patches, a learned class
 token precedes the patches, positions are learned, and a linear layer classifies the normalized class token.
@@ -40,12 +40,12 @@ class ViTConfig:
 
     @property
     def positions(self) -> int:
-        """Return the number of positions, which includes the class token."""
+        """Return the number of positions, including the class token."""
         return 1 + (self.height // self.patch_height) * (self.image_width // self.patch_width)
 
 
 class PatchEmbedding(nn.Module):
-    """Embeds the class token and all patches, with learned positions."""
+    """Embeds the patches, prepends the class token, and adds learned position embeddings."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ImageHead(nn.Module):
         self.classifier = nn.Linear(config.width, config.classes)
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the logits (batch, classes), or with `targets` the summed loss and the number of targets."""
+        """Return the logits (batch, classes), or the summed loss and the number of targets if `targets` is given."""
         logits = self.classifier(self.norm(x[:, 0]))
         return logits if targets is None else token_loss(logits, targets)
 

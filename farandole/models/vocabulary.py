@@ -11,7 +11,7 @@ from farandole.models.loss import head_loss
 
 
 class Vocabulary:
-    """Embedding, output projection and loss for a weight (vocabulary, width) that is complete on this process."""
+    """Embedding, output projection and loss for an unsharded weight (vocabulary, width)."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return the embeddings (..., width) of int64 tokens (...)."""

@@ -64,7 +64,7 @@ class Status(IntEnum):
 
 
 class Operation(IntEnum):
-    """The codes of the operations in the C core."""
+    """The operation codes of the C core."""
 
     NOTHING = 0
     ALL_REDUCE = 1

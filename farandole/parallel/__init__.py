@@ -1,1 +1,1 @@
-"""Parallel training: shard a model and its training states, and distribute data over ranks."""
+"""Parallel training: shard a model and its training state, and distribute data over ranks."""

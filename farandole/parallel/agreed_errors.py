@@ -43,9 +43,9 @@ def agreed_errors(comm: Communicator) -> Iterator[None]:
 
 
 def _description(error: Exception | None) -> tuple[str, str] | None:
-    """Return the type and the message of `error`, or None if there is no error.
+    """Return the type name and the message of `error`, or None if there is no error.
 
-    The type is the name of the first matching type in `_KINDS`, or else the name of the error's own type.
+    The type name is the first match in `_KINDS`, or else the name of the error's own type.
     """
     if error is None:
         return None

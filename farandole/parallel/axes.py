@@ -80,7 +80,7 @@ class AxisCommunicator:
     def overlaps(self) -> bool:
         """Return whether transfers overlap with computation.
 
-        Transfers in shared memory do not overlap, because the ranks' cores copy the data.
+        Transfers through shared memory do not overlap, because the ranks' cores copy the data.
         """
         return self._comm is not None and not self._comm.shares_memory()
 
@@ -90,7 +90,7 @@ class AxisCommunicator:
             self._connected.all_reduce(tensor, op, output=output)
 
     def start_all_reduce(self, tensor: Tensor) -> dist.Work:
-        """Start to sum a tensor in place; the tensor must not be used before the work has finished."""
+        """Start summing a tensor over the ranks in place; do not use the tensor until the returned work finishes."""
         if self._is_dry(2 * (self.size - 1) / self.size, tensor):
             return COMPLETED
         work = self._connected.all_reduce(tensor, async_op=True)
@@ -151,7 +151,7 @@ class AxisCommunicator:
     def _is_dry(self, times: float, tensor: Tensor, among: Sequence[int] = ()) -> bool:
         """Return whether a tensor has no values; if so, record that this rank sends `times` times the tensor's size.
 
-        `among` are the indices of the ranks that communicate, by default all.
+        `among` contains the indices of the ranks that communicate; by default, all ranks communicate.
         """
         if not isinstance(tensor, FakeTensor):
             return False

@@ -40,7 +40,7 @@ Change = Callable[[Tensor], object]
 
 
 class Bucket:
-    """The gradients of the parameters of `plan`, reduced in the dtype of master weights.
+    """The gradients of the parameters of `plan`, reduced in the dtype of the master weights.
 
     Args:
         number: the index of this rank's shard.
@@ -216,7 +216,7 @@ class Bucket:
 
     @property
     def is_late(self) -> bool:
-        """Return whether gradients have arrived that are not being reduced yet."""
+        """Return whether the bucket has received gradients whose reduction has not started."""
         return any(self.received) and not self.in_flight
 
     @property
@@ -294,7 +294,7 @@ class Bucket:
 
     @contextmanager
     def in_memory(self, device: torch.device | None = None) -> Iterator[Tensor]:
-        """Return a context in which the result is in memory.
+        """Return a context manager that yields the result in memory.
 
         An offloaded result is read into memory on `device`, by default the bucket's device.
         """
@@ -358,9 +358,9 @@ class Bucket:
         self.ready, self.was_reduced = not self._expected, False
 
     def expect(self, used: Sequence[bool]) -> None:
-        """Expect gradients only for the parameters that had one in this step (`used`) or in an earlier step.
+        """Expect gradients only for the parameters that had a gradient in this step (`used`) or in an earlier step.
 
-        A bucket in which a parameter is never used is then complete before the end of the pass.
+        A bucket with an unused parameter can then be complete before the end of the pass.
         """
         self._used.update(index for index, has_gradient in enumerate(used) if has_gradient)
         self._expected = set(self._used)
@@ -405,7 +405,7 @@ class Bucket:
         self._is_shown = [False] * len(self.parameters)
 
     def gradient_view(self, index: int) -> Tensor:
-        """Return a parameter's gradient in the persistent buffer, for its `.grad`."""
+        """Return a parameter's gradient in the persistent buffer, for use as its `.grad`."""
         self._reduced = self._acquire()
         return self._gradient_view(index)
 

@@ -41,7 +41,7 @@ def copy_to_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def linear_of_copies(x: Tensor, weight: Tensor, bias: Tensor | None, comm: AxisCommunicator | None) -> Tensor:
-    """Apply a linear layer to `copy_to_all(x, comm)`; `weight` and `bias` are this rank's parts.
+    """Apply a linear layer to `copy_to_all(x, comm)`; `weight` and `bias` are this rank's shards.
 
     The gradient of the weight is computed while the gradients of `x` are summed.
     """
@@ -51,7 +51,7 @@ def linear_of_copies(x: Tensor, weight: Tensor, bias: Tensor | None, comm: AxisC
 
 
 def sum_of_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
-    """Return the sum of all ranks' `x`."""
+    """Return the sum of `x` over all ranks."""
     if comm is None:
         return x
     if torch.is_inference_mode_enabled():  # for small tensors, faster than a separate output
@@ -70,12 +70,12 @@ def gather_and_reduce(shard: Tensor, rows: int, comm: AxisCommunicator | None) -
 
 
 def reduce_and_gather(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
-    """Return this rank's shard of the sum of all ranks' `x`."""
+    """Return this rank's shard of the sum of `x` over all ranks."""
     return x if comm is None else _ReduceAndGather.apply(x, comm)
 
 
 def gather_same(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
-    """Concatenate the shards of all ranks into `rows` rows, for a computation that is identical on all ranks."""
+    """Concatenate all ranks' shards into a tensor with `rows` rows, for an identical computation on all ranks."""
     return shard if comm is None else _GatherSame.apply(shard, rows, comm)
 
 

@@ -102,7 +102,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
-    """Return the number of heads that can be split over the context axis, for each rank of the tensor axis.
+    """Return, for each rank of the tensor axis, the number of heads that can be split over the context axis.
 
     These are the key-value heads or, with latent attention, all heads.
     """
@@ -339,7 +339,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 class _JoinHeads(torch.autograd.Function):
-    """Reverses `_SplitHeads`.  Each of the two is also the backward pass of the other."""
+    """Reverses `_SplitHeads`.  Each function is also the backward pass of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: list[int], comm: AxisCommunicator) -> Tensor:
@@ -538,7 +538,7 @@ def _pass_on(
 def _query_parts(
     query: Tensor, own: slice, others: slice, mask: Tensor | None
 ) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yield slices of the queries, each with at most `SCORES_BYTES` of scores, and the mask of each slice."""
+    """Yield (slice, mask) for slices of the queries whose scores need at most `SCORES_BYTES`."""
     keys = others.stop - others.start
     rows = max(1, SCORES_BYTES // (4 * query.shape[0] * query.shape[1] * keys))
     for each in chunks(own.stop - own.start, rows, query):

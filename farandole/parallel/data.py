@@ -78,7 +78,7 @@ class _Queue:
 
 
 class GradientReducer:
-    """Reduces the gradients of buckets as soon as backward passes complete them.
+    """Reduces each bucket as soon as a backward pass has completed its gradients.
 
     Args:
         buckets: the buckets, in the order in which a backward pass is expected to complete them.
@@ -171,7 +171,7 @@ class GradientReducer:
 
     @contextmanager
     def completing(self, parameters: Collection[int]) -> Iterator[None]:
-        """Return a context, for use within `no_sync`, in which completed gradients are reduced.
+        """Return a context manager that reduces completed gradients, for use within `no_sync`.
 
         `parameters` contains the ids of the parameters whose gradients are completed; see `Engine.completing`.
         """
@@ -211,7 +211,7 @@ class GradientReducer:
 
     @property
     def is_unfinished(self) -> bool:
-        """Return whether gradients have arrived that are not the final averages of a step."""
+        """Return whether this rank has received gradients but not yet computed the final averages of the step."""
         return not self.reduced and (self._in_pass or any(bucket.holds_gradients for bucket in self.buckets))
 
     def any_unfinished(self) -> bool:
@@ -247,7 +247,7 @@ class GradientReducer:
         return self.reduced and all(shards.all_cleared for shards in self.shards)
 
     def join_pass(self, *, last: bool) -> None:
-        """Take part in the reductions of the other ranks' backward pass, without gradients."""
+        """Join the reductions of the other ranks' backward pass without contributing gradients."""
         if self._every_pass or last:
             self._begin_or_resume()
             self.end_pass(last=last)
@@ -372,7 +372,7 @@ class GradientReducer:
         return accumulated
 
     def _skip_hook(self, number: int, index: int) -> None:
-        """Remove a hook if autograd adds later gradients directly to the buffer, until `_register_hooks` is called."""
+        """Remove a hook until `_register_hooks` is called, if autograd adds later gradients directly to the buffer."""
         if self._by_stage and self.buckets[number].is_in_place:
             self._hooks.pop((number, index)).remove()
             self._removed.append((number, index))

@@ -94,8 +94,8 @@ class Engine:
             dtype of the parameters, at least fp32.
         offload: where master weights and optimizer states are stored between steps: "none" (in the device's memory),
             "host" or "disk:FOLDER".
-        offloaded: what is offloaded.  "optimizer" selects master weights and optimizer states, "gradients" (with `zero`
-            >= 2) also gradients, and "parameters" (with `zero=3`) also gradients and parameters.
+        offloaded: the data to offload.  "optimizer" selects master weights and optimizer states, "gradients" (with
+            `zero` >= 2) also gradients, and "parameters" (with `zero=3`) also gradients and parameters.
         initialize: a function that fills a model on the meta device block by block, so that each rank allocates only
             its shards (`zero.initial_values`).
         watch: whether to check each rank's gradients before they are averaged, so that `locate_nonfinite` can name the
@@ -233,7 +233,7 @@ class Engine:
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:
-        """Return a context that yields the loss scale.
+        """Return a context manager that yields the loss scale.
 
         The caller multiplies each loss by the scale before its backward pass.
         """
@@ -258,7 +258,7 @@ class Engine:
             loss: `loss(output, batch)` returns the sum of the losses in a micro-batch and their count: the number of
                 samples or unmasked tokens.
             inputs: a function that returns the model's arguments for a micro-batch: a tensor, a tuple, or a mapping of
-                named arguments.  The default returns the first element of a tuple or list, or else the batch itself.
+                keyword arguments.  The default returns the first element of a tuple or list, or else the batch itself.
 
         Returns:
             The global mean loss, the global count, and whether the update will be skipped; equal on all ranks.
@@ -297,12 +297,12 @@ class Engine:
         return self._mean.counts
 
     def join_forward(self) -> None:
-        """Take part in the other ranks' weight gathers for a forward pass, on a rank without inputs."""
+        """Join the other ranks in gathering weights for a forward pass; call this on a rank without inputs."""
         if self._gatherer is not None:
             self._gatherer.end_pass("forward")
 
     def join_backward(self, *, last: bool) -> None:
-        """Take part in the other ranks' reductions for a backward pass, on a rank without gradients.
+        """Join the other ranks' reductions for a backward pass; call this on a rank without gradients.
 
         Args:
             last: whether this is the last backward pass of the step.
@@ -311,7 +311,7 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which backward passes accumulate gradients without reducing them.
+        """Return a context manager that makes backward passes accumulate gradients without reducing them.
 
         With `zero` >= 2, every backward pass reduces gradients, because no rank has memory for unsharded gradients.
         """
@@ -319,17 +319,17 @@ class Engine:
             yield
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context like `no_sync`, for use where the program cannot clear gradients between passes."""
+        """Return a context manager like `no_sync`, for use where the program cannot clear gradients between passes."""
         return self._reducer.no_sync()
 
     def completing(self, parameters: Collection[int]) -> AbstractContextManager[None]:
-        """Return a context for use within `no_sync`, in which backward passes complete the gradients of `parameters`.
+        """Return a context manager for backward passes within `no_sync` that complete the gradients of `parameters`.
 
         Buckets are reduced as soon as all their gradients are complete, while this rank computes other gradients.
 
         Args:
-            parameters: the `id` of each parameter.  Those in `reduced_in_every_pass` may be completed once for each
-                micro-batch, the others once per step.
+            parameters: the `id` of each parameter.  Parameters in `reduced_in_every_pass` may be completed once for
+                each micro-batch, other parameters once per step.
         """
         return self._reducer.completing(parameters)
 
@@ -478,7 +478,7 @@ class Engine:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context in which data-parallel ranks can run the model independently.
+        """Return a context manager within which data-parallel ranks can run the model independently.
 
         All ranks must enter and exit the context together.  Ranks that share layers, sequences or experts must run the
         model together, because their parameters remain split.
@@ -487,7 +487,7 @@ class Engine:
             yield
 
     def edit_parameters(self) -> AbstractContextManager[None]:
-        """Return a context in which the caller can change the unsharded parameters in place, under `torch.no_grad()`.
+        """Return a context manager for changing the unsharded parameters in place, under `torch.no_grad()`.
 
         All ranks must make the same changes.  The optimizer continues from the new values.  Each rank needs memory for
         all parameters.
@@ -795,7 +795,7 @@ class Engine:
     # ---- mixtures of experts ----
 
     def take_router_loads(self) -> dict[str, RouterLoad]:
-        """Return the loads of all routers since the last call, and balance the experts of grouped routers.
+        """Return all router loads since the last call, and balance the experts of grouped routers.
 
         Call this method once per step, on all ranks.  The result is equal on all ranks, and includes the routers of
         other pipeline stages.  See `models.moe.take_loads`.

@@ -107,7 +107,7 @@ def transpose_blocks(rows: Tensor, counts: list[list[int]]) -> Tensor:
 class _TransposeBlocks(torch.autograd.Function):
     """Reorders blocks of rows, and copies each row once in each pass.
 
-    The backward pass of `index_select` would be slower: it clears its result, and then adds to it.
+    The backward pass of `index_select` would be slower: it zeroes its result and then accumulates into it.
     """
 
     @staticmethod
@@ -131,7 +131,7 @@ class _Transfer:
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Start to exchange `rows`; return the rows that arrive, which must not be read before `wait`."""
+        """Start exchanging `rows`; return the tensor for the received rows, which must not be read before `wait`."""
         leaving = rows.detach().contiguous()
         arriving = self.comm.receive_buffer((sum(received), *rows.shape[1:]), rows)
         self._work = self.comm.all_to_all(

@@ -1,4 +1,4 @@
-"""Refuse loss functions that use parameters whose gradients would differ from those of a single process.
+"""Refuse loss functions that use parameters directly, if gradients would differ from a single-process run.
 
 A loss may contain a term that is computed from parameters instead of the model's output:
 

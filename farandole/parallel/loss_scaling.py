@@ -127,7 +127,7 @@ class Overflow:
     """A step that was skipped because of an overflow.
 
     Args:
-        step: the number of the step, counted from 1.
+        step: the index of the step, starting at 1.
         found: the report about the overflow.
         before: the scale before the step.
         after: the scale after the step.
@@ -210,7 +210,7 @@ class ScaledSteps:
 
     @contextmanager
     def scaled(self) -> Iterator[float]:
-        """Return a context that yields the loss scale.
+        """Return a context manager that yields the loss scale.
 
         The caller multiplies each loss by the scale before its backward pass.
         """

@@ -1,4 +1,4 @@
-"""Apply a plan's precision: cast inputs, and use 8-bit matrix products from torchao.
+"""Apply a plan's precision: cast inputs, and use 8-bit matrix multiplications from torchao.
 
 With fp8, weights and the values between layers are bf16.  Linear layers and experts scale the two operands of each
 matrix product by their largest values and cast them to 8 bits (Micikevicius et al., 2022, "FP8 Formats for Deep
@@ -45,7 +45,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def check_float8(device: torch.device) -> None:
-    """Raise `PlanError` unless `device` multiplies 8-bit floats and torchao is installed."""
+    """Raise `PlanError` unless `device` supports products of 8-bit floats and torchao is installed."""
     if not _multiplies(device):
         raise PlanError(
             f"precision='fp8': {_name(device)} does not support products of 8-bit floats, which require an NVIDIA "
@@ -56,11 +56,11 @@ def check_float8(device: torch.device) -> None:
 
 
 def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
-    """Let the linear layers and experts in `model` use 8-bit matrix products, and return the names of these modules.
+    """Make linear layers and experts in `model` use 8-bit matrix multiplications, and return these modules' names.
 
-    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  Each expert scales
-    its weights and its rows separately.  With `emulate`, values are rounded to 8 bits and multiplied in their original
-    dtype, which is slow but works on any device.
+    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  The weights
+    and input rows of each expert are scaled separately.  With `emulate`, values are rounded to 8 bits and multiplied in
+    their original dtype, which is slow but works on any device.
 
     Raises:
         PlanError: if torchao is missing, or no layer can be converted.

@@ -1,4 +1,4 @@
-"""Restore a model whose conversion fails, so that another plan can be applied to it.
+"""Restore a model whose conversion failed, so that another plan can be applied to it.
 
 with restored_after_error(model):
     convert(model)          # adds adapters, wraps calls, splits parameters, removes blocks
@@ -38,7 +38,7 @@ def restored_after_error(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (value, copy) for each attribute; only dictionaries and lists, such as `_parameters`, are copied."""
+    """Map attribute names to (value, copy); `copy` is None except for dictionaries and lists, such as `_parameters`."""
     return {name: (value, _items(value)) for name, value in attributes.items()}
 
 
@@ -47,7 +47,7 @@ def _items(value: Any) -> Any:
 
 
 def _restored(value: Any, copy: Any) -> Any:
-    """Return `value` with the items of `copy`; the object remains the same, because handles of hooks refer to it."""
+    """Return `value` with the items of `copy`; the object remains the same, because hook handles refer to it."""
     if isinstance(value, dict):
         value.clear()
         value.update(copy)

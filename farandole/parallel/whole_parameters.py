@@ -41,7 +41,7 @@ The function returns whether the module's parameters can be changed in place.
 
 
 def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
-    """Raise RuntimeError if an engine stores the parameters of `module` and they cannot be changed in place.
+    """Raise RuntimeError if the parameters of `module` belong to an engine and cannot be changed in place.
 
     Args:
         name: the name of the module in the message.
@@ -155,7 +155,7 @@ class WholeParameters:
 
     @contextmanager
     def masters(self) -> Iterator[None]:
-        """Return a context in which parameters are unsharded copies in the master weights' dtype.
+        """Return a context manager that makes parameters unsharded copies in the master weights' dtype.
 
         This is a collective call.
         """
@@ -180,9 +180,9 @@ class WholeParameters:
 
     @contextmanager
     def edit(self) -> Iterator[None]:
-        """Return a context in which all ranks make the same in-place changes to the parameters.
+        """Return a context manager within which all ranks make the same in-place changes to the parameters.
 
-        When the context ends, the changes are copied to the weights and the master weights.  This is a collective call.
+        On exit, the changes are copied to the weights and the master weights.  This is a collective call.
         """
         if self._masters_elsewhere and self._weights:
             raise RuntimeError(
@@ -202,7 +202,7 @@ class WholeParameters:
         self.remember()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state with unsharded parameters in the dtype of the master weights, as copies.
+        """Return a copy of the model's state, with unsharded parameters in the dtype of the master weights.
 
         This is a collective call.
         """
@@ -222,7 +222,7 @@ class WholeParameters:
                 yield parameter, self._complete(parameter, value)
 
     def _values_of_cell(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every parameter with its value on this rank: a part of the value, if an axis shards the parameter."""
+        """Yield each parameter and its value on this rank, which is only a part if an axis shards the parameter."""
         gathered: set[int] = set()
         if self._gatherer is not None:
             for parameters in self._gatherer.one_by_one():
@@ -233,7 +233,7 @@ class WholeParameters:
                 yield parameter, parameter.detach()
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights of all blocks are gathered; see `Engine.whole`."""
+        """Return a context manager that keeps the weights of all blocks gathered; see `Engine.whole`."""
         return nullcontext() if self._gatherer is None else self._gatherer.whole()
 
     def release(self) -> None:
@@ -242,7 +242,7 @@ class WholeParameters:
             self._gatherer.release()
 
     def _complete(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
-        """Return the complete value of a parameter, given this rank's part.  This is a collective call."""
+        """Return the complete value of a parameter, given this rank's part `value`.  This is a collective call."""
         layout = self._split.get(id(parameter))
         if layout is None:
             return value
@@ -388,6 +388,6 @@ def _overlapping(named: dict[str, nn.Parameter]) -> tuple[str, str] | None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill consecutive memory, in any order."""
+    """Return whether the elements fill a contiguous block of memory, in any order."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last + 1 == tensor.numel()

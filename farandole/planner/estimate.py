@@ -91,7 +91,7 @@ class Estimate:
         return self.peak <= memory
 
     def outcome(self, memory: int) -> str:
-        """Return the outcome with `memory` bytes per rank, as text.
+        """Return text that states whether the plan fits into `memory` bytes per rank.
 
         The text is `fits`, `fits with offload` (or `swap`, or both), or `does not fit (needs X more; most for Y)`.
         """
@@ -173,7 +173,7 @@ def _estimate_rank(
 
 
 def estimate_ranks(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> dict[int, Estimate]:
-    """Return the estimates by rank; ranks with the same pipeline stages have equal estimates."""
+    """Return a dict that maps ranks to estimates; ranks with the same pipeline stages have equal estimates."""
     workload = workload if workload.applied else workload.split(plan, ranks, machine.hosts)
     if plan.pipeline == 1:
         return dict.fromkeys(range(ranks), estimate_workload(workload, plan, ranks, machine))

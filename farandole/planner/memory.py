@@ -236,7 +236,7 @@ def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
 
 
 def _gathered(sharding: ShardingPlan, ahead: int) -> int:
-    """Return the maximum size in bytes of the groups gathered at one time and of `ahead` prefetched shards."""
+    """Return the maximum size in bytes of the weights gathered at one time and of `ahead` prefetched shards."""
     whole: dict[int, int] = defaultdict(int)
     shards: dict[int, int] = defaultdict(int)
     for bucket in (*sharding.trained, *sharding.frozen) if sharding.gathered else ():

@@ -128,7 +128,7 @@ def simulate_step(
 
 
 def _recomputed(staged: StagedModel, plan: Plan) -> dict[str, str]:
-    """Return the recomputation modes that a dry run chooses, by module name; empty if the plan needs no dry run."""
+    """Return a dict that maps module names to recomputation modes from a dry run; empty if no dry run is needed."""
     if plan.recompute not in MEASURED:
         return {}
     workload, found = staged.workload, dict[str, str]()
@@ -251,7 +251,7 @@ class _Received:
         self._outputs = outputs
 
     def at(self, polled: float, action: Action) -> Memory:
-        """Advance to the time `polled`; return the size of received tensors, without the tensors that `action` uses."""
+        """Advance to the time `polled`; return the size of received tensors that `action` does not use."""
         code = "F" if isinstance(action, Forward) else "I"
         if isinstance(action, Forward | Backward | BackwardInput):
             self._used.add((code, action.stage, action.micro_batch))

@@ -114,7 +114,7 @@ def extrapolated(runs: Sequence[Run], measure: Callable[[], Mapping[Any, float]]
 
 @contextmanager
 def shortened(lengths: Mapping[Run, int]) -> Iterator[None]:
-    """Return a context in which only the first `lengths[run]` blocks of each run are in the model."""
+    """Return a context manager in which the model contains only the first `lengths[run]` blocks of each run."""
     dropped: dict[nn.Module, set[str]] = defaultdict(set)
     for run, length in lengths.items():
         dropped[run.container].update(run.names[length:])

@@ -40,20 +40,20 @@ ACCELERATOR_LATENCY_S = 10e-6
 
 @dataclass(frozen=True, kw_only=True)
 class ServingMachine:
-    """One rank's share of a machine while all ranks compute.
+    """The memory and the speeds available to each rank of a machine when all ranks compute.
 
     Args:
         memory: the number of bytes that a rank may use.
-        products: by precision, points (rows, seconds per weight of a matrix product), in ascending order of rows.
+        products: for each precision, points (rows, seconds per weight of a matrix product) in ascending order of rows.
             Between the points, the seconds are interpolated linearly; above the last point, they are proportional to
             the rows.
         read: the bytes per second at which attention reads keys and values.
         flops: floating-point operations per second in the attention of prompts, by precision.
         bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
-        latency: seconds of an all-reduce of a few bytes.
+        latency: the duration in seconds of an all-reduce of a few bytes.
         step, layer, sequence: the constant overhead in seconds per step, per layer of a step, and per sequence of a
             step.
-        process: bytes of a process without a model.
+        process: the number of bytes that a process without a model uses.
         copies: by precision, the number of copies in memory of each weight that matrix products use.
     """
 
@@ -122,7 +122,7 @@ class Mix:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPart:
-    """One rank's part of a model.
+    """The size and the work of the model shard that one rank serves.
 
     Args:
         precision: the precision of weights, keys and values.
@@ -155,7 +155,7 @@ class ServedPart:
 
     @classmethod
     def of(cls, model: Transformer, tensor: int, precision: str) -> ServedPart:
-        """Return rank 0's part of a model, which may be on the meta device.
+        """Return the description of rank 0's shard of `model`.  The model may be on the meta device.
 
         Raises:
             PlanError: if the model cannot be sharded over `tensor` ranks; the message contains the nearest plans.
@@ -269,7 +269,7 @@ def kv_memory(part: ServedPart, machine: ServingMachine, weight_bytes: int) -> i
 
 
 def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int) -> float:
-    """Return the seconds of a step that computes one token per sequence, halfway through the outputs."""
+    """Return the seconds that a step takes to decode one token per sequence, halfway through the outputs."""
     positions = running * (mix.prompt + mix.output / 2)
     attention = max(
         positions * part.kv_bytes / machine.read,
@@ -297,7 +297,7 @@ def _prompt_s(part: ServedPart, machine: ServingMachine, tokens: int, pieces: in
 
 
 def _products_s(part: ServedPart, machine: ServingMachine, rows: float) -> float:
-    """Return the seconds of all matrix products of a step with `rows` tokens, except the output projection."""
+    """Return the seconds that all matrix products except the output projection take in a step with `rows` tokens."""
     dense = part.body * machine.product_s(part.precision, rows)
     if not part.experts:
         return dense
@@ -315,7 +315,7 @@ def _count(module: nn.Module) -> int:
 
 
 def running_choices(most: int) -> list[int]:
-    """Return 1, 4, 16, 64, ... up to `most`, and `most`.
+    """Return the powers of 4 below `most` (1, 4, 16, ...), followed by `most`.
 
     Raises:
         PlanError: if `most` is less than 1.

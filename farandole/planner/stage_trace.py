@@ -131,8 +131,8 @@ class StageTracer:
             workload: a workload whose model contains all blocks, with the shards of the plan's other axes.
             received: the shape of the previous stage's output; None for the first stage.
             splits: whether to trace the halves of the backward pass.
-            recomputed: the mode of recomputation for each module, by name, if the modules were chosen for the complete
-                model.
+            recomputed: a dict that maps module names to recomputation modes, if the modules were chosen for the
+                complete model.
         """
         runs = [] if plan.recompute == "auto" else find_runs(stage.view)
         after: list[OutputShape] = []
@@ -293,7 +293,7 @@ class _Recorder:
 
     @contextmanager
     def action(self, name: str) -> Iterator[None]:
-        """Record the memory and work of an action."""
+        """Return a context manager that records the memory and work of an action."""
         tracker, numbers = self._tracker, self._numbers
         flops, moved, sent, start = tracker.flops, tracker.moved, len(self._sent), len(tracker.history)
         heap, mapped = tracker.history[-1] if tracker.history else (0, 0)
@@ -342,10 +342,10 @@ def _loss(loss: Callable[[Any], Tensor] | None, output: Any) -> Tensor:
 
 @contextmanager
 def _recomputing(stage: Stage, plan: Plan, modes: Mapping[str, str]) -> Iterator[None]:
-    """Return a context in which modules of the stage are recomputed.
+    """Return a context manager in which modules of the stage are recomputed.
 
     Args:
-        modes: the mode of recomputation for each module, by name; if empty, the plan determines the modules.
+        modes: a dict that maps module names to recomputation modes; if empty, the plan determines the modules.
     """
     blocks = nn.Sequential(*stage.blocks)
     try:

@@ -84,7 +84,7 @@ def trace(
         scaled: whether the loss is multiplied by a factor (several micro-batches, fp16), which requires a copy of its
             gradient.
         prepare: a function that is called before each pass.
-        runs: the runs of equal blocks, of which only a few blocks are traced (`planner.repeats`).
+        runs: the runs of equal blocks; only a few blocks of each run are traced (`planner.repeats`).
         sent: the list to which the model's collectives append the bytes that they send.
     """
 

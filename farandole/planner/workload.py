@@ -36,15 +36,15 @@ plan` measures both.
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One rank's share of a machine while all ranks compute.
+    """The memory and the speeds available to each rank of a machine when all ranks compute.
 
     Args:
         memory: the bytes that a rank may use: the memory of its accelerator, or its share of the host's memory.
         flops: floating-point operations per second in matrix products, by precision ("fp32", "bf16", "fp16").
         stream: bytes per second that other operations read and write.
         bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
-        host_bandwidth: bytes per second between a rank and other hosts, such as the bandwidth of its network adapter; None
-            if `bandwidth` also applies between hosts.
+        host_bandwidth: bytes per second between a rank and other hosts, such as the bandwidth of its network adapter;
+            None if `bandwidth` also applies between hosts.
         host_link: bytes per second between an accelerator and the memory of its host.
         disk: the disk bandwidth of a host, shared by its ranks; None for a machine without a disk.
         process, libraries: bytes of a process without a model: its private pages, and the file pages shared by all
@@ -87,7 +87,7 @@ class Machine:
         return rank * self.hosts // ranks
 
     def members_by_host(self, members: Sequence[int], ranks: int) -> dict[int, list[int]]:
-        """Return the members of a group on each host; the keys are the indices of hosts, as in `host_of`."""
+        """Return a dict that maps the index of each host (see `host_of`) to the members of the group on this host."""
         found: dict[int, list[int]] = {}
         for member in members:
             found.setdefault(self.host_of(member, ranks), []).append(member)
@@ -96,9 +96,9 @@ class Machine:
     def bandwidth_among(self, members: Sequence[int], ranks: int, sent_fraction: float = 1.0) -> float:
         """Return the bus bandwidth of a group of ranks.
 
-        The result is at most the machine's `bandwidth`.  If the group spans hosts, the members on a host share the
-        traffic of this host to other hosts.  The result is then also at most `host_bandwidth` times the number of
-        members on the host with the fewest members.
+        The result is at most the machine's `bandwidth`.  If the group spans hosts, the members on each host
+        divide the traffic to other hosts among themselves.  The result is then also at most `host_bandwidth` times the
+        number of members on the host with the fewest members.
 
         With compression, only the fraction `sent_fraction` of the bytes is sent between hosts.
         """
@@ -113,7 +113,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One rank's part of a training step.
+    """The work of one rank in a training step.
 
     Args:
         model, example, loss: the arguments of `saved_bytes`; the example is a micro-batch of one rank.  The model may
@@ -124,7 +124,7 @@ class Workload:
         block_by_block: whether the model is created block by block, never in full (`parallelize` of a model on the meta
             device).
         applied: whether `model` already has the adapters and the shards of a plan, as in the result of `split`.
-        mesh, layouts, rank: if ranks have different parts of a model, the mesh, the layouts, and the rank that has
+        mesh, layouts, rank: if ranks have different shards of a model, the mesh, the layouts, and the rank that has
             `model`.  By default, ranks differ only in their samples.
         sent: the list to which collectives of the model append the bytes that the rank sends.
     """

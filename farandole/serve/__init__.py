@@ -6,7 +6,7 @@ admission.py   limits the batch so that step times meet a target
 runner.py      runs a model on tokens of many sequences
 store.py       the KV cache of all running sequences: contiguous slots, or pages with shared prefixes
 rows.py        matrix products and attention whose results do not depend on the other rows of a batch
-elements.py    normalization, gated activations and rotation in the C core
+elements.py    normalization, gated activations and rotary embeddings in the C core
 sampling.py    draws the next tokens of all sequences
 constraint.py  constrains the tokens to a schema, a regular expression or a grammar
 threads.py     the threads that compute a step

@@ -6,7 +6,7 @@ an `id` and fields of `Sampling` that replace the defaults:
     {"prompt": "import "}
     {"id": "q1", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20, "temperature": 0}
 
-Each line of the output belongs to the line of the input with the same number:
+Line i of the output contains the result for line i of the input:
 
     {"index": 0, "text": "os\\n", "finish_reason": "length", "prompt_tokens": 2, "completion_tokens": 16}
 

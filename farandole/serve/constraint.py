@@ -109,7 +109,7 @@ class Grammars:
         self._executor = llguidance.LLExecutor(num_threads=torch.get_num_threads())
 
     def mask(self, logits: Tensor, rows: Sequence[int], matchers: Sequence[Matcher]) -> None:
-        """In each given row of `logits`, assign -inf to the tokens that the row's matcher does not permit."""
+        """For each row in `rows`, set logits to -inf for the tokens that the row's matcher does not permit."""
         words = -(-self._vocabulary // 32)
         bits = np.zeros((len(rows), words), np.int32)
         pairs = [(matcher.core, number) for number, matcher in enumerate(matchers)]

@@ -1,8 +1,8 @@
 """Compute a step of a decoder in one call to the C core.
 
-The call computes all layers and the logits in one parallel region, which saves the time between operations.  It
-supports decoders with RMS normalization, rotary positions and a gated feed-forward network: Llama, Mistral, Qwen 2 and
-Qwen 3.  For other models, and for models that are sharded over ranks, `FusedDecoder.of` returns None.
+The call computes all layers and the logits in one parallel region, which avoids the overhead between operations.
+It supports decoders with RMS normalization, rotary embeddings and a gated feed-forward network: Llama, Mistral, Qwen 2
+and Qwen 3.  For other models, and for models that are sharded over ranks, `FusedDecoder.of` returns None.
 
 Hidden states and activations are fp32, even if the weights are bf16.  As in `rows.py`, no row of a result depends on
 the other rows.

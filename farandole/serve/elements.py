@@ -1,4 +1,4 @@
-"""Normalization, gated activation and rotation, each in one call to the C core, for fp32 and bf16.
+"""Normalization, gated activation and rotary embedding, each in one call to the C core, for fp32 and bf16.
 
 Each function takes the same arguments as the model's own function, and returns None if the core does not support them.
 For bf16 arguments, the result is computed in fp32 and rounded once.
@@ -17,7 +17,7 @@ _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:
-    """Normalize rows of shape (..., width); see `layers.rms_norm`."""
+    """Apply RMS normalization to `x` of shape (..., width); see `layers.rms_norm`."""
     is_bf16 = _IS_BF16.get(x.dtype)
     if is_bf16 is None or weight.dtype != x.dtype:
         return None
@@ -43,7 +43,7 @@ def gated(both: Tensor, activation: str) -> Tensor | None:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor | None:
-    """Apply rotary positions to `x` of shape (1, heads, positions, width); see `rotary.rotate`."""
+    """Apply rotary embeddings to `x` of shape (1, heads, positions, width); see `rotary.rotate`."""
     is_bf16 = _IS_BF16.get(x.dtype)
     if is_bf16 is None or interleaved or len(x) != 1 or cosine.dtype != x.dtype:
         return None

@@ -1,7 +1,7 @@
 """Compute embeddings of texts with a BERT model, as specified by the Sentence Transformers files in its folder.
 
-The sequences of a batch form one row of packed documents, without padding.  In fp32, the embedding of a sequence does
-not depend on the other sequences (`rows.py`).
+The sequences of a batch are packed into one row, without padding.  In fp32, the embedding of a sequence does not
+depend on the other sequences (`rows.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Encoder:
 
     @property
     def width(self) -> int:
-        """Return the number of values in an embedding."""
+        """Return the dimension of the embeddings."""
         return int(self.model.config.width)
 
     @property
@@ -56,7 +56,7 @@ class Encoder:
 
     @torch.inference_mode()
     def embed(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Return the normalized fp32 embeddings (sequences, width) of sequences of tokens."""
+        """Return the normalized fp32 embeddings of token sequences, with shape (sequences, width)."""
         lengths = torch.tensor([len(each) for each in sequences])
         tokens = torch.tensor([[token for each in sequences for token in each]])
         documents = torch.arange(len(sequences)).repeat_interleave(lengths)[None]

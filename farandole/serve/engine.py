@@ -51,7 +51,7 @@ SPECULATE = ("off", "lookup", "draft")
 
 
 class QueueFullError(Exception):
-    """Raised if the queue is full or the time to first token would exceed its target; try again after `retry_after` seconds."""
+    """Raised if the queue is full or the time to first token would exceed its target; retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -102,8 +102,8 @@ class GenerationEngine:
         end_tokens: the model's end-of-sequence tokens; tokens outside the vocabulary are ignored.
         store: "slots" or "pages"; see `store.py`.
         kv_positions: the size of the KV cache in positions, for all sequences together, at least 16 for pages and 256
-            for slots.  By default, `max_running` sequences of `context` tokens fit in the cache, but it uses at most
-            half of the free memory.
+            for slots.  By default, `max_running` sequences of `context` tokens fit in the cache, but the cache uses at
+            most half of the free memory.
         max_running: the maximum number of sequences in the batch.
         max_waiting: the maximum number of sequences that wait to join the batch.
         token_budget: the maximum number of tokens per step, at least `max_running`.
@@ -591,7 +591,7 @@ class GenerationEngine:
             sequence.prompt_logprobs += logprobs_of(logits[: len(following)], following, top)
 
     def _remove(self, sequence: _Sequence, reason: str) -> None:
-        """Remove a running sequence, release its memory, and add the sequence to the metrics with `reason`."""
+        """Remove a running sequence, release its memory, and record `reason` and the times in the metrics."""
         assert sequence.blocks is not None and sequence.draw is not None
         self._running.remove(sequence)
         self.store.release(sequence.blocks)

@@ -38,7 +38,7 @@ class ModelFolder:
         template: the chat template, or None.
         no_template: the reason why `template` is None, or an empty string.
         adapters: the LoRA adapters by name.
-        weights: "int8" to compute products with int8 weights, or "" for the weights of the model; see `Runner`.
+        weights: "int8" to compute matrix products with int8 weights, or "" for the weights of the model; see `Runner`.
         largest: the argument `largest` of `Runner`, if the model is sharded over ranks.
     """
 
@@ -94,8 +94,8 @@ def read_model(
         precision: "fp32" or "bf16".
         context: the maximum number of tokens of a sequence, by default the model's context.
         template: a file with a chat template, or "chatml"; by default the model's own template.
-        lora: the folders of LoRA adapters by name.
-        weights: "int8" to compute products with int8 weights, or "" to compute with weights in `precision`.
+        lora: a dict that maps the names of LoRA adapters to their folders.
+        weights: "int8" to compute matrix products with int8 weights, or "" to compute with weights in `precision`.
         lazy: whether to create the model of a Hugging Face folder on the meta device, for `shards.shard_model`.
 
     Raises:
@@ -152,7 +152,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder.
 
     Raises:
-        FolderError: if the file is missing or damaged.
+        FolderError: if the tokenizer file is missing or damaged.
     """
     if not (path / TOKENIZER).is_file():
         raise FolderError(

@@ -73,7 +73,7 @@ class LLM:
     starts the other ranks, which exit when this process exits or calls `close`.  While the other ranks exist, this
     process uses the same number of threads as each of them (`torch.set_num_threads`).
 
-    Several streams can be open at the same time; they share the batch.  All calls must come from one thread at a time.
+    Several streams can be open at the same time; they share the batch.  Only one thread at a time may call the LLM.
 
     Under a launcher, all ranks of the job run the same program.  The constructor, `generate`, `stream` and `close` are
     then collective calls, which use the prompts and parameters of rank 0 and return the results on every rank.
@@ -84,10 +84,11 @@ class LLM:
         precision: "fp32" or "bf16".
         weights: "int8" to compute products with int8 weights, or "" to compute with weights in `precision`; see
             `Runner`.
-        context: the maximum number of tokens of a sequence, by default the model's context.
+        context: the maximum number of tokens in a sequence, by default the model's context length.
         chat_template: a file with a chat template, or "chatml"; by default the model's own template.
         draft: the folder of a draft model, for speculate="draft".
-        lora: folders of LoRA adapters by name.  A prompt selects an adapter with the field `lora` of `Sampling`.
+        lora: the folders of the LoRA adapters, keyed by name.  A prompt selects an adapter with the field `lora` of
+            `Sampling`.
         options: other arguments of `GenerationEngine`, such as max_running=32.
 
     Raises:
@@ -237,7 +238,7 @@ class LLM:
             yield found
 
     def _received(self) -> Iterator[Generation]:
-        """Compute with rank 0, and yield the results that rank 0 shares."""
+        """Run steps together with rank 0, and yield the results that rank 0 shares."""
         while (found := self._ranks.receive()) is not None:
             if isinstance(found, RequestError):
                 raise found

@@ -21,7 +21,7 @@ Adapter = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def parse_adapters(lora: Sequence[str]) -> dict[str, Path]:
-    """Parse entries "NAME=FOLDER", and return the folders of adapters by name.
+    """Parse entries of the form "NAME=FOLDER", and return the adapters' folders, keyed by name.
 
     Raises:
         RequestError: if an entry has a different format, or if two adapters have the same name.
@@ -41,7 +41,7 @@ def read_adapters(model: nn.Module, folders: Mapping[str, str | Path]) -> dict[s
     """Read adapters in PEFT format for a model, whose parameters may be on the meta device.
 
     Args:
-        folders: the adapters' folders by name.
+        folders: the adapters' folders, keyed by name.
 
     Raises:
         RequestError: if an adapter is damaged, does not match the model, or changes modules other than linear layers.

@@ -47,8 +47,8 @@ class Sampling:
         max_tokens: the maximum number of generated tokens; None for as many as the context allows.
         min_tokens: the minimum number of tokens before an end-of-sequence token or a stop token can be generated.
         temperature: the sampling temperature; 0 selects the most likely token.
-        top_k: the number of most likely tokens to sample from; 0 for all.  Tokens as likely as the last of them are
-            also kept.
+        top_k: the number of most likely tokens to sample from; 0 for all.  Tokens as likely as the least likely of
+            them are also kept.
         top_p: a probability; the tokens to sample from are the smallest set of most likely tokens whose total
             probability reaches `top_p`.
         min_p: the minimum probability of the tokens to sample from, relative to the probability of the most likely
@@ -58,7 +58,7 @@ class Sampling:
         presence_penalty, frequency_penalty: numbers that are subtracted from the logits of generated tokens:
             `presence_penalty` once per token, and `frequency_penalty` once per occurrence.
         seed: with the same seed, a request gets the same tokens.
-        n: the number of sequences for the prompt.
+        n: the number of sequences to generate for the prompt.
         logprobs: the number of most likely tokens to report with log-probabilities; None for no log-probabilities.
             Log-probabilities describe the model's distribution, before any processing.
         prompt_logprobs: whether to report log-probabilities of the prompt's tokens.
@@ -71,7 +71,7 @@ class Sampling:
         grammar: a grammar that accepts the text, in llguidance's variant of Lark's syntax.  At most one of
             `json_schema`, `regex` and `grammar` is allowed.  A constrained text that reaches `max_tokens` can be
             incomplete.
-        lora: the name of the LoRA adapter with which the model computes; None for the base model.
+        lora: the name of the LoRA adapter to apply; None for the base model.
         continues: whether the output continues the text of the prompt.  If the output starts a new text, such as a chat
             message, tokenizers such as SentencePiece remove the space before the first word of this text.
 
@@ -188,7 +188,7 @@ class Output:
 
     Args:
         request: the request's number.
-        choice: the sequence's number, from 0 to n - 1.
+        choice: the index of the sequence in its request, from 0 to n - 1.
         tokens: the new tokens.
         text: the new text, which can lag behind the tokens.
         offsets: for each new token, the number of complete characters in the text before this token, including text
@@ -226,7 +226,7 @@ class Progress:
 
     Args:
         request: the request's number.
-        choice: the sequence's number, from 0 to n - 1.
+        choice: the index of the sequence in its request, from 0 to n - 1.
         prompt: the number of tokens in the prompt.
         generated: the number of generated tokens.
         most: the maximum number of generated tokens.

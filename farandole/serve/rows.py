@@ -84,10 +84,10 @@ class Packed:
 
 
 class IndependentRows(TorchFunctionMode):
-    """A context in which each row of a model's fp32 results on the CPU does not depend on the other rows.
+    """A context manager that makes each row of a model's fp32 results on the CPU independent of the other rows.
 
-    The context keeps a packed copy of each weight.  In bf16, products with more than `MAX_BF16_ROWS` rows are left to
-    torch, which computes them faster.
+    The context manager keeps a packed copy of each weight.  In bf16, torch computes products with more than
+    `MAX_BF16_ROWS` rows, because torch computes these products faster.
 
     Args:
         use_core: whether to use the C core, by default if available.
@@ -160,8 +160,8 @@ class IndependentRows(TorchFunctionMode):
             kind: INT8, or the type of the weight.
             release: whether to free the weight's memory.  The values of `weight` are then NaN, and `weight` can be used
                 only in products.
-            largest: for INT8, fp32 of shape (outputs) or (matrices, outputs): the absolute weights that are stored as
-                127, by default the largest of each output.
+            largest: for INT8, fp32 of shape (outputs) or (matrices, outputs): for each output, the absolute weight that
+                is stored as 127, by default the output's largest absolute weight.
         """
         values = weight.detach()
         stack = values[None] if values.dim() == 2 else values

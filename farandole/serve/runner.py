@@ -139,10 +139,10 @@ class Runner:
     Args:
         model: a decoder on the CPU, whose weights no longer change.
         use_core: whether to use the C core, by default if available.
-        adapters: LoRA adapters by name.
+        adapters: the LoRA adapters, keyed by name.
         weights: "int8" to compute products with int8 weights and a scale per output, or "" to use the weights of
             `model`.
-        owned: whether the runner may free the weights of `model` that it keeps in another format.
+        owned: whether the runner may free weights of `model` after converting them to another format.
         largest: for "int8", the result of `ModelShards.largest_weights`, if the inputs of some matrices are sharded.
 
     Raises:
@@ -258,7 +258,7 @@ class Runner:
             return logits[0].float()
 
     def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Updates, Tensor]]:
-        """Return the updates of each adapter that the spans use, with the indices of the rows to which they apply.
+        """Return, for each adapter that the spans use, the updates and the indices of the rows that use it.
 
         Args:
             counts: the number of rows of each span.

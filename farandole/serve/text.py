@@ -81,7 +81,7 @@ class TextStream:
 
 
 def _last_complete(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """Return a list with the last token of `prompt` that has text without incomplete characters, or an empty list."""
+    """Return a list with the last token of `prompt` whose text is complete and not empty, or an empty list."""
     for token in reversed(prompt):
         text = tokenizer.decode([token], skip_special_tokens=True)
         if text and "\ufffd" not in text:

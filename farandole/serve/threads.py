@@ -20,7 +20,7 @@ _count: ContextVar[int | None] = ContextVar("threads of the core", default=None)
 
 @contextlib.contextmanager
 def core_threads() -> Iterator[None]:
-    """Return a context in which torch uses one thread, and the core uses as many threads as torch used before."""
+    """Return a context manager that limits torch to one thread; the C core uses as many threads as torch before."""
     count = torch.get_num_threads()
     if count == 1 or not native.available():
         yield
@@ -36,7 +36,7 @@ def core_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_threads() -> Iterator[None]:
-    """Return a context in which torch uses all threads again, for a large operation within `core_threads`."""
+    """Return a context manager that lets torch use all threads again, for a large operation within `core_threads`."""
     count = _count.get()
     if count is None:
         yield

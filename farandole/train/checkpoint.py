@@ -172,7 +172,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Return a context for a save.
+        """Return a context manager that handles the failure of a save.
 
         If the save fails, remove the partial checkpoint, and raise an error on all ranks.  The error names the last
         good checkpoint.

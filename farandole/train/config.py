@@ -1,4 +1,6 @@
-"""Load and validate a run's configuration: a preset, a TOML file and `key=value` arguments, in ascending priority.
+"""Load and validate a run's configuration: a preset, a TOML file and `key=value` arguments.
+
+The arguments take precedence over the file, which takes precedence over the preset.
 
     config = load_config("tiny", ["steps=20", "optimizer.learning_rate=1e-3"])
 
@@ -107,7 +109,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """The sizes of the GPT or BERT to train, or a Hugging Face folder, which determines all sizes except `context`."""
+    """The sizes of the GPT or BERT model to train, or a Hugging Face folder, which sets all sizes except `context`."""
 
     folder: str = ""
     pretrained: bool = True
@@ -459,7 +461,7 @@ def parse_config(values: dict[str, Any]) -> TrainConfig:
 
 
 def saved_config(values: dict[str, Any]) -> TrainConfig:
-    """Validate the saved configuration of a run, which an earlier version may have written.  Raises `ConfigError`."""
+    """Validate and return a run's saved configuration, possibly from an earlier version.  Raises `ConfigError`."""
     return parse_config(_translated(values))
 
 
@@ -549,7 +551,7 @@ def _value(text: str) -> Any:
 
 
 def unknown_key(key: str) -> str:
-    """Return the error message for an unknown key, with the nearest key or the keys in its section."""
+    """Return the error message for an unknown key, which suggests a similar key or lists the keys in the section."""
     known = known_keys()
     section, _, name = key.rpartition(".")
     same = [other for other in known if other.endswith(f".{name}")]
@@ -613,7 +615,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 
 def _expected(key: str, problem: Any) -> str:
-    """Return the error message for a key whose value has the wrong type or exceeds a limit, or is missing."""
+    """Return the error message for a value that is missing, has the wrong type or is out of range."""
     what = key_type(key)
     if not what.startswith("one of "):
         what = f"{'an' if what[0] in 'aeiou' else 'a'} {what}"

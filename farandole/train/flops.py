@@ -2,7 +2,7 @@
 
 A weight in a matrix product needs 6 operations per position: 2 in the forward pass, 2 for the gradient of the input and
 2 for the gradient of the weight.  A frozen weight needs 4.  Attention also needs operations for each pair of positions
-(Chowdhery et al., 2022, "PaLM", appendix B); pairs that a mask hides count too.  Recomputation is not counted.
+(Chowdhery et al., 2022, "PaLM", appendix B); masked pairs are counted too.  Recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Flops:
     """The floating-point operations of a forward and backward pass.
 
     Args:
-        position: operations per position of a sequence.  The source and the target of an encoder-decoder model have
-            equal lengths.
-        pair: operations per pair of positions of a sequence.
-        target: operations per target of the loss, because the output projection is computed only at positions with a
-            target.
+        position: operations per position of a sequence.  In an encoder-decoder model, the source and target sequences
+            are assumed to have equal lengths.
+        pair: operations per pair of positions in a sequence.
+        target: operations of the output projection per loss target.  The output projection is computed only at
+            positions with a target.
     """
 
     position: float = 0.0
@@ -55,7 +55,7 @@ class Flops:
 
 
 def count_flops(model: nn.Module, lora: LoRA | None = None) -> Flops | None:
-    """Return the operations of an unsharded transformer, or None for other models.
+    """Return the operation counts of an unsharded transformer, or None for other models.
 
     Args:
         model: the model before `parallelize`, which may be on the meta device.

@@ -62,16 +62,16 @@ def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretraine
 
 
 def position_limit(origin: Pretrained) -> int | None:
-    """Return the number of learned positions, or None for a model without learned positions."""
+    """Return the number of learned position embeddings, or None for a model without such embeddings."""
     sizes = origin.config
     learned = isinstance(sizes, BERTConfig) or (isinstance(sizes, GPTConfig) and sizes.positions == "learned")
     return sizes.context if learned else None
 
 
 def check_context(config: TrainConfig, origin: Pretrained) -> None:
-    """Raise `ConfigError` if `model.context` exceeds the model's learned positions.
+    """Raise `ConfigError` if `model.context` exceeds the number of learned position embeddings.
 
-    For other models, warn if `model.context` exceeds the context with which the model was trained.
+    For a model without such embeddings, warn if `model.context` exceeds the context length used to train the model.
     """
     limit = position_limit(origin)
     if limit is not None and config.model.context > limit:
@@ -96,7 +96,7 @@ def _warn_context(context: int, trained: int, folder: str) -> None:
 
 
 def open_folder_model(config: TrainConfig, classes: int | None = None, **changes: Any) -> Transformer:
-    """Create the folder's model, with `changes` to its configuration.
+    """Create the model from the configured folder, with `changes` to the model's configuration.
 
     The model is on the meta device, and `parallelize` later reads the weights.  If `model.pretrained` is false or
     `weights` is set, the folder's weights are not used: the model has random weights and is on torch's default device.
@@ -124,7 +124,7 @@ def open_folder_model(config: TrainConfig, classes: int | None = None, **changes
 
 
 def _without_weights(origin: Pretrained) -> Transformer:
-    """Return a model on the meta device, whose weights will be loaded from a checkpoint."""
+    """Return a meta-device model whose weights will be loaded from a checkpoint."""
     with meta_device():
         model = origin.architecture.build(origin.config)
     model.pretrained = origin  # type: ignore[assignment]

@@ -137,7 +137,7 @@ def _square(image: Image.Image, size: int) -> NDArray[np.uint8]:
 
 
 class _Subset:
-    """The images of `source` whose numbers are in `numbers`, with their classes."""
+    """The images at the indices `numbers` of `source`, with their classes."""
 
     def __init__(self, source: _Source, numbers: NDArray[np.int64], size: int) -> None:
         self._source, self.numbers, self._size = source, numbers, size
@@ -193,7 +193,7 @@ class ImagesTask(Task):
         """Return the normalized images at the indices `numbers` of `samples`, and their classes.
 
         The images have the shape (n, 3, size, size), and the classes have the shape (n).  With `images.flip`, each
-        training image is mirrored with a probability of 1/2.
+        training image is flipped horizontally with probability 1/2.
         """
         pairs = [samples[int(number)] for number in numbers]
         images = np.stack([image for image, _ in pairs])

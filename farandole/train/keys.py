@@ -76,7 +76,7 @@ def find_key(name: str) -> Key:
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """Return the values of key `name` that differ from the default, keyed by preset."""
+    """Return the non-default values of key `name`, keyed by preset name."""
     default = load_config().flat()[name]
     values = {preset: load_config(preset).flat()[name] for preset in presets()}
     return {preset: value for preset, value in values.items() if value != default}

@@ -1,8 +1,8 @@
 """Estimate the memory that a run needs, and check before any rank starts that this memory is available.
 
 The check first adds up the memory for weights, gradients, optimizer states and checkpoint copies, which a run always
-needs, as if the precision were fp32.  On a CPU host, the check then estimates the activation memory of a step with the
-planner, unless an upper bound already fits.
+needs, as if the precision were fp32.  On a CPU host, the check then uses the planner to estimate the activation memory
+of a step, unless an upper bound on the step's memory already fits.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _check_division(config: TrainConfig, ranks: int) -> None:
 
 
 def summary(start: Start) -> dict[str, str]:
-    """Return the lines that `farandole train --dry-run` prints for a checked run, keyed by their names."""
+    """Return the lines that `farandole train --dry-run` prints for a checked run, keyed by label."""
     config, ranks = task_config(start.config, start.checkpoint), start.ranks
     count, samples = config.micro_batches(ranks)
     micro_batches = "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
@@ -170,7 +170,7 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
 
 
 def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) -> Estimate:
-    """Estimate the memory of a rank, with fp32 weights if the precision is "auto"."""
+    """Estimate the memory that a rank needs.  Precision "auto" is treated as fp32."""
     if micro_batch is not None:
         section = config.plan.model_copy(update={"micro_batches": 0})
         config = config.model_copy(update={"micro_batch": micro_batch, "plan": section})
@@ -227,7 +227,7 @@ def _check_state(
 
 
 def _divided(config: TrainConfig, ranks: int, fitting: list[int], usable: float) -> str:
-    """Return advice for a message: a higher ZeRO stage, or AdamW's moments on a disk; "" if neither fits."""
+    """Return advice for a message: a higher ZeRO stage, or offloading to disk; "" if neither fits."""
     if config.plan.compression != "none":
         return ""
     if fitting:

@@ -13,8 +13,9 @@ Each line in `samples.jsonl` is an object with `step` and the task's report afte
 `memory_bytes` is rank 0's peak memory.  `model_flops_utilization` (for transformers) is the model's floating-point
 operations per second, divided by the matrix-product speed that all ranks measured before the first step.
 
-Other tasks have other units, such as `images_per_s`, and additional metrics, such as `validation_accuracy`.  With fp16,
-a step also has `loss_scale`, and a skipped step has `overflow`, a text that describes the cause.
+The unit of the throughput depends on the task, as in `images_per_s`.  A task can add metrics, such as
+`validation_accuracy`.  With fp16, a step also has `loss_scale`, and a skipped step has `overflow`, a description of the
+cause.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class MetricsWriter:
         self._wandb = _start_wandb(run, config or {}) if wandb else None
 
     def write(self, step: int, record: Record, texts: Mapping[str, str] | None = None) -> None:
-        """Write the metrics for `step`.  `texts` are not written to TensorBoard."""
+        """Write the metrics for `step`.  `texts` are written only to `metrics.jsonl`."""
         self._append(self._path, {"step": step, **record, **(texts or {})})
         self._write_tensorboard(step, _scalars(record))
         if self._wandb is not None:
@@ -91,7 +92,7 @@ class MetricsWriter:
             self._wandb.log({"sample": text}, step=step)
 
     def close(self, failed: bool = False) -> None:
-        """Finish the Weights & Biases run, as failed or successful."""
+        """Finish the Weights & Biases run, and mark the run as failed or successful."""
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(failed))
             self._wandb = None
@@ -170,7 +171,7 @@ def _scalars(record: Mapping[str, float]) -> list[Summary.Value]:
 
 
 def _text(tag: str, text: str) -> Summary.Value:
-    """Return a summary for TensorBoard's text page, with `text` indented so that Markdown keeps its lines."""
+    """Return a summary for TensorBoard's text tab, with `text` indented so that Markdown keeps the line breaks."""
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     content = TensorProto(dtype="DT_STRING", string_val=[indent(text, "    ").encode()], tensor_shape=shape)
     plugin = SummaryMetadata.PluginData(plugin_name="text")
@@ -180,9 +181,9 @@ def _text(tag: str, text: str) -> Summary.Value:
 class TensorBoardWriter:
     """Writes summaries to an event file in `folder`.
 
-    torch's `SummaryWriter` is not used, because it writes in a thread.  If the thread fails, for example because the
-    disk is full, the training ends later, with a traceback.  With `resumed_step`, TensorBoard hides the later
-    steps in earlier files.
+    torch's `SummaryWriter` is not used, because it writes in a background thread.  If the thread fails, for example
+    because the disk is full, the training ends later, with a traceback.  With `resumed_step`, TensorBoard hides the
+    summaries for later steps in existing files.
 
     Raises:
         OSError: if the file cannot be written.
@@ -265,7 +266,7 @@ def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
 
 
 def _smooth(points: list[Point]) -> list[Point]:
-    """Return centered moving averages over 1/15 of the run, with fewer points at both ends."""
+    """Return centered moving averages over 1/15 of the run, with smaller windows near both ends."""
     reach = len(points) // 30
     sums = [0.0, *accumulate(value for _, value in points)]
     smooth = []

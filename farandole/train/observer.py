@@ -86,7 +86,7 @@ class ProgressLine:
             self._live = Live(console=self._console, refresh_per_second=5, transient=True)
 
     def show(self, progress: Progress) -> None:
-        """Update the progress line on a terminal, or print a new line to other streams."""
+        """Update the progress line, or print another line if the output is not a terminal."""
         if self._live is None:
             self._console.print(str(progress))
             return
@@ -313,8 +313,8 @@ class Observer:
 def _router_metrics(result: StepResult) -> dict[str, float]:
     """Return the metrics of each router.
 
-    The metrics are the largest load of an expert relative to the mean load, the fraction of dropped tokens, and the
-    share of the load that each expert has.
+    The metrics are the largest expert load relative to the mean load, the fraction of dropped tokens, and each expert's
+    fraction of the load.
     """
     return {
         f"{name}/{metric}": value

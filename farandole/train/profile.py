@@ -1,7 +1,8 @@
 """Record the first steps of a job as one trace of all ranks, for https://ui.perfetto.dev.
 
-Each rank appears as a process in the trace.  Its threads show the phases of the steps and, in a pipeline, the measured
-and the simulated actions.  The simulation of a step uses the median durations of the actions measured in this step.
+Each rank appears as a process in the trace.  The process's threads show the phases of the steps and, in a pipeline, the
+measured and the simulated actions.  The simulation of a step uses the median durations of the actions measured in this
+step.
 Times are measured on the host: an accelerator may still be running the kernels of a phase that has ended.
 """
 
@@ -63,7 +64,7 @@ class Profile:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last step to record has begun."""
+        """Return whether the last step to be recorded has begun."""
         return self.enabled and self._begun > STEPS
 
     @property
@@ -72,7 +73,7 @@ class Profile:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Return a context whose duration is recorded as the phase `name`."""
+        """Return a context manager that records the duration of its body as phase `name`."""
         start = time.perf_counter()
         yield
         if self._records:
@@ -80,7 +81,7 @@ class Profile:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Return a context in which the training step `number` runs and is recorded."""
+        """Return a context manager that records its body as training step `number`."""
         self._begun += 1
         with self.phase(f"step {number}"):
             yield

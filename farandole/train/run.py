@@ -38,7 +38,7 @@ from farandole.train.trainer import Trainer
 
 
 def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime) -> signal.Signals | None:
-    """Train `config` in folder `run`, starting from checkpoint `resume` if given.  Collective call.
+    """Train the configured model in run folder `run`, resuming from checkpoint `resume` if given.  Collective call.
 
     Returns:
         The signal that ended the run before its last step, or None.
@@ -172,11 +172,11 @@ EXCHANGE_S = 1.0
 
 @contextmanager
 def without_timeout(comm: Communicator) -> Iterator[None]:
-    """Return a context in which ranks may wait for each other longer than the timeout of `comm`.
+    """Return a context manager that lets ranks wait for each other longer than the timeout of `comm`.
 
     For example, rank 0 may tokenize a large text for an hour.  A thread of each rank exchanges messages every second,
-    until all ranks have left the context or one of them has failed.  Therefore no call lasts until the timeout, and a
-    dead rank is detected.  The code in the context must not use `comm`.  Collective call.
+    until all ranks have left the body or a rank has failed.  Therefore no call on `comm` reaches the timeout, and a
+    dead rank is detected.  The code in the body must not use `comm`.  Collective call.
 
     Raises:
         CommunicationError: if a rank dies.
@@ -211,7 +211,7 @@ def without_timeout(comm: Communicator) -> Iterator[None]:
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Return a context that suppresses this package's warnings."""
+    """Return a context manager that suppresses this package's warnings."""
     logger = logging.getLogger("farandole")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -222,7 +222,7 @@ def _errors_only() -> Iterator[None]:
 
 
 def main(text: str) -> None:
-    """Run, on this rank, the job that `text` specifies in JSON."""
+    """Run the job specified by the JSON string `text` on this rank."""
     given = TrainingJobSpec.load(text)
     with farandole.init() as runtime:
         _run(given, runtime)
@@ -264,7 +264,7 @@ def _agree(request: Request, runtime: Runtime) -> TrainingJobSpec:
 
 
 def _run(given: TrainingJobSpec, runtime: Runtime) -> None:
-    """Run the training of `given` on this rank.
+    """Run the training job `given` on this rank.
 
     Errors that the user can fix end the process with a message.  If a signal ends the run early, the exit status is 128
     plus the signal's number.

@@ -289,7 +289,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 class RunLock:
-    """A lock on a run, which rank 0 holds during training.  The kernel releases the lock when the process ends.
+    """A lock on a run, held by rank 0 during training.  The kernel releases the lock when the process ends.
 
     Raises:
         CheckpointError: on all ranks, if another job holds the lock.

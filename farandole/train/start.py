@@ -117,7 +117,7 @@ def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
 
 @dataclass(frozen=True)
 class TrainingJobSpec:
-    """The job specification sent to every rank: train `config` in folder `run`, from `checkpoint` if given."""
+    """The job specification sent to every rank: the configuration, the run's folder and the checkpoint to resume."""
 
     config: TrainConfig
     run: Path
@@ -174,11 +174,11 @@ def _is_folder(word: str, resume: bool) -> bool:
 
 
 def check(request: Request, ranks: int | None = None) -> Start:
-    """Check a request.  No file remains after the check.
+    """Check a request.  The check leaves no files behind.
 
     Args:
-        ranks: the number of ranks.  Defaults to `default_ranks` for a new run, and to the previous number for a resumed
-            run.
+        ranks: the number of ranks.  Defaults to `default_ranks` for a new run, and to the number in the
+            checkpoint for a resumed run.
 
     Raises:
         ConfigError: if the configuration is invalid.
@@ -307,7 +307,7 @@ def _check_ranks(config: TrainConfig, ranks: int) -> None:
 
 
 def _folder_of_runs(request: Request) -> Path:
-    """Return the folder of runs, which the key `out` names.
+    """Return the folder of runs that the key `out` specifies.
 
     The other overrides are not validated, because they may depend on the checkpoint.
     """

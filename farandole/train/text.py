@@ -157,7 +157,7 @@ class MaskedTextTask(Task):
         self.units_per_sample = config.model.context
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return a BERT that does not use padding, because all windows are full."""
+        """Return a BERT model.  The model does not use padding, because all windows are full."""
         return build_bert(BERTConfig(**config.model.sizes()))
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> MaskedBatch:

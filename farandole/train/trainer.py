@@ -284,7 +284,7 @@ class Trainer:
 
 @contextmanager
 def _captured_logs() -> Iterator[list[logging.LogRecord]]:
-    """Return a context that collects the messages that `parallelize` logs."""
+    """Return a context manager that collects the messages that `parallelize` logs."""
     logger, handler = logging.getLogger("farandole.parallel"), BufferingHandler(sys.maxsize)
     level = logger.level
     logger.addHandler(handler)
@@ -313,7 +313,7 @@ def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.O
 
 
 def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
-    """Return the learning rate for `step` (0 to steps - 1): linear warm-up, then cosine decay to the final share."""
+    """Return the learning rate for `step` (0 to steps - 1): linear warm-up, then cosine decay."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
@@ -322,6 +322,6 @@ def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate in all groups."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate

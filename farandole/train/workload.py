@@ -1,4 +1,4 @@
-"""Describe a rank's part of a training step for the planner, without reading data."""
+"""Describe the work of one rank in a training step for the planner, without reading data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FULL: dict[str, Any] = {"padding": None}
 
 
 def workload_of(config: TrainConfig, ranks: int, model: nn.Module | None = None) -> Workload:
-    """Return one rank's share of a training step.
+    """Return the workload of one rank in a training step.
 
     Args:
         model: the configured model on the meta device, if the caller has already created this model.

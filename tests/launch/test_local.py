@@ -413,7 +413,7 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
             ["--nodes", "2", "--node-rank", "2", "x.py"],
             "out of range for --nodes 2: expected a number from 0 to 1",
         ),
-        (["--rendezvous", "node0", "x.py"], "'node0' is not HOST:PORT"),
+        (["--rendezvous", "node0", "x.py"], "expected HOST:PORT, such as node0:29500, got 'node0'"),
         (["progam.py"], "there is no script 'progam.py' here; nearest: program.py"),
         (["no/such/program.py"], "folder 'no/such' does not exist"),
         (["folder"], "'folder' is a folder, not a script; scripts in it: folder/inner.py"),

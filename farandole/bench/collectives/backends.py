@@ -89,7 +89,7 @@ def why_unavailable(name: str, ranks: int, launcher: str) -> str | None:
 
 
 def why_unsupported(name: str, operation: Operation, setup: CollectivesSetup) -> str | None:
-    """Return the reason why the backend `name` does not support `operation` with the options in `setup`, or None."""
+    """Return why the backend `name` does not support `operation` with the options in `setup`, or None if it does."""
     if name == "shared" and (operation.messages or not operation.sized):
         return f"shared memory makes no difference for {operation.name}"
     if name in ("gloo", "nccl") and setup.dtype == "int16" and operation.sized:
@@ -127,7 +127,7 @@ def mpiexec_for(setup: CollectivesSetup, ranks: int) -> str | None:
 
 
 def find_mpiexec() -> str | None:
-    """Return the path of mpiexec, or None; the directory of this Python is searched before PATH."""
+    """Return the path of mpiexec, or None if not found; the Python executable's directory is searched before PATH."""
     return shutil.which(
         "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )

@@ -79,11 +79,11 @@ class Torch:
         return dist.recv(tensor, group=self._group, group_src=peer)
 
     def begin_send(self, tensor: Tensor, peer: int) -> Wait:
-        """Start `torch.distributed.isend`, and return a function that waits for its completion."""
+        """Call `torch.distributed.isend`, and return a function that waits until the send is complete."""
         return _waiting(dist.isend(tensor, group=self._group, group_dst=peer))
 
     def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
-        """Start `torch.distributed.irecv`, and return a function that waits for its completion."""
+        """Call `torch.distributed.irecv`, and return a function that waits until the receive is complete."""
         return _waiting(dist.irecv(tensor, group=self._group, group_src=peer))
 
     def _of_torch(

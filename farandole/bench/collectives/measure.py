@@ -1,4 +1,4 @@
-"""Time collectives: at each size, the implementations run alternately, with a barrier after every call.
+"""Time collectives; at each size, the implementations are interleaved, with a barrier after every call.
 
 A rank times its own call, from entry to return.  The barrier after the call is not timed, and prevents calls from
 overlapping.  The OSU Micro-Benchmarks (D. K. Panda et al.) use the same method.
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return the numbers of iterations and of warm-up iterations."""
+        """Return the number of iterations and the number of warm-up iterations."""
         return self.setup.counts(self.operation, self.size)
 
     def row(self, implementation: Implementation, **figures: Any) -> Row:
@@ -76,7 +76,7 @@ class Buffers:
             self._wanted = None if wanted is None else wanted.to(self.input.device)
 
     def fill(self) -> None:
-        """If the result will be checked, write the input values to the input, and wrong values to the output."""
+        """If the result will be checked, write the input values to `input` and wrong values to `output`."""
         if self._wanted is not None and self._result is self.output:
             self.output.copy_(self._wanted).add_(1)
         if self._given is not None:
@@ -149,7 +149,7 @@ def measure(implementations: list[Implementation], case: Case) -> list[Row]:
 
 
 def take_turns(runs: list[Callable[[int], None]], iterations: int, comm: Communicator) -> None:
-    """Call the functions in `runs` in turn, each `TURNS` times, until each has run `iterations` iterations.
+    """Call the functions in `runs` in turn, `TURNS` times each, with a total of `iterations` iterations per function.
 
     The argument of each call is the number of iterations to run.
     """

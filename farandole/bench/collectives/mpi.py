@@ -54,7 +54,7 @@ class Mpi:
         return torch.empty(count, dtype=dtype)
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
-        """Return a function that runs the blocking call."""
+        """Return a function that makes the blocking MPI call for `operation`."""
         return self._function("", operation, reduction, input, output)
 
     def begin(
@@ -73,12 +73,12 @@ class Mpi:
         self._world.Recv(_bytes(tensor), peer)
 
     def begin_send(self, tensor: Tensor, peer: int) -> Wait:
-        """Start the non-blocking `Isend`, and return the `Wait` method of its request."""
+        """Start a non-blocking send with `Isend`, and return the `Wait` method of its request."""
         wait: Wait = self._world.Isend(_bytes(tensor), peer).Wait
         return wait
 
     def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
-        """Start the non-blocking `Irecv`, and return the `Wait` method of its request."""
+        """Start a non-blocking receive with `Irecv`, and return the `Wait` method of its request."""
         wait: Wait = self._world.Irecv(_bytes(tensor), peer).Wait
         return wait
 

@@ -36,7 +36,7 @@ TIMEOUT_S = 3600.0
 
 
 def start(setup: CollectivesSetup, ranks: int) -> int:
-    """Check the setup, run the benchmark on `ranks` new ranks of this host, and return the exit status of the job.
+    """Check the setup, launch `ranks` ranks of the benchmark on this host, and return the exit status of the job.
 
     If MPI is measured, mpiexec starts the ranks; otherwise, `farandole launch` starts them.
     """

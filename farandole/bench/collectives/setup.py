@@ -74,7 +74,7 @@ class CollectivesSetup:
         return sizes
 
     def counts(self, operation: Operation, size: int) -> tuple[int, int]:
-        """Return the numbers of iterations and of warm-up iterations.
+        """Return the number of iterations and the number of warm-up iterations.
 
         The defaults are the same as in the OSU Micro-Benchmarks.
         """

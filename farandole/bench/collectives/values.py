@@ -1,6 +1,6 @@
 """Input values and expected results, used to check every element.
 
-Values repeat after a prime number of elements, so that a misplaced part is detected.  They are small integers that
+Values repeat with a prime period, so that a misplaced block of elements is detected.  They are small integers that
 every dtype represents exactly, and differ between ranks.
 """
 

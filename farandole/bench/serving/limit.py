@@ -1,6 +1,6 @@
 """Lower bounds on a model's serving times on this machine, from the number of weights and two measured speeds.
 
-A step reads all weights from memory once and multiplies them with each of its tokens.  The KV cache and attention are
+A step reads all weights from memory once and multiplies each of its tokens by them.  The KV cache and attention are
 not counted, so real times are longer.
 """
 
@@ -26,9 +26,9 @@ class Limit:
     """Computes lower bounds on serving times, in seconds.
 
     Args:
-        body: the number of weights with which each token is multiplied, except the output projection.  In a mixture of
+        body: the number of weights by which each token is multiplied, except the output projection.  In a mixture of
             experts, only the experts that process the token are counted.
-        head: the number of weights of the output projection, with which only tokens that need logits are multiplied.
+        head: the number of weights of the output projection, by which only tokens that need logits are multiplied.
         weight_bytes: the size of the weights in `body` and `head` in bytes.
         bandwidth: the speed of reading a buffer of `weight_bytes` bytes, in bytes per second.
         flops: the speed of a large matrix product, in floating-point operations per second.

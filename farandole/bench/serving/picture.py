@@ -1,4 +1,4 @@
-"""Plot the distributions of TTFT, TPOT and inter-token latency for each scenario, and the speed-up of concurrency."""
+"""Plot the distributions of TTFT, TPOT and inter-token latency for each scenario, and the speed-up from concurrency."""
 
 from __future__ import annotations
 

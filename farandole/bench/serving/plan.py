@@ -1,6 +1,7 @@
 """Predict the speed of serving a model (`farandole plan --serve`), and compare the predictions with measurements.
 
-The speed is predicted for each precision, number of tensor-parallel ranks and number of running sequences.
+The speed is predicted for each combination of precision, number of tensor-parallel ranks and number of running
+sequences.
 """
 
 from __future__ import annotations

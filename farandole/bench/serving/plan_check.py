@@ -78,10 +78,10 @@ class Measured:
 
 
 def measure(job_spec: ServingCheckJobSpec, runtime: Runtime) -> list[Measured]:
-    """Serve with each number of running sequences in `job_spec.running`, one after another.  This is a collective call.
+    """Measure serving with each number of running sequences in `job_spec.running`.  This is a collective call.
 
     Returns:
-        One measurement for each number.  It combines all replicas: the times are means, and the rate is the sum.
+        One measurement for each number, combined over all replicas: the times are means, and the rate is the sum.
     """
     keep_freed_memory()
     request = read_request(list(job_spec.words), resume=False)
@@ -119,7 +119,7 @@ def measure(job_spec: ServingCheckJobSpec, runtime: Runtime) -> list[Measured]:
 def _serve(engine: GenerationEngine, mix: Mix, running: int) -> Measured:
     """Serve requests, with `running` sequences in the batch at all times.
 
-    The measurement begins when `running` requests have ended.
+    The measurement begins when `running` requests are complete.
     """
     choose = random.Random(running)
     started: dict[int, float] = {}
@@ -173,7 +173,7 @@ def _together(comm: Communicator, own: Sequence[Measured], width: int) -> list[M
 
 
 def main(text: str) -> None:
-    """Run the job specification in the JSON `text` as one of the launched ranks."""
+    """As one of the launched ranks, run the job that is specified by the JSON `text`."""
     job_spec = ServingCheckJobSpec(**json.loads(text))
     with farandole.init() as runtime:
         found = measure(job_spec, runtime)

@@ -31,7 +31,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize(scenario: str, samples: Sequence[Sample], setup: ServingSetup, limit: Limit | None) -> Summary:
-    """Return the counts, percentiles of the times, and rates of a scenario as a dictionary that can be written as JSON.
+    """Return a JSON-serializable dictionary with the counts, the percentiles of the times, and the rates of a scenario.
 
     If `limit` is not None, the dictionary also contains the bounds on the times and the rates.
     """

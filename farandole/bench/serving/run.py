@@ -79,7 +79,7 @@ def _inspect(setup: ServingSetup, folder: Path) -> tuple[Limit, int]:
 
 @contextmanager
 def _serving(setup: ServingSetup, folder: Path) -> Iterator[str]:
-    """Return a context in which `farandole serve` serves the model in `folder`; its value is the server's address.
+    """Return a context manager that runs `farandole serve` for the model in `folder` and yields the server's address.
 
     Raises:
         BenchError: if the server does not start.

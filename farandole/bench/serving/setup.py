@@ -88,7 +88,7 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
         The smallest and the largest number of tokens.
 
     Raises:
-        BenchError: if `text` has another format; the message names `option`.
+        BenchError: if `text` does not have this format; the message names `option`.
     """
     low, _, high = text.partition(":")
     try:

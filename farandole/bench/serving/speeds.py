@@ -1,4 +1,4 @@
-"""While all ranks of this machine work, measure the speeds that `planner.serving` needs, and cache the results.
+"""Measure the speeds that `planner.serving` needs, while all ranks on this machine are busy, and cache the results.
 
     python -m farandole.bench.serving.speeds FILE      # one rank of the measurement; rank 0 writes FILE
 
@@ -56,7 +56,7 @@ _LARGE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Speeds:
-    """The fields of `ServingMachine` that are measured; see there for their units."""
+    """The measured fields of `ServingMachine`, in the same units."""
 
     products: dict[str, list[tuple[int, float]]]
     read: float
@@ -77,10 +77,10 @@ class Speeds:
 
 
 def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
-    """Return the mean speeds of a rank while `ranks` ranks work on this machine.
+    """Return the mean speeds of a rank while `ranks` ranks are busy on this machine.
 
-    If there are fewer cores than ranks, the speeds are measured with one rank per core.  The result comes from the
-    cache if it contains one, unless `remeasure` is True.
+    If there are fewer cores than ranks, the speeds are measured with one rank per core.  A cached result is returned
+    instead, unless `remeasure` is True.
 
     Raises:
         BenchError, LaunchError, SystemExit: as for `measured`.
@@ -135,7 +135,7 @@ def _model(**fields: Any) -> Transformer:
 
 
 class _Decode:
-    """Measures the time of a model's steps; all keys and values of earlier positions in the cache are zero."""
+    """Times the steps of a model; all keys and values of earlier positions in the cache are zero."""
 
     def __init__(self, model: Transformer, runtime: Runtime, turns: int) -> None:
         self._runner, self._runtime, self._turns = Runner(model), runtime, turns
@@ -157,7 +157,7 @@ class _Decode:
 
 
 def _overheads(runtime: Runtime, turns: int) -> tuple[float, float, float]:
-    """Measure the overheads in the time of a step: seconds per step, per layer and per sequence.
+    """Measure the overhead of a step in seconds: per step, per layer and per sequence.
 
     The overheads are fitted to the times of steps of tiny models, whose computation takes almost no time.
     """
@@ -179,7 +179,7 @@ def _all_reduce(runtime: Runtime, turns: int) -> tuple[float, float]:
     """Time a small and a large all-reduce.
 
     Returns:
-        The time of the small all-reduce in seconds, and the bus bandwidth of the large one in bytes per second.
+        The time of the small all-reduce in seconds, and the bus bandwidth of the large all-reduce in bytes per second.
     """
     if runtime.size == 1:
         return 0.0, 1e12  # nothing is sent

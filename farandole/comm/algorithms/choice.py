@@ -1,4 +1,4 @@
-"""Choose the algorithms for collectives: those that the user names, or else the fastest according to measurements."""
+"""Choose the algorithms for collectives: the algorithms specified by the user, or else the fastest in measurements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Choice:
             size.
         table: The measurements of the algorithms; by default, the table that is part of this package.
         exchange: How all-to-all, gather and scatter send messages between hosts: "aggregated", "direct", or "auto" to
-            choose by the size of the messages and the number of ranks.
+            choose based on the message size and the number of ranks.
     """
 
     def __init__(self, algorithm: str = "auto", table: Table | None = None, exchange: str = "auto") -> None:

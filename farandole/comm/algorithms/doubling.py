@@ -1,6 +1,6 @@
 """Recursive doubling, which sends few messages but many bytes.
 
-In step k (counted from 0), each rank exchanges values with the rank whose number differs from its own only in bit k.
+In step k (counted from 0), each rank exchanges values with the rank whose index differs from its own only in bit k.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """

@@ -1,7 +1,7 @@
 """Recursive halving, which sends few messages and few bytes.
 
-In each step, a rank keeps half of the range of values that it still reduces.  It sends its values of the other half to
-a partner, and receives the partner's values of the half that it keeps.
+In each step, a rank keeps half of the range of values that it still reduces.  It sends its values in the other half to
+a partner, and receives the partner's values in the half that it keeps.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """

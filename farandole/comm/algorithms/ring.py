@@ -31,7 +31,7 @@ def all_reduce(
 
     Args:
         transport: The transport among the ranks.
-        tensor: The values.  They are overwritten: with the results, or with partial totals if `result` is given.
+        tensor: The values.  They are overwritten: with the results, or with partial results if `result` is given.
         combine: The reduction.
         result: The output tensor, by default `tensor`.  If its dtype is narrower than the dtype of `tensor`, results
             are sent in the narrower dtype.

@@ -38,7 +38,7 @@ Reduce = Callable[[Tensor, Transport], Steps]
 
 
 class Running:
-    """A running algorithm.  The constructor runs it until it must wait for a message for the first time."""
+    """A running algorithm.  The constructor runs the algorithm until the first message for which it must wait."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -59,13 +59,13 @@ class Running:
             self._next = next(self._steps, None)
 
     def finish(self, deadline: float) -> None:
-        """Run the algorithm to its end; all messages must arrive before `deadline`, as measured by `time.monotonic`."""
+        """Run the algorithm to completion; all messages must arrive before `deadline` (a `time.monotonic` time)."""
         while not self.done:
             self.advance(deadline)
 
 
 def finish(steps: Steps, timeout_s: float) -> None:
-    """Run an algorithm from its beginning to its end; all its messages must arrive within `timeout_s` seconds."""
+    """Run an algorithm to completion; all its messages must arrive within `timeout_s` seconds."""
     Running(steps).finish(time.monotonic() + timeout_s)
 
 
@@ -108,13 +108,13 @@ class PowerOfTwo:
     def delegate(self, tensor: Tensor, result: Tensor) -> Steps:
         """Send `tensor` to the partner, and receive `result` from the partner.
 
-        Only the remaining ranks call this method.
+        Only ranks outside the first 2^k ranks call this method.
         """
         yield self.send(tensor, self._partner)
         yield self.recv(result, self._partner)
 
     def combine_outside(self, tensor: Tensor, combine: Combine) -> Steps:
-        """If this rank's partner is a remaining rank, combine the partner's values into `tensor`.
+        """If this rank has a partner outside the first 2^k ranks, combine the partner's values into `tensor`.
 
         The first 2^k ranks call this method before they exchange values.
         """
@@ -124,7 +124,7 @@ class PowerOfTwo:
             combine(tensor, tensor, spare)
 
     def send_outside(self, result: Tensor) -> Steps:
-        """If this rank's partner is a remaining rank, send `result` to the partner.
+        """If this rank has a partner outside the first 2^k ranks, send `result` to the partner.
 
         The first 2^k ranks call this method after they have exchanged values.
         """

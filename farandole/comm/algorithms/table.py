@@ -64,7 +64,7 @@ class Link:
 
     @cached_property
     def fit(self) -> Fit:
-        """The latency and the time per byte with which the cost models fit the measurements of this link best."""
+        """The latency and the time per byte for which the cost models best fit the measurements of this link."""
         return fit(
             [
                 (COSTS[name], hosts, size, seconds)
@@ -107,7 +107,7 @@ class Link:
         return COSTS[algorithm](hosts, size, self.fit.latency_s, self.fit.seconds_per_byte)
 
     def without(self, hosts: int) -> Link | None:
-        """Return a copy without the measurements between `hosts` hosts, or None if no measurements remain."""
+        """Return a copy without the measurements for `hosts` hosts, or None if no measurements remain."""
         rest = {count: sizes for count, sizes in self.seconds.items() if count != hosts}
         return Link(self.name, rest) if rest else None
 
@@ -204,7 +204,7 @@ def fit(points: list[tuple[Cost, int, int, float]]) -> Fit:
     results are non-negative.
 
     Args:
-        points: the cost model, the number of ranks, the size in bytes and the measured seconds of each measurement.
+        points: a tuple (cost model, number of ranks, size in bytes, measured seconds) for each measurement.
     """
     # each point gives a linear equation a * latency + b * seconds_per_byte = seconds, here divided by seconds
     rows = [(cost(n, size, 1.0, 0.0) / t, cost(n, size, 0.0, 1.0) / t) for cost, n, size, t in points]

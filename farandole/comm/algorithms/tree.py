@@ -46,7 +46,7 @@ def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
 
 
 def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """Broadcast `tensor` along a chain: each rank receives it from its left neighbor and sends it to the right.
+    """Broadcast `tensor` along a chain: each rank receives from its left neighbor and sends to its right neighbor.
 
     With p ranks, there are p - 1 steps.  Each rank sends the tensor at most once, so the windows of a large tensor can
     be pipelined.

@@ -1,1 +1,1 @@
-"""The backends of this package for `torch.distributed`: the process group class, and the creation of groups."""
+"""This package's `torch.distributed` backends: the process group class, and the creation of groups."""

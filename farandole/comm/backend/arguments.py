@@ -1,4 +1,4 @@
-"""Normalize the arguments with which torch calls methods of a process group: tensor lists, options and keywords."""
+"""Normalize the arguments that torch passes to the methods of a process group: tensor lists, options and keywords."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tensors_of(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return a list with the only tensor; raise ValueError unless there is exactly one.
+    """Return a list that contains the given tensor; raise ValueError unless there is exactly one.
 
     `call` names the method in the message.
     """
@@ -95,7 +95,7 @@ def torch_keywords(method: Method) -> Method:
 
 
 def options_of(given: Any, kind: type, **fields: Any) -> Any:
-    """Return `given` if it is an options object of torch, or else a new options object.
+    """Return `given` if it is a torch options object, or else a new options object.
 
     Args:
         given: An options object, or another argument that torch allows in its place, such as a timeout.

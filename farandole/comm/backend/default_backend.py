@@ -1,4 +1,4 @@
-"""The default backend that this package's process groups register in torch's C++ code.
+"""The default backend that this package's process groups register with torch's C++ code.
 
 A torch process group usually has one backend per device, which `ProcessGroup::getBackend` returns.  The process groups
 of this package run their collectives in Python and use no such backend.  However, torch 2.15 attaches its flight
@@ -54,7 +54,7 @@ def _backend_class() -> type | None:
         return None
 
     class DefaultBackend(NoCapabilities, base):
-        """A backend without collectives: each of them raises torch's error for unsupported operations."""
+        """A backend without collectives: each collective raises torch's error for unsupported operations."""
 
         def __init__(self, rank: int, size: int, name: str) -> None:
             super().__init__(rank, size)

@@ -86,7 +86,7 @@ def form(
 
     Args:
         members: The ranks of the endpoint that form the group, in the order of their ranks in the group.
-        ranks: The members' rank numbers in error messages.
+        ranks: The rank numbers that error messages show for the members.
         name: A name that distinguishes groups that are created at the same time.
         who: The name of the group in error messages.
         timeout: How long a call may wait for other ranks.

@@ -67,7 +67,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     Args:
         store: The store through which inner torch groups connect.
-        rank: This rank in the group.
+        rank: The rank of this process in the group.
         size: The number of ranks.
         timeout: How long a call may wait for other ranks.
         name: The name of the group.
@@ -187,7 +187,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         """Leave the group at program exit: notify the other ranks, and stop the threads of the group.
 
         Args:
-            note: The reason, which the errors of waiting ranks contain.
+            note: The reason, for the error messages on waiting ranks.
             patience_s: How long this call may wait for pending operations, in seconds.
         """
         self._dispatcher.abandon(note, patience_s)
@@ -196,7 +196,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     @property
     def hosts(self) -> list[list[int]]:
-        """The ranks of the group on each host, with one list per host."""
+        """The group's ranks, with one list per host."""
         core = self._dispatcher.core
         return core.hosts.members if isinstance(core, HierarchicalCore) else [list(range(self._size))]
 
@@ -204,7 +204,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         """Return a transport among `ranks` that sends messages with the C core.  This rank must be one of `ranks`.
 
         Args:
-            channel: The number of the channel, which separates the messages from other messages between these ranks.
+            channel: The channel number, which keeps the messages separate from other messages between these ranks.
                 Channels 1 and 2 are reserved for collectives.
 
         Raises:
@@ -280,7 +280,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce lists of tensors over all ranks; each rank's output receives the result for one tensor of the list.
+        """Reduce the lists of all ranks element by element, and store result r in the output tensor on rank r.
 
         On each rank, the list contains one tensor per rank.  The tensors in the list may have different lengths.
         """
@@ -365,7 +365,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Gather the tensors of all ranks into the tensor `output`; all ranks' tensors have the same length."""
+        """Gather the `input` of every rank into the tensor `output`; the inputs must have equal lengths."""
         path = self._path(opts, timeout)
         if path and (work := path.all_gather(output, input)):
             return work
@@ -540,7 +540,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         written: Sequence[Tensor] | None = None,
         copies: Sequence[Tensor] = (),
     ) -> dist.Work | None:
-        """Start an operation for each pair of outputs and inputs, and return one work object for all of them.
+        """Start an operation for each pair of outputs and inputs, and return one work object for all pairs.
 
         Return None if the inner torch group must run the operation.
 

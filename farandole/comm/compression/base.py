@@ -1,4 +1,4 @@
-"""The base classes of compression settings, and of the compression state of a tensor that is reduced repeatedly."""
+"""Base classes for compression settings, and for the compression state of a tensor that is reduced repeatedly."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Compressor(ABC):
         self._use: tuple[weakref.ref[object], str] | None = None
 
     def bind(self, group: object, op: str) -> None:
-        """Record the group and the reduction in the first call, and check in later calls that both are the same.
+        """Record the group and the reduction on the first call, and check on later calls that both are unchanged.
 
         Raises:
             ValueError: if the group or the reduction has changed, because the stored residuals would be wrong.
@@ -112,8 +112,8 @@ class Compressor(ABC):
 
         Args:
             share: The values to sum, in fp32.
-            transport: The transport to the leaders of the same share on the other hosts.
-            start: The index in the tensor of the first element of `share`.
+            transport: The transport to the leaders that reduce the same share on the other hosts.
+            start: The index of the first element of `share` in the tensor.
             factor: The factor by which the values are multiplied before they are summed.
             exactly: An algorithm that sums a tensor without compression.
         """
@@ -126,13 +126,13 @@ class Compressor(ABC):
         return 1.0
 
     def state_bytes(self, leaders: int, leader: int, length: int) -> int:
-        """Return the size of the state on leader `leader` in bytes; see `windows` for the other arguments."""
+        """Return the size in bytes of the state on leader `leader`; see `windows` for the other arguments."""
         return sum(
             self._share_bytes(bounds[leader], bounds[leader + 1]) for bounds in self.windows(leaders, length)
         )
 
     def _share_bytes(self, start: int, end: int) -> int:
-        """Return the size of the state of the share from element `start` to `end` in bytes."""
+        """Return the size in bytes of the state for the share from element `start` to `end`."""
         return (end - start) * torch.float32.itemsize if self._keeps_residuals else 0
 
     def residual(self, start: int, share: Tensor) -> Tensor | None:
@@ -150,9 +150,9 @@ class Compressor(ABC):
         return self.state[name]
 
     def _stored(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Return the tensor `name` of the state, or None if it is missing or is not an fp32 tensor of this shape.
+        """Return the tensor `name` from the state, or None if it is missing or is not an fp32 tensor of this shape.
 
-        A tensor that does not fit was saved with other shares or settings.  It is discarded, and a warning is logged
+        A tensor that does not match was saved with other shares or settings.  It is discarded, and a warning is logged
         once.
         """
         tensor = self.state.get(name)

@@ -1,4 +1,4 @@
-"""The implementation of `Communicator.all_reduce` with compression, which includes the validation of arguments."""
+"""The implementation of `Communicator.all_reduce` with compression, including argument validation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compressed_all_reduce(
     If all ranks are on one host, the tensor is not compressed, and a warning is logged once.
 
     Raises:
-        TypeError: if the dtype cannot be compressed, or `compression` has another type.
+        TypeError: if the dtype cannot be compressed, or `compression` has an unsupported type.
         ValueError: if the group, the tensor or `op` does not support compression, or `compression` does not fit the
             tensor.
     """

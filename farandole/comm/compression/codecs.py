@@ -20,7 +20,7 @@ _BLOCKS = range(16, 4096 + 1)
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """Compresses fp32 values to 16-bit floats, which have half the size.
+    """Compresses fp32 values to 16-bit floats, which are half the size.
 
     bf16 has the same range as fp32.  fp16 has a smaller range, but three more bits of precision than bf16.
 
@@ -129,6 +129,6 @@ class CodecCompressor(Compressor):
         return all_reduce(transport, share, self._codec, self.residual(start, share), factor)
 
     def sent_fraction(self, hosts: int) -> float:
-        """Return the number of encoded bytes per byte in fp32."""
+        """Return the encoded size relative to the size in fp32."""
         block = self._codec.block
         return self._codec.message(block).nbytes / (block * torch.float32.itemsize)

@@ -37,7 +37,7 @@ class Encoder(Protocol):
 def all_reduce(
     transport: Transport, tensor: Tensor, codec: Encoder, residual: Tensor | None, factor: float
 ) -> Steps:
-    """Replace a one-dimensional tensor by the sum over all ranks of the tensor times `factor`.
+    """Replace a one-dimensional tensor with the sum of `factor * tensor` over all ranks.
 
     All ranks, including the rank that sums a part, decode the sum from the same message.  The results are therefore
     bitwise equal on all ranks.  With p ranks, each rank sends 2 (p - 1)/p times the encoded size, in two rounds of

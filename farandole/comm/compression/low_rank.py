@@ -30,8 +30,7 @@ class PowerSGD(Compression):
     """Compresses n x m matrices to (n + m) * `rank` values; small matrices, vectors and scalars are not compressed.
 
     A parameter with more than two dimensions is treated as a matrix whose rows are indexed by the first dimension.  If
-    the parameters in a flat tensor are unknown, each share of the tensor is treated as a matrix that is approximately
-    square.
+    the parameters in a flat tensor are unknown, each share of the tensor is treated as an approximately square matrix.
 
     Raises:
         ValueError: if `rank` is less than 1.
@@ -66,9 +65,9 @@ class _Matrix:
 
 
 class PowerSGDCompressor(Compressor):
-    """A compressor that approximates the matrices in a flat tensor by factors of low rank.
+    """A compressor that approximates the matrices in a flat tensor by low-rank factors.
 
-    `state` contains the right factor (rank x columns) of each matrix, with which the next call of `reduce` starts.
+    `state` contains the right factor (rank x columns) of each matrix, from which the next call of `reduce` starts.
     """
 
     def __init__(self, compression: PowerSGD, count: int, parameters: Parameters, exact: int) -> None:
@@ -143,7 +142,7 @@ class PowerSGDCompressor(Compressor):
                 remember(residual[m.start - start : m.end - start], missed)
 
     def sent_fraction(self, hosts: int) -> float:
-        """Return the number of values in the factors and outside the matrices, relative to all values."""
+        """Return the number of values in the factors and outside the matrices, relative to the number of all values."""
         saved = sum(
             m.rows * m.columns - m.rank * (m.rows + m.columns) for m in self._matrices_in(0, self.count)
         )
@@ -161,7 +160,7 @@ class PowerSGDCompressor(Compressor):
         return [square] if square.worth_it else []
 
     def _right_factor(self, matrix: _Matrix) -> Tensor:
-        """Return the right factor of the previous call.
+        """Return the right factor of `matrix` from the previous call.
 
         If there was no previous call, the factor is random.  Otherwise, rows of zeros are replaced by random rows.  The
         random values are equal on all hosts.

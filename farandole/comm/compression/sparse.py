@@ -47,13 +47,13 @@ class TopKCompressor(Compressor):
         self._ratio = compression.ratio
 
     def sent_fraction(self, hosts: int) -> float:
-        """Return the relative number of bytes: each host sends its values to all hosts, and each value has an index."""
+        """Return the number of bytes sent (values and indices), relative to an uncompressed all-reduce in fp32."""
         return self._ratio * hosts
 
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Replace `share` by the sum of the values that all hosts send, added in the order of the hosts."""
+        """Replace `share` by the sum of the values that all hosts send, added in host order."""
         residual = self.residual(start, share)
         values = compensated(share, factor, residual)
         kept = math.ceil(self._ratio * values.numel())

@@ -237,7 +237,7 @@ class HierarchicalCore(GroupCore):
         self._reduce_in_windows(self._windows(flat, how), how.reduction, flags)
 
     def _windows(self, flat: Tensor, how: Accumulation) -> Iterator[Window]:
-        """Split a tensor into windows; the inter-node algorithm of a window depends on its size."""
+        """Split a tensor into windows; the size of a window determines its inter-node algorithm."""
         for window in windows_of(flat, how):
             results = self._shares(window)
             shares = results if how.dtype is flat.dtype else self._shares(window.to(how.dtype))

@@ -29,7 +29,7 @@ _COUNTS = 1  # the tag for messages that contain counts
 
 @dataclass(frozen=True)
 class HostPair:
-    """The data that this host and another host exchange in an all-to-all."""
+    """Describes the exchange between this host and another host in an all-to-all."""
 
     members: list[int]  # the ranks on the other host
     leader: int  # the local rank on this host that handles aggregated messages
@@ -97,7 +97,7 @@ class HostExchange:
         self._distribute(pairs, received, outputs, flags)
 
     def _pairs(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], flags: int) -> list[HostPair]:
-        """Return one `HostPair` per remote host, with the element counts that the ranks of both hosts exchange."""
+        """Return one `HostPair` per remote host, with the number of elements to send between each pair of ranks."""
         hosts, host = self._hosts, self._host
         own = torch.tensor([[part.numel() for part in parts] for parts in (inputs, outputs)], device="cpu")
         counts = torch.empty(host.size, 2, hosts.ranks, dtype=torch.int64, device="cpu")
@@ -150,7 +150,7 @@ class HostExchange:
         """Exchange tensors within this host, and collect the aggregated messages that this rank sends.
 
         Returns:
-            The message for each receiving rank on another host.
+            A dictionary that maps each receiving rank on another host to the message for that rank.
         """
         host, me = self._host, self._host.rank
         pairs = [pair for pair in pairs if pair.aggregates_sent]
@@ -256,8 +256,8 @@ class HostExchange:
         """Post the root's messages to or from the other hosts.
 
         Returns:
-            A dictionary with the receive buffer for each remote host, keyed by the ranks of that host, and the list of
-            the posted messages.  The dictionary is empty unless aggregated messages are received.
+            A dictionary that maps the ranks of each remote host to the receive buffer for that host, and the list of
+            posted messages.  The dictionary is empty unless aggregated messages are received.
         """
         hosts = self._hosts
         post = hosts.all.send if sends else hosts.all.recv

@@ -55,7 +55,7 @@ class Hosts:
 
     @property
     def transport(self) -> Transport:
-        """The transport between the leaders that have the same local rank on each host."""
+        """The transport that connects this leader with the leaders that have the same local rank on the other hosts."""
         assert self._transport is not None, "only leaders have a transport"
         return self._transport
 

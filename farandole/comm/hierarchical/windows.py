@@ -40,7 +40,7 @@ class Accumulation:
 
     @classmethod
     def of(cls, dtype: torch.dtype, reduction: int, ranks: int) -> Accumulation:
-        """Return the dtype, the reduction and the final conversion for a reduction of `ranks` tensors."""
+        """Return how to reduce `ranks` tensors: the accumulation dtype, the reduction and the final conversion."""
         averages, whole = reduction == _AVG, not dtype.is_floating_point
         wide = dtype
         if averages and whole:

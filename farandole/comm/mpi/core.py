@@ -4,7 +4,7 @@ MPI runs the reductions whose results match torch's, and `_reduce_here` computes
 16-bit floats (the bf16 datatype is null in the MPICH wheel, and using it ends the job).  MPI's minimum may drop a NaN
 on one rank and keep it on another.  Sums of 8-bit and 16-bit integers wrap around in torch but saturate in Open MPI.
 
-Before version 4, MPI has 32-bit counts.  Operations on longer tensors are split, or use messages between each pair of
+MPI versions before 4 have 32-bit counts.  Operations on longer tensors are split, or use messages between each pair of
 ranks.
 """
 
@@ -453,7 +453,7 @@ def _adjacent(parts: Parts) -> bool:
 
 
 def _joined(parts: Parts) -> Tensor:
-    """Return one view over adjacent tensors."""
+    """Return a single view that spans all the tensors, which must be adjacent in memory."""
     first = next((part for part in parts if part.numel()), None)
     if first is None:
         return parts[0].view(-1) if parts else torch.empty(0, device="cpu")

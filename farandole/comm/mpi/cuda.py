@@ -27,7 +27,7 @@ def is_aware() -> bool:
 
 
 def _query_in_loaded_library() -> Any:
-    """Return `MPIX_Query_cuda_support` from the mapped library file; mpi4py does not export MPI's symbols."""
+    """Return the function `MPIX_Query_cuda_support` from the MPI library file; mpi4py does not export MPI's symbols."""
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "libmpi" in line and ".so" in line}
     for path in sorted(paths):

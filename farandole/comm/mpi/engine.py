@@ -124,9 +124,9 @@ class Engine:
     # ---- calls that may block inside MPI ----
 
     def try_alone(self) -> bool:
-        """Reserve blocking MPI calls for this thread, until the thread calls `leave_alone`; return True on success.
+        """Allow only this thread to make blocking MPI calls until it calls `leave_alone`; return True on success.
 
-        The reservation fails if another thread has a reservation or is creating a group.
+        Return False if another thread has this right or a thread is creating a group.
         """
         with self._alone:
             if self._blocking or self._making_groups:
@@ -135,7 +135,7 @@ class Engine:
             return True
 
     def leave_alone(self) -> None:
-        """End the reservation made by `try_alone`."""
+        """End the exclusive right obtained from `try_alone`."""
         with self._alone:
             self._blocking = 0
             self._alone.notify_all()
@@ -162,7 +162,7 @@ class Engine:
 
     @contextmanager
     def making_group(self) -> Iterator[None]:
-        """Wait for blocking calls, and prevent new ones while the `with` block creates a communicator.
+        """Wait for blocking calls to finish, and prevent new calls while the `with` block creates a communicator.
 
         Creating a communicator also blocks inside MPI.
         """
@@ -188,7 +188,7 @@ class Engine:
                 self._wake.notify()
 
     def abandon(self, request: Any) -> None:
-        """Keep a request that cannot be cancelled, and its memory, alive until the request is complete.
+        """Keep a request that cannot be canceled, and its memory, alive until the request is complete.
 
         Local variables of the calling functions hold the tensors, so this method keeps the stack frames of these
         functions alive.

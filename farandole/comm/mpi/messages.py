@@ -83,7 +83,7 @@ class MpiMessage:
                 self._request.Cancel()
 
     def wait(self, seconds: float, *, background: bool) -> bool:
-        """Test the message until it is complete or failed; return False if `seconds` pass first."""
+        """Test the message until it has completed or failed; return False if `seconds` pass first."""
         tested, started = _Tested(self), time.monotonic()
         if self._way.complete_soon(tested):
             return True
@@ -148,7 +148,7 @@ class Messages:
         return self._post(self.group.comm.Irecv, Operation.RECV, address, nbytes, kind, peer, tag)
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Send `nbytes` bytes and block until their memory may be modified; return 0 or raise an exception."""
+        """Send `nbytes` bytes and block until the buffer may be modified; return 0 or raise an exception."""
         return self._finish(self.post_send(address, nbytes, kind, peer, tag), flags)
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:

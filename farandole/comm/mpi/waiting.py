@@ -1,4 +1,4 @@
-"""Record waiting ranks in an MPI group's store, because MPI does not expose the calls of other ranks."""
+"""Record in an MPI group's store which ranks are waiting, because MPI does not expose the calls of other ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Waiting:
             self._store.set(f"in message/{self._rank}", " ".join(map(str, fields)))
 
     def message(self, rank: int) -> Call | None:
-        """Return the message that a rank has recorded, or None."""
+        """Return the message that `rank` is waiting for, or None if `rank` has not recorded a message."""
         key, fields = f"in message/{rank}", []
         with contextlib.suppress(RuntimeError):
             if self._store.check([key]):

@@ -50,7 +50,7 @@ from farandole.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise AttributeError.  For unimplemented Horovod attributes, the message names the alternative."""
+    """Raise AttributeError; for an unimplemented Horovod attribute, suggest an alternative."""
     if name == "elastic":
         raise AttributeError(
             "horovod.tensorflow.elastic is not implemented; elastic training requires PyTorch (horovod.torch.elastic)"

@@ -137,7 +137,7 @@ class UnknownError(tf.errors.UnknownError, HorovodInternalError):
 
 
 class _Order:
-    """A TensorFlow variable that every node writes, so that the nodes run in tracing order.
+    """A TensorFlow variable that every node writes to, so that the nodes run in tracing order.
 
     The first call to `write` creates the variable.
     """
@@ -146,7 +146,7 @@ class _Order:
         self._written: tf.Variable | None = None
 
     def write(self) -> tf.Operation:
-        """In the graph that is being traced, create and return an operation that writes the variable."""
+        """Create and return, in the graph being traced, an operation that writes to the variable."""
         if self._written is None:
             with tf.init_scope(), tf.device("/cpu:0"):
                 self._written = tf.Variable(False, trainable=False, name="horovod_order")

@@ -53,7 +53,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast the variables after the first batch if the model was not built before."""
+        """Broadcast the variables after the first batch if the model was not built when training began."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -146,7 +146,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the learning rate, either at the first batch in an epoch or at every batch."""
+        """Set the learning rate, either at the first batch of each epoch or at every batch."""
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
         if not self.staircase:

@@ -448,7 +448,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Copy a Keras 3 optimizer, so that the copy reduces gradients across ranks before each step.
+    """Return a copy of a Keras 3 optimizer; the copy reduces gradients across ranks before each step.
 
     Keras saves the copy as a plain optimizer, and `hvd.load_model` wraps it again.  Gradients are reduced before the
     optimizer clips them.  On a machine with a GPU, call `model.compile` with jit_compile=False.

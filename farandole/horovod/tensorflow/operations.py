@@ -43,7 +43,7 @@ def like(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
 
 
 def any_rows(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    """Return specs with the tensors' shapes and dtypes, but an unknown first dimension."""
+    """Return specs with the tensors' shapes and dtypes, but with an unknown first dimension."""
     for tensor in tensors:
         if tensor.shape.rank == 0:
             raise ValueError("expected a tensor with at least one dimension, got a scalar")
@@ -64,7 +64,7 @@ def gradient_name(name: str | None) -> str | None:
 def differentiable(
     function: Callable[..., list[tf.Tensor]], gradient: Gradient, inputs: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Call `function` with a custom backward pass, `gradient(inputs, output_gradients)`."""
+    """Call `function`, and define its backward pass as `gradient(inputs, output_gradients)`."""
 
     @tf.custom_gradient
     def forward(*tensors: tf.Tensor) -> Any:
@@ -416,7 +416,7 @@ def reducescatter(
         postscale_factor: A factor that multiplies the result.
 
     Returns:
-        This rank's rows of the result.  If the rows cannot be divided equally, each of the first ranks gets one more
+        This rank's rows of the result.  If the rows cannot be divided equally, the lowest ranks each get one extra
         row.
     """
     return grouped_reducescatter(
@@ -496,7 +496,7 @@ def join() -> int | tf.Tensor:
     operations raise an exception on the other ranks.
 
     Returns:
-        The last rank that joined, as an integer in eager mode or an int32 tensor within `tf.function`.
+        The last rank to join, as an integer in eager mode or an int32 tensor within `tf.function`.
     """
     if tf.executing_eagerly():
         return requests.join()

@@ -255,7 +255,7 @@ def reducescatter(
         postscale_factor: A factor that multiplies the result.
 
     Returns:
-        This rank's rows of the result.  If the rows cannot be divided equally, each of the first ranks gets one more
+        This rank's rows of the result.  If the rows cannot be divided equally, the lowest ranks each get one extra
         row.
     """
     return grouped_reducescatter(

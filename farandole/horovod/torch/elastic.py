@@ -21,7 +21,7 @@ from farandole.horovod.torch.functions import (
 
 
 class ElasticSampler(Sampler[int]):
-    """Splits a dataset among the ranks.  After the world changes, splits the unprocessed samples again.
+    """Splits a dataset among the ranks.  After the world changes, the sampler splits the unprocessed samples again.
 
     Pass the sampler to `TorchState`, call `record_batch` after each batch, and call `set_epoch` at the *end* of each
     epoch.  Each rank gets the same number of samples, and some samples are repeated if necessary.

@@ -51,8 +51,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the optimizer's state and options (such as the learning rate) from rank `root_rank` to all ranks.
 
-    The optimizer may have state on some ranks only.  If the optimizer has no state on a rank, trainable parameters
-    without a gradient get a zero gradient there, as in Horovod.
+    The optimizer may have state on some ranks only.  On a rank where the optimizer has no state, trainable parameters
+    without a gradient get a zero gradient, as in Horovod.
 
     Args:
         optimizer: The optimizer, plain or distributed.

@@ -338,9 +338,9 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start summing or averaging sparse tensors across ranks.
+    """Start summing or averaging a sparse tensor across ranks.
 
-    The operation gathers the indices and values of all ranks.  The traffic does not depend on the size of the dense
+    The operation gathers the indices and values from all ranks.  The traffic does not depend on the size of the dense
     tensor.
 
     Args:
@@ -521,7 +521,7 @@ def reducescatter_async(
 ) -> int:
     """Start reducing `tensor` across ranks and scattering the rows of the result; return a handle.
 
-    If the rows cannot be divided equally, each of the first ranks gets one more row.
+    If the rows cannot be divided equally, the lowest ranks each get one extra row.
 
     Raises:
         ValueError: if the tensor is a scalar, or `op` is Adasum.
@@ -614,7 +614,7 @@ def join(device: int = -1) -> int:
         device: Ignored.  In Horovod, the device on which the zeros are allocated.
 
     Returns:
-        The last rank that joined.
+        The last rank to join.
     """
     if not isinstance(device, int):
         raise ValueError(f"expected device to be a device number or -1 for the CPU, got {device!r}")

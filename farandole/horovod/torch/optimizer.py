@@ -37,7 +37,7 @@ from farandole.horovod.torch.operations import (
 
 
 def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -> list[tuple[Tensor, str]]:
-    """Return an optimizer's parameters with their given or generated names.
+    """Return a (parameter, name) pair for each parameter of an optimizer; generate names if none are given.
 
     Raises:
         ValueError: if an item of `named_parameters` is not a pair, a name is repeated, or a parameter has no name.
@@ -86,7 +86,7 @@ class Trainable:
         self._found: set[int] = set()
 
     def find(self, param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, str]]:
-        """Return the trainable parameters that earlier calls have not returned, with their names."""
+        """Return (parameter, name) pairs for the trainable parameters that earlier calls have not returned."""
         found = [
             (parameter, self._names.setdefault(parameter, f"gradient.{number}.{index}"))
             for number, group in enumerate(param_groups)
@@ -206,7 +206,7 @@ class GradientGroup:
         self._request = self._sparse = None
 
     def launch(self) -> None:
-        """Submit the gradients, once per step.  Missing gradients count as zero."""
+        """Submit the gradients, unless they are already submitted.  Missing gradients count as zero."""
         if self._request is not None or self._sparse is not None:
             return
         first = self.slots[0]
@@ -348,7 +348,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         The program may then clip or inspect `.grad`.
 
-        Parameters that were frozen or missing when this optimizer was created, and now require gradients, are included.
+        Parameters that were frozen or missing when this optimizer was created are included if they now require
+        gradients.
         """
         if self._reduces:
             for slot in self._new_slots():
@@ -362,14 +363,16 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Disable synchronization in `step`, for programs that call `synchronize` themselves.
+        """Return a context manager that disables synchronization in `step`.
+
+        This is for programs that call `synchronize` explicitly:
 
             optimizer.synchronize()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             with optimizer.skip_synchronize():
                 optimizer.step()
 
-        Synchronization is enabled again after the context.
+        Synchronization is enabled again when the context exits.
         """
         self._should_synchronize = False
         try:
@@ -378,7 +381,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `synchronize`, and step.  With a closure, call `synchronize` after each call to `closure`."""
+        """Call `synchronize`, and update the parameters.
+
+        With a closure, call `synchronize` after each call to `closure`.
+        """
         if not self._should_synchronize:
             self._synchronized = False
             return super().step(closure)

@@ -24,7 +24,7 @@ class SyncBatchNorm(_BatchNorm):
     Args:
         num_features: The number of channels.
         eps: A constant added to the variance.
-        momentum: The weight given to a batch in the running statistics.  None computes the mean over all batches.
+        momentum: The weight of a batch in the running statistics, or None to average over all batches.
         affine: Whether the layer has a weight and a bias.
         track_running_stats: Whether the layer has running statistics.
         process_set: The participating ranks.
@@ -104,9 +104,7 @@ class _Normalize(torch.autograd.Function):
         counts, means, sums = gathered.split([1, channels, channels], 1)
         total = counts.sum()
         if total <= 1:
-            raise ValueError(
-                f"expected more than 1 value per channel on all ranks together, got {int(total)}"
-            )
+            raise ValueError(f"expected more than 1 value per channel across all ranks, got {int(total)}")
         mean = (counts * means).sum(0) / total
         variance = (sums + counts * (means - mean).square()).sum(0) / total
         scale = torch.rsqrt(variance + eps)

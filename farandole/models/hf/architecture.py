@@ -68,8 +68,8 @@ def read_rotary(
     versions).
 
     Args:
-        partial: whether transformers applies `partial_rotary_factor` in this family, so that a part of each head is
-            rotated.
+        partial: whether transformers applies `partial_rotary_factor` in this family, so that only part of each head
+            is rotated.
 
     Raises:
         FolderError: if the scaling, or a `partial_rotary_factor` other than 1, is not supported.
@@ -150,7 +150,7 @@ def _context(fields: Fields) -> int:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return the factor that YaRN recommends for sines and cosines if the context grows by `factor`.
+    """Return the factor that YaRN recommends for sines and cosines if the context is extended `factor` times.
 
     `scale` is `mscale` or `mscale_all_dim` in the configuration.
     """
@@ -158,7 +158,7 @@ def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def write_rotary(rotary: Rotary, width: int) -> dict[str, Any]:
-    """Return the configuration fields for rotary positions, for heads with `width` values.
+    """Return the configuration fields for rotary positions, for heads of dimension `width`.
 
     The fields are `rope_parameters`, and with dynamic scaling also `max_position_embeddings`.
     """

@@ -52,7 +52,7 @@ _TYPES = {code: dtype for dtype, code in CODES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """The location and type of a tensor in a file.  `offset` is the position of the tensor's first byte in the file."""
+    """The location, dtype and shape of a tensor in a file.  `offset` is the position of the first byte."""
 
     file: Path
     offset: int
@@ -75,7 +75,7 @@ class Read:
 
 
 def open_folder(folder: Path) -> dict[str, Entry]:
-    """Return the entry of each tensor in a folder's safetensors files, by tensor name.
+    """Return a dict that maps the name of each tensor in a folder's safetensors files to the tensor's entry.
 
     Raises:
         FolderError: if a file is missing, cannot be read, is truncated or damaged, or has an unsupported dtype.
@@ -119,7 +119,7 @@ def open_folder(folder: Path) -> dict[str, Entry]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor, by tensor name, from a folder's index file."""
+    """Read a folder's index file, and return a dict that maps tensor names to file names."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:
@@ -136,7 +136,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return the entry (offset, dtype and shape) of each tensor in a safetensors file, by tensor name.
+    """Return a dict that maps the name of each tensor in a safetensors file to the tensor's entry.
 
     Raises:
         FolderError: if the file cannot be read, is truncated or damaged, or has an unsupported dtype.
@@ -351,7 +351,7 @@ def _strided(mapped: Tensor, each: Read) -> None:
 def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Group consecutive tensors so that each group has at most `limit` bytes; return the names in each group.
 
-    `sizes` are the sizes in bytes, by name.  A tensor that is larger than `limit` forms a group by itself.
+    `sizes` maps each name to the tensor's size in bytes.  A tensor that is larger than `limit` forms a group by itself.
     """
     groups: list[list[str]] = []
     used = 0
@@ -387,7 +387,7 @@ def write_file(
 
     Args:
         tensors: the dtype and shape of each tensor.
-        values: a function that returns the values of the given tensors.  Each tensor is requested once.
+        values: a function that maps tensor names to the tensors' values.  Each tensor is requested once.
         batch_bytes: the approximate total size of the tensors requested in one call.
 
     Raises:

@@ -67,7 +67,7 @@ class Table:
     """Maps each model tensor to its parts, which are tensors in the folder.
 
     Args:
-        prefix: a prefix of tensor names, which is missing in folders that were saved without the model's head.
+        prefix: a prefix of tensor names, which is absent from folders that were saved without the model's head.
         ignored: regular expressions for tensors in the folder that the model does not use.
         renamed: pairs of a regular expression and its replacement, which convert names in older files to names in the
             table.

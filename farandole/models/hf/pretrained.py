@@ -313,7 +313,7 @@ class Weights:
             )
 
     def __contains__(self, name: str) -> bool:
-        """Return whether `read` provides values for the model tensor `name`: stored values or drawn values."""
+        """Return whether `read` can fill the model tensor `name`, either from the folder or with random values."""
         return name in self._parts or name in self._drawn
 
     def _fit(self, ours: str, parts: Sequence[Part], stored: Mapping[str, Entry]) -> bool:

@@ -9,7 +9,7 @@ from farandole.models.hf.architecture import Architecture
 
 @cache
 def families() -> dict[str, Architecture]:
-    """Return all families by name."""
+    """Return all families, keyed by name."""
     # imported here, because only programs that read or write Hugging Face folders need all models
     from farandole.models.hf import decoders, encoders
 

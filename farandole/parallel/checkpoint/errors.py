@@ -1,4 +1,4 @@
-"""Define the errors of checkpoints.  This module does not import torch."""
+"""Define the exceptions for checkpoints.  This module does not import torch."""
 
 from farandole._troubleshooting import Documented
 

@@ -64,7 +64,7 @@ class PendingSave:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is on the disk.  This is a collective call.
+        """Wait until the checkpoint is on disk.  This is a collective call.
 
         Raises:
             CheckpointError: on all ranks, once, if any rank could not write its part.
@@ -137,7 +137,7 @@ class PendingSave:
 
 @dataclass
 class _Writers:
-    """A group for the collective calls of the threads that write checkpoints, and the last of these threads.
+    """The process group for collective calls in checkpoint-writing threads, and the last thread started.
 
     Several engines can use the same group.  Each thread waits for the previous one, so that the collective calls have
     the same order on all ranks: the order of the saves.
@@ -151,7 +151,7 @@ _writers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Writers] = weakref.WeakK
 
 
 def _writers_of(comm: Communicator) -> _Writers:
-    """Return another group with the same ranks, so that the threads' collectives do not interfere with training."""
+    """Return a separate group of the same ranks, so that the threads' collectives do not interfere with training."""
     if comm.group not in _writers:
         ranks = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
         _writers[comm.group] = _Writers(local_group(comm.group, ranks))
@@ -190,7 +190,7 @@ def save(
 
 
 def _warn_of_extra_state(model: nn.Module) -> None:
-    """Log a warning if a module has a state that checkpoints do not contain."""
+    """Log a warning if a module has extra state, because checkpoints do not contain it."""
     names = [
         name or type(module).__name__
         for name, module in model.named_modules()
@@ -348,9 +348,10 @@ def raise_on_all(
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Return whether `error` shows that files are missing or damaged.
+    """Return whether `error` indicates that files are missing or damaged.
 
-    Libraries raise many exception types for damaged files, but system errors and a lack of memory do not show damage.
+    Libraries raise many exception types for damaged files, but system errors and a lack of memory do not indicate
+    damage.
     """
     if _is_torch_error(error):
         return all(_is_damage(failure) for failure, _ in error.failures.values())

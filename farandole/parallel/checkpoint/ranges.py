@@ -40,7 +40,7 @@ class TensorBoxes:
 
     @staticmethod
     def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> TensorBoxes:
-        """Return the `TensorBoxes` of a tensor that concatenates `boxes` along the dimensions in which they differ."""
+        """Return the `TensorBoxes` of the concatenation of `boxes` along the dimensions in which they differ."""
         firsts: list[dict[tuple[int, int], int]] = [{} for _ in shape]
         for box in boxes:
             for first, ends in zip(firsts, box, strict=True):
@@ -66,9 +66,9 @@ def _box_of(shape: Sequence[int]) -> Box:
 class Range:
     """Consecutive elements of a rank's flattened tensor, beginning with element `start`.
 
-    PyTorch saves the elements as boxes of the global tensor.  It calls two methods of this class (the protocol in
-    `torch.distributed._checkpointable`) and the planners in `storage`.  `load` reads the elements if they are not
-    `held` in memory.  The result of `load` is valid until the next call.
+    PyTorch saves the elements as boxes of the global tensor.  To do so, PyTorch calls two methods of this class (the
+    protocol in `torch.distributed._checkpointable`) and the planners in `storage`.  `load` reads the elements if they
+    are not `held` in memory.  The result of `load` is valid until the next call.
     """
 
     place: TensorBoxes

@@ -284,7 +284,7 @@ def read_weights(engine: Engine, source: WeightSource) -> None:
 
 
 def _offloaded(stored: Stored) -> FlatWeights | None:
-    """Return the weights that must be in memory while `stored` is read, if they are offloaded."""
+    """Return the offloaded weights that must be in memory while `stored` is read, or None."""
     return stored.weights if stored.weights is not None and stored.weights.is_offloaded else None
 
 
@@ -342,9 +342,9 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
 
 
 def _names(engine: Engine) -> tuple[dict[str, list[str]], set[str]]:
-    """Return all names of each parameter, by its first name, and the names of the tensors that files need not contain.
+    """Return a dict that maps the first name of each parameter to all its names, and the names of optional tensors.
 
-    Files need not contain buffers or empty parameters.
+    Optional tensors are buffers and empty parameters: files need not contain them.
 
     The result covers all pipeline stages.  Files can list a tied parameter under any of its names.  This is a
     collective call.

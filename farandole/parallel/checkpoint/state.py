@@ -376,7 +376,7 @@ def offloaded_states(
 ) -> Iterator[tuple[OffloadedUpdate, int, list[ShardState]]]:
     """Yield (update, unit, states) for each unit of the offloaded optimizer states, without communication.
 
-    `states` contains the states of the unit's shards in the checkpoint `folder`.  Only one unit is in memory at once.
+    `states` contains the states of the unit's shards in the checkpoint `folder`.  Only one unit is in memory at a time.
     """
     if not engine.offloaded:
         return

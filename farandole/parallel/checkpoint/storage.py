@@ -1,7 +1,7 @@
 """Read and write states in PyTorch's distributed checkpoint format.
 
-Importing `torch.distributed.checkpoint` takes two seconds, so only functions that read or write a checkpoint import
-this module.
+Importing `torch.distributed.checkpoint` takes two seconds, so other modules import this module only inside
+functions that read or write a checkpoint.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def write_state(
     group: dist.ProcessGroup,
     planner: SavePlanner | None = None,
 ) -> None:
-    """Write the ranges and tensors in `state` to checkpoint `folder`, and flush its files to the disk.
+    """Write the ranges and tensors in `state` to checkpoint `folder`, and flush its files to disk.
 
     This is a collective call on `group`.
     """

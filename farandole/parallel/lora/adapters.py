@@ -21,7 +21,7 @@ class Summary:
 
     Args:
         layers: the paths of the adapted layers.
-        trained: the number of trained parameters.
+        trained: the number of trainable parameters.
         total: the total number of parameters.
         bytes: the size of all parameters in bytes.
     """
@@ -40,7 +40,7 @@ class Summary:
 
 
 def add_lora(model: nn.Module, lora: LoRA) -> Summary:
-    """Freeze `model`, add trained adapters to the layers in `lora.targets`, and train the modules in `lora.also_train`.
+    """Freeze `model`, add trainable adapters to `lora.targets`, and make the modules in `lora.also_train` trainable.
 
     Layers are changed in place, so call this before the optimizer or `Engine` collects parameters.  The output of the
     model does not change, because B starts at zero; with a quantized `lora.base`, the output changes by the
@@ -87,7 +87,7 @@ def summarize(model: nn.Module) -> Summary:
 
 
 def merge(model: nn.Module, untie: bool = False) -> None:
-    """Add the updates to the weights, so that the model is as fast as the base model.
+    """Merge the adapters' updates into the weights, so that the model is as fast as the base model.
 
     The output does not change except for rounding.  Weights are changed in place and rounded once; bf16 and fp16
     weights lose the part of the update below their precision.  A quantized weight becomes an ordinary tensor.  Adapters
@@ -123,7 +123,7 @@ def merge(model: nn.Module, untie: bool = False) -> None:
 
 
 def unmerge(model: nn.Module) -> None:
-    """Subtract the updates from the weights, so that the original weights are restored up to rounding.
+    """Subtract the adapters' updates from the weights, to restore the original weights up to rounding.
 
     A weight that was quantized remains an ordinary tensor.
 

@@ -34,7 +34,7 @@ class Adapter:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Return the names, in the model, of all tensors of the adapter."""
+        """Return the names of all adapter tensors in the model."""
         return (*(f"{path}.lora_{kind}" for path in self.layers for kind in "AB"), *self.others)
 
 

@@ -10,8 +10,9 @@ The experts of a model are stacked, here and in `transformers`, where PEFT adapt
 `down_proj` of the module `experts` (`target_parameters`).  PEFT wraps this module once for each parameter, so the
 adapter tensors for the first parameter have the path `experts.base_layer`.
 
-In the other direction, layers can have different matrices A.  The fused adapter's A is then the concatenation of the
-layers' matrices A, and B is zero in the blocks that combine the rows of one layer with the A of another layer.
+When an adapter is read from PEFT format, layers can have different matrices A.  The fused adapter's A is then the
+concatenation of the layers' matrices A, and B is zero in the blocks that combine the rows of one layer with the A of
+another layer.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def _rows(part: Part) -> tuple[int, int] | None:
 
 
 def peft_stacks(origin: Pretrained, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the paths of the stacked layers that a PEFT adapter adapts, by their paths in the adapter."""
+    """Return a dict that maps the paths of stacked layers in a PEFT adapter to their paths in the model."""
     targets = [f".{target}" for target in config.get("target_parameters") or ()]
     ours = [
         path
@@ -228,7 +229,7 @@ def peft_stacks(origin: Pretrained, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def _wrapped(table: Table, adapted: Iterable[str]) -> dict[str, str]:
-    """Return the paths of the adapted stacks, by their paths in a PEFT adapter.
+    """Return a dict that maps the paths of the adapted stacks in a PEFT adapter to their paths in the model.
 
     PEFT wraps a module once for each adapted parameter, and each wrapper adds `.base_layer` to the path of the
     wrapped module.

@@ -112,7 +112,7 @@ class LoRAStackedLinear(AdaptedLayer, StackedLinear):
     grouped = False
 
     def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Map the rows (rows, in) of each expert of this process to (rows, out)."""
+        """Return the output (rows, out) of each local expert for its input (rows, in)."""
         results = super().forward(parts)
         if not self._adapts():
             return results
@@ -125,10 +125,10 @@ Adaptable = nn.Linear | StackedLinear
 
 
 def adapt(layer: Adaptable, lora: LoRA, frozen_weight: Tensor | None = None) -> None:
-    """Turn `layer` into an `AdaptedLayer` with the same output, and with the weight `frozen_weight` if it is given.
+    """Turn `layer` into an `AdaptedLayer` in place; `frozen_weight`, if given, replaces its weight.
 
     A is initialized like the weight of a new Linear: uniform in +-1/sqrt(in), drawn from torch's global generator.  B
-    is initialized with zeros.  Both are fp32 if the weight is bf16 or fp16, because these dtypes lose small updates.
+    is initialized to zeros.  Both are fp32 if the weight is bf16 or fp16, because these dtypes lose small updates.
     """
     weight = layer.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -148,6 +148,6 @@ def adapt(layer: Adaptable, lora: LoRA, frozen_weight: Tensor | None = None) -> 
 
 
 def restore(layer: AdaptedLayer) -> None:
-    """Turn `layer` into a plain layer with its current weight."""
+    """Turn `layer` back into a plain layer in place, and keep the current weight."""
     del layer.lora, layer.merged, layer.lora_A, layer.lora_B
     layer.__class__ = nn.Linear if isinstance(layer, LoRALinear) else StackedLinear  # type: ignore[assignment]

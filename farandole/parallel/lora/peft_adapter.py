@@ -9,7 +9,7 @@ An adapter is a folder with two files:
     adapter_config.json         {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [PATH, ...],
                                  "lora_dropout": ..., "use_rslora": ..., "bias": ..., "modules_to_save": ..., ...}
 
-The matrices of experts, which are stacked, have the shapes of PEFT's `target_parameters` (`stacked`).
+Stacked matrices of experts have the shapes of PEFT's `target_parameters` (see `stacked`).
 
 PATH is the layer's path in the model or, if the model was loaded from a Hugging Face folder, its path in the
 corresponding `transformers` model.  Each file is written under a temporary name, flushed and then renamed.
@@ -133,7 +133,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
 
 
 def read_adapter(model: nn.Module, folder: str | Path) -> Saved:
-    """Read the adapter in `folder`, with the layer names of `model`.
+    """Read the adapter in `folder`, and rename and reshape its tensors as in `model`.
 
     Raises:
         AdapterError: if files are missing or damaged, or require an unsupported feature.
@@ -404,7 +404,7 @@ class Saved:
 
 
 def lora_of(saved: Saved) -> LoRA:
-    """Return the LoRA options of an adapter; its targets are the layers for which it has tensors.
+    """Return the LoRA options of a saved adapter; the targets are the layers for which the adapter has tensors.
 
     Raises:
         AdapterError: if the configuration is incomplete, or a tensor does not belong to a submodule.
@@ -534,7 +534,7 @@ def _others_that_differ(model: nn.Module, lora: LoRA, saved: Saved) -> list[str]
 
 
 def _shape(name: str, found: Tensor, wanted: tuple[int, ...]) -> str:
-    """Return how the two shapes of a tensor differ, or "" if they are equal."""
+    """Describe the difference between the found and the wanted shape, or return "" if they are equal."""
     if tuple(found.shape) == wanted:
         return ""
     return f"{name} is {_times(found.shape)} in the adapter, but {_times(wanted)} in the model"

@@ -172,7 +172,7 @@ class OffloadedUpdate:
         self.state.invalidate()
 
     def load(self, unit: int, states: Sequence[ShardState]) -> None:
-        """Set the weights and states of the shards in a unit; `states` have the same form as those from `saved`.
+        """Set the weights and states of the shards in a unit to `states`, in the form that `saved` yields.
 
         Raises:
             ValueError: if the states do not match the shards.

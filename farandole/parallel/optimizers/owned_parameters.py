@@ -45,7 +45,7 @@ class OwnedParameters:
 
     Args:
         shards: this rank's shards of each bucket.
-        members: the `id` of each parameter that the optimizer updates.  All ranks must name the same parameters.
+        members: the `id` of each parameter that the optimizer updates.  All ranks must pass the same parameters.
     """
 
     def __init__(self, shards: Sequence[OptimizerShards], members: set[int]) -> None:
@@ -182,8 +182,8 @@ class _Exchange:
 def _owned_parts(shards: OptimizerShards, members: set[int], load: list[int]) -> list[_Part]:
     """Return the parts of the parameters that span several shards, and choose an owner for each parameter.
 
-    `load[rank]` is the number of elements that `rank` updates.  This function adds to `load` the elements of all
-    parameters in `members`, and chooses the rank with the lowest load as the owner.
+    `load[rank]` is the number of elements that `rank` updates; this function adds the parameters in `members`.  The
+    owner of a parameter is its holder with the lowest load.
     """
     layout = shards.bucket.plan.layout
     holders: dict[int, list[tuple[int, FlatRange]]] = {}

@@ -99,9 +99,9 @@ class StochasticRounding:
 
     @contextmanager
     def _masters(self, bucket: OptimizerShards) -> Iterator[None]:
-        """Return a context in which the tensors of `bucket` are fp32 copies of the bf16 weights.
+        """Return a context manager that temporarily replaces the tensors of `bucket` with fp32 copies of the weights.
 
-        At the end of the context, the copies are rounded to bf16 and stored in the weights.
+        On exit, the copies are rounded to bf16 and stored in the weights.
         """
         assert bucket.weights is not None  # weights were cast to bf16
         own = bucket.weights.shard

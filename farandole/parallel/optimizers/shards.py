@@ -195,7 +195,7 @@ class OptimizerShards:
             ]
 
     def zero_result(self, index: int) -> None:
-        """Set this rank's part of a reduced gradient to zero, if there is one."""
+        """Set this rank's part of a reduced gradient to zero; do nothing if this rank has no part."""
         if self.bucket.holds_result and self.weights is not None and index in self._slices:
             self._change(index, Tensor.zero_)
 
@@ -224,10 +224,9 @@ class OptimizerShards:
 
     @contextmanager
     def gradients_in_place(self) -> Iterator[None]:
-        """Return a context in which the `.grad` of each tensor is the gradient itself, not a placeholder.
+        """Return a context manager that replaces placeholders in the `.grad` of the tensors with the gradients.
 
-        Gradients that are offloaded or on another device are copied to the tensor's device for the duration of the
-        context.
+        Gradients that are offloaded or on another device are temporarily copied to the tensor's device.
         """
         marks: list[tuple[nn.Parameter, Tensor]] = []
         try:
@@ -321,9 +320,9 @@ class OptimizerShards:
 
     @contextmanager
     def values_in_place(self, *, write: bool) -> Iterator[None]:
-        """Return a context in which the tensors hold the offloaded weights.
+        """Return a context manager that temporarily loads the offloaded weights into the tensors.
 
-        With `write`, the weights are written back at the end of the context.
+        With `write`, the weights are written back on exit.
         """
         if self.weights is None or self.weights.has_master_copy or not self.weights.is_offloaded:
             yield
@@ -333,7 +332,7 @@ class OptimizerShards:
 
     @contextmanager
     def placed_in(self, shard: Tensor) -> Iterator[None]:
-        """Return a context in which the tensors are views of `shard`."""
+        """Return a context manager that temporarily makes the tensors views of `shard`."""
         before = []
         for index, part in self._slices.items():
             tensor = self.tensors[index]

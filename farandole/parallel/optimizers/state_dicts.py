@@ -165,7 +165,7 @@ def refuse_state_dicts(optimizer: Optimizer) -> None:
 def is_elementwise(key: str, value: Any, owner: Tensor) -> bool:
     """Return whether state `key` of `owner` has one number per element.
 
-    As in torch, the "step" of a scalar does not belong to its element.
+    For a scalar `owner`, "step" is not elementwise, as in torch.
     """
     return isinstance(value, Tensor) and value.shape == owner.shape and (value.dim() > 0 or key != "step")
 

@@ -292,7 +292,7 @@ class Updates:
 
 
 def _saved(value: Any) -> Any:
-    """Return a setting with numbers in place of tensors that have one element."""
+    """Return a setting, with one-element tensors replaced by numbers."""
     if isinstance(value, tuple):
         return tuple(_saved(each) for each in value)
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -303,7 +303,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _restored(current: Any, saved: Any) -> Any:
-    """Return a `saved` setting; a tensor in `current`, which CUDA graphs read, receives the saved number."""
+    """Return a `saved` setting; fill tensors in `current` in place, because CUDA graphs may read them."""
     if isinstance(saved, list | tuple):  # JSON has no tuples
         own = current if isinstance(current, tuple) and len(current) == len(saved) else [None] * len(saved)
         return tuple(_restored(*pair) for pair in zip(own, saved, strict=True))
@@ -324,8 +324,8 @@ def use_shards(
     """Replace the optimizer's parameters with shards, and cut its existing states accordingly.
 
     Args:
-        shards: tuples (parameter, shard, index of its first element in the flattened parameter); a whole parameter is
-            also a shard.
+        shards: tuples (parameter, shard, index of its first element in the flattened parameter); a whole parameter
+            also counts as a shard.
         discard: called by `optimizer.zero_grad` with the ids of the parameters.
     """
     before = [parameter for group in optimizer.param_groups for parameter in group["params"]]

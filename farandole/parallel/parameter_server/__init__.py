@@ -1,4 +1,4 @@
-"""Parameter servers: some ranks store the parameters and the optimizer, the other ranks train.
+"""Parameter servers: some ranks store the parameters and the optimizer, and the other ranks train.
 
 Li et al., 2014, "Scaling Distributed Machine Learning with the Parameter Server"; bounded staleness after Ho et al.,
 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".

@@ -6,7 +6,7 @@ from farandole.comm.errors import CommunicationError
 
 
 class ServerLost(CommunicationError):
-    """Raised if a server died, left or does not respond; its part of the parameters is then lost."""
+    """Raised if a server has died, left or stopped responding; the parameters on this server are then lost."""
 
 
 class AllWorkersLost(CommunicationError):

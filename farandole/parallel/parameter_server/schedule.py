@@ -72,7 +72,7 @@ class Synchronous(Schedule):
         self._end_round()
 
     def leave(self, worker: int) -> None:
-        """Mark a worker as finished or lost, and end the round if no other gradient is missing."""
+        """Mark a worker as finished or lost, and end the round if all other active workers have pushed gradients."""
         super().leave(worker)
         self._end_round()
 

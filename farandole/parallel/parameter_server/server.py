@@ -58,7 +58,7 @@ class Server:
     """A server of one session; it serves the workers connected by `channels` until all of them have left.
 
     Args:
-        channels: the channels by the rank of the worker.
+        channels: a dict that maps each worker's rank to its channel.
         timeout_s: the timeout of the channels in seconds.
     """
 
@@ -218,7 +218,7 @@ class Server:
                 self._reply(worker)
 
     def _want_parameters(self) -> None:
-        """Request the initial parameters from the first remaining worker, once this worker waits for parameters."""
+        """Request the initial parameters from the first remaining worker, once this worker requests parameters."""
         if self._here and self._wanted_from is None and (first := min(self._here)) in self._asking:
             self._wanted_from = first
             self._post(first, Header(Kind.WANTED))

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A context that all ranks enter, created by `ParameterServer.session`.
+    """A context manager that all ranks enter, created by `ParameterServer.session`.
 
     A worker repeatedly calls `pull`, computes gradients with `backward`, and calls `push`.  The initial parameters
-    come from the first worker's model.  At the end of the context, all workers' models have the same final
-    parameters.  Frozen parameters and buffers (running statistics) remain local to each worker.
+    come from the first worker's model.  After the `with` statement, all workers' models have the same
+    final parameters.  Frozen parameters and buffers (running statistics) remain local to each worker.
 
-    On a server, the body of the context should be empty, because the server begins to serve when the body ends.  The
-    context ends when all workers have left; `report` then contains the statistics.  If workers are lost, the server
-    continues without them.
+    On a server, the body of the `with` statement should be empty, because the server begins to serve when the body
+    ends.  The context manager exits when all workers have left; `report` then contains the statistics.  If workers are
+    lost, the server continues without them.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Session:
         self.workers = len(roles.workers)
         """The number of workers at the start."""
         self.report: Report | None = None
-        """The statistics on a server, available after the context."""
+        """The statistics on a server, available after the `with` statement."""
         self._roles = roles
         self._make_optimizer = make_optimizer
         self._mode, self._staleness = mode, staleness
@@ -94,7 +94,7 @@ class Session:
 
         Raises:
             ServerLost: if a server died or does not respond.
-            RuntimeError: if `pull` was not called since the last `push`.
+            RuntimeError: if `pull` has not been called since the last `push`.
             ValueError: if a gradient is sparse, or `weight` is invalid.
         """
         worker = self._worker()
@@ -176,5 +176,5 @@ class Session:
 
 
 def _fingerprint(text: str) -> int:
-    """Return a 48-bit hash of `text`, which the float64 field of a header can represent exactly."""
+    """Return a 48-bit hash of `text`; a float64 header field represents 48-bit integers exactly."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

@@ -121,7 +121,7 @@ class Worker:
 
 
 class _Blame:
-    """A context that converts a failed connection to a server into `ServerLost`, and notifies the other servers."""
+    """A context manager that raises `ServerLost` if the connection to `server` fails, and notifies other servers."""
 
     def __init__(self, server: int, channels: Sequence[Channel]) -> None:
         self._server = server

@@ -100,12 +100,12 @@ def divided(
 
 
 def activations_of(model: nn.Module, position: Position, plan: Plan, division: Balance) -> RankActivations:
-    """Return the blocks of this pipeline rank and the activations that they keep, given the complete `model`."""
+    """Return the blocks of this pipeline rank and their stored activations, given the complete `model`."""
     return RankActivations(_sequential(model), division, schedule_of(plan), position.coordinate("pipeline"))
 
 
 def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts, division: Balance) -> Pipeline:
-    """Remove the blocks of other stages from `model`, and return the pipeline that runs the stages.
+    """Remove the blocks that belong to other ranks from `model`, and return the pipeline of this rank's stages.
 
     Args:
         model: a model that `check` accepts.

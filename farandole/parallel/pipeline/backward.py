@@ -1,4 +1,4 @@
-"""Split a backward pass into input gradients and weight gradients, through autograd.
+"""Split a backward pass into input gradients and weight gradients, using autograd.
 
     saved = SavedTensors()
     with saved.hooks():
@@ -73,7 +73,7 @@ class SavedTensors:
         self._used: dict[int, list[_Saved]] = {}
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Return the context in which to run the forward pass."""
+        """Return the context manager under which to run the forward pass."""
         return saved_tensors_hooks(_Saved, self._unpack)
 
     def _unpack(self, saved: _Saved) -> Tensor:
@@ -96,7 +96,7 @@ class SavedTensors:
 
     @contextmanager
     def releasing(self) -> Iterator[None]:
-        """Return a context for the first half; it releases the saved tensors of all functions that are not branches."""
+        """Return a context manager for the first half that releases the saved tensors of non-branch functions."""
         self._is_releasing = True
         try:
             yield
@@ -106,7 +106,7 @@ class SavedTensors:
                 self._release(thread)
 
     def enter_branch(self) -> None:
-        """Record that a branch starts in this thread, and release the tensors that other functions have used before."""
+        """Record that a branch starts in this thread, and release the tensors that earlier functions used."""
         thread = threading.get_ident()
         self._release(thread)
         self._in_branch.add(thread)
@@ -285,12 +285,12 @@ class _Graph:
         return branches, at_once
 
     def _has_vectors(self, node: Node, leaves: Collection[Node]) -> bool:
-        """Return whether `node` leads only to parameters with at most one dimension that are its direct arguments."""
+        """Return whether all `leaves` are direct arguments of `node` and have at most one dimension."""
         direct = {behind for behind, _ in node.next_functions}
         return all(leaf in direct and self._parameters[leaf].dim() < 2 for leaf in leaves)
 
     def _in_sequence(self, groups: Sequence[Sequence[Node]]) -> set[int]:
-        """Return the indices of the groups in which one function is reachable from another through the path."""
+        """Return the indices of the groups in which one function is reachable from another along the path."""
         bits = {node: 1 << number for number, nodes in enumerate(groups) if len(nodes) > 1 for node in nodes}
         reached: dict[Node, int] = {}  # the groups that each function on the path leads to
         found = 0

@@ -53,7 +53,7 @@ class Balance:
 
     @property
     def imbalance(self) -> float:
-        """The excess of the most expensive stage over the mean, relative to the mean: 0.1 for 10 %."""
+        """The relative excess of the highest stage cost over the mean stage cost: 0.1 for 10 %."""
         mean = sum(self.costs) / len(self.costs)
         return max(self.costs) / mean - 1 if mean else 0.0
 

@@ -1,6 +1,6 @@
 """Update the running statistics of BatchNorm layers independently of the schedule.
 
-Each micro-batch is normalized with its own statistics.  The running statistics, which are used in evaluations, are
+Each micro-batch is normalized with its own statistics.  The running statistics, which are used during evaluation, are
 updated at the end of a step, from the statistics of all micro-batches:
 
 - By default, once per micro-batch, in the order of the micro-batches.  The result is the same as in one process that
@@ -78,7 +78,7 @@ class BatchNormStatistics:
 
     @contextmanager
     def of(self, micro_batch: int) -> Iterator[None]:
-        """Return a context that records the statistics of the forward passes of `micro_batch` in training mode."""
+        """Return a context manager that records the statistics of training-mode forward passes of `micro_batch`."""
         self._micro_batch = micro_batch
         try:
             yield

@@ -1,4 +1,4 @@
-"""Print and draw timelines, as text and as a picture (PNG, SVG or PDF).
+"""Print and draw timelines, as text and as an image (PNG, SVG or PDF).
 
 In text, each cell is one unit of time.  F0 is the forward pass of micro-batch 0, and B0 is its backward pass.  Dashes
 continue an action, and dots are idle time.  Actions of a later chunk or of the second replica are in lower case:
@@ -55,7 +55,7 @@ def text(timeline: Timeline, columns: int = 200) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """Return a line of text with the makespan, the idle time and the peak size of the activations."""
+    """Return a line of text with the makespan, the idle time and the peak activation memory."""
     parts = [
         f"makespan {timeline.makespan:g}",
         f"idle {100 * timeline.idle:.1f} %",
@@ -139,7 +139,7 @@ def draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
 
 
 def write(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Write timelines to a picture, or a single timeline to a .json trace.
+    """Write timelines to an image file, or a single timeline to a .json trace.
 
     Raises:
         ValueError: for an unknown suffix, or a trace of several timelines.

@@ -39,9 +39,9 @@ def list_schedule(
     """Return the schedule that the priority rule `key` produces, or None if activations do not fit in `memory`.
 
     Args:
-        memory: the limit for activations on a rank, in the unit of `costs.activation`; with two replicas, each gets
-            half.
-        split: whether to separate the gradients of inputs and weights.
+        memory: the limit on the activation memory of a rank, in the unit of `costs.activation`; with two replicas,
+            each gets half.
+        split: whether to compute the gradients of inputs and weights in separate actions.
     """
     ranks, stages = max(placement[0]) + 1, len(placement[0])
     empty = Schedule(name, ((),) * ranks, placement, tuple(replicas))
@@ -79,7 +79,7 @@ class _State:
         ]
 
     def offer(self, action: Action, time: float) -> None:
-        """Add an action whose inputs exist at `time`."""
+        """Add an action whose inputs are available from `time`."""
         self._ready[self._rank(action)][action] = time
 
     def next(self, key: Key) -> tuple[int, Action, float] | None:
@@ -136,11 +136,11 @@ class _State:
 
 
 def delay_weights(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """Return `schedule` with the weight gradients moved into the idle time after each rank's last forward pass.
+    """Return `schedule` with weight gradients moved into idle time after each rank's last forward pass.
 
-    Other ranks wait for input gradients.  After its last forward pass, a rank therefore runs each input gradient as
-    soon as possible, and computes weight gradients while it waits.  The peak of the activations does not grow, because
-    only forward passes store activations.
+    Other ranks wait for input gradients.  Therefore, after its last forward pass, a rank computes each input gradient
+    as soon as possible, and computes weight gradients while it would otherwise be idle.  Peak activation memory does
+    not increase, because only forward passes store activations.
     """
     costs = costs or Costs()
     before: list[list[Action]] = []

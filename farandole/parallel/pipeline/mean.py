@@ -24,8 +24,8 @@ class PipelineMean(GlobalMean):
     """Runs micro-batches through the stages of a pipeline; see `GlobalMean`.
 
     The loss is divided by the total count of the step, which is known only after the forward passes.  Ranks cannot
-    exchange counts in the middle of the schedule.  Therefore each step divides by the count of the previous step, or in
-    the first step by an estimate.  After the backward passes, the gradients are corrected with the exact count.
+    exchange counts in the middle of the schedule.  Therefore each step divides by the count of the previous step; the
+    first step divides by an estimate.  After the backward passes, the gradients are corrected with the exact count.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh, pipeline: Pipeline, dtype: torch.dtype | None) -> None:

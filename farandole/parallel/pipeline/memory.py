@@ -1,4 +1,4 @@
-"""Compute the activations that a rank keeps under a schedule, to divide a model and to choose the layers to recompute.
+"""Compute the activation memory of a rank under a schedule, to divide a model and to choose the layers to recompute.
 
 A dry run of the complete model gives the bytes that each block saves in one forward pass (`memory.dry_run`).  The
 schedule determines how many micro-batches of each stage are in flight on a rank at the same time.
@@ -28,8 +28,8 @@ class RankActivations:
 
     Args:
         model: the complete model.
-        schedule: the pipeline schedule.  Its number of micro-batches is ignored: the peak is computed for so many
-            micro-batches that the peak no longer grows (`steady`).
+        schedule: the pipeline schedule.  Its number of micro-batches is ignored: the peak is computed for enough
+            micro-batches that additional ones would not increase the peak (`steady`).
     """
 
     def __init__(self, model: nn.Sequential, division: Balance, schedule: Schedule, rank: int) -> None:
@@ -56,7 +56,7 @@ class RankActivations:
 def block_sizes(
     model: nn.Sequential, schedule: Schedule, example: Any, dtype: torch.dtype | None
 ) -> list[list[float]]:
-    """Return the size in bytes of each block in each stage: parameters, and activations of micro-batches in flight.
+    """Return, for each stage, the bytes that each block would need there for parameters and activations in flight.
 
     If a rank has several stages, each stage gets a fraction of the rank's memory, in proportion to its micro-batches
     in flight.  The returned sizes are divided by this fraction, so that a stage fits if its size is at most the rank's
@@ -94,7 +94,7 @@ def in_flight(schedule: Schedule, stage: int) -> int:
 
 
 def steady(schedule: Schedule, asked: str) -> Schedule:
-    """Return `schedule` with so many micro-batches that additional ones would not increase the peak memory of any rank.
+    """Return `schedule` with enough micro-batches that additional ones would not increase the peak memory of any rank.
 
     Args:
         asked: the option that requires such a schedule, for the error message.

@@ -1,8 +1,8 @@
 """Schedules with two replicas of the model on the same ranks, in opposite order.
 
 Rank r has stage r of replica A and stage D - 1 - r of replica B, so that it can run a pass of one replica when it would
-otherwise wait for the other replica.  The gradients of equal stages are summed.  Each rank stores two stages, which is
-twice as many weights as with one replica.  See `unidirectional` for the symbols.
+otherwise wait for the other replica.  The gradients of the two copies of a stage are summed.  Each rank stores two
+stages, and therefore twice as many weights as with one replica.  See `unidirectional` for the symbols.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from farandole.parallel.pipeline.schedule import (
 
 @register("gems", "GEMS-MAST: two alternating mirrored replicas; a rank keeps one micro-batch's activations")
 def gems(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
-    """Return GEMS-MAST (Jain et al., 2020, "GEMS: GPU-Enabled Memory-Aware Model-Parallelism System").
+    """Return the GEMS-MAST schedule (Jain et al., 2020, "GEMS: GPU-Enabled Memory-Aware Model-Parallelism System").
 
     Passes of `parts` micro-batches alternate between the replicas: while the backward pass of one replica moves from
-    rank to rank, the forward pass of the other replica follows in the same direction.  A rank has activations of one
-    pass at a time.  The gradients of the replicas are summed after each pair of passes.
+    rank to rank, the forward pass of the other replica follows in the same direction.  A rank holds the activations
+    of one pass at a time.  The gradients of the replicas are summed after each pair of passes.
 
     For parts = 1, the makespan is N (D B + F) + (D - 1) F.  Activations: `parts`.
     """
@@ -40,7 +40,7 @@ def gems(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
 
 @register("gems-master", "GEMS-MASTER: like gems, but sums the replicas' gradients once per step")
 def gems_master(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
-    """Return GEMS-MASTER (Jain et al., 2020): GEMS-MAST with one sum of the replicas' gradients per step.
+    """Return the GEMS-MASTER schedule (Jain et al., 2020): GEMS-MAST with one sum of the replicas' gradients per step.
 
     The makespan and the activations are the same as for `gems`.
     """
@@ -49,7 +49,7 @@ def gems_master(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
 
 @register("gems-w", "GEMS with separate weight gradients, which do not delay the previous stage")
 def gems_w(ranks: int, micro_batches: int, parts: int = 1) -> Schedule:
-    """Return GEMS-MASTER with separate weight gradients, which run after a pass has sent its input gradients.
+    """Return GEMS-MASTER with separate weight gradients, which are computed after a pass has sent its input gradients.
 
     For parts = 1 and F = I = W, the makespan is N (D + 2) + D - 1 instead of N (2 D + 1) + D - 1.  Activations:
     `parts`.

@@ -1,4 +1,4 @@
-"""Run a schedule: the stages of this rank, on all micro-batches of a step.
+"""Run a pipeline schedule: run this rank's stages on all micro-batches of a step.
 
     runtime = Pipeline(model, stages, name, comm, ...)
     runtime.run(micro_batches, present, arguments, loss, train=True)
@@ -75,7 +75,7 @@ class Pipeline:
     """The stages of this rank and the communicator of the pipeline.
 
     Args:
-        model: the model that was divided; until `close`, a call of the model runs all stages.
+        model: the model that was divided; until `close`, a call to the model runs all stages.
         stages: this rank's stages by index.
         name: the name of the schedule.
         comm: the communicator of the pipeline's ranks.
@@ -125,7 +125,7 @@ class Pipeline:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - an engine has one pipeline
     def schedule(self, micro_batches: int) -> Schedule:
-        """Return the schedule for a number of micro-batches, after a check that it is complete and free of deadlock."""
+        """Return the schedule for a number of micro-batches, after checking that it is complete and deadlock-free."""
         return simulate(build(self._name, len(self._places), micro_batches)).schedule
 
     def run(
@@ -149,7 +149,7 @@ class Pipeline:
             loss: called on the rank with the last stage, with the output of a micro-batch and its index; returns
                 the loss to differentiate.
             train: whether to run backward passes.
-            completing: returns the context for an action that completes gradients of parameters.  This action
+            completing: returns the context manager for an action that completes gradients of parameters.  This action
                 is the last one of a stage or, for parameters in `every_pass`, the last one of a micro-batch.
         """
         planned, schedule = self.schedule(micro_batches), self._present(micro_batches, present, train)
@@ -181,7 +181,7 @@ class Pipeline:
         return step.failure
 
     def raise_on_all(self, comm: Communicator, failure: StageFailure | None) -> None:
-        """Raise `StageError` on the ranks of `comm` if an action failed on one of them.  This is a collective call.
+        """Raise `StageError` on all ranks of `comm` if an action failed on one of them.  This is a collective call.
 
         Args:
             comm: a communicator of this pipeline's ranks and their peers, and possibly of other replicas.
@@ -220,7 +220,7 @@ class Pipeline:
 
     @property
     def views(self) -> list[nn.Module]:
-        """The modules whose calls are the forward passes of this rank's stages, one per stage."""
+        """The modules that run the forward passes of this rank's stages, one per stage."""
         return [stage.view for stage in self._stages.values()]
 
     def roles(self, mesh: Mesh) -> list[str]:
@@ -449,7 +449,7 @@ def _check_output(output: Any, stage: int) -> None:
 
 
 def _leaves(output: Any) -> Any:
-    """Return the tensors in `output` as new leaves, so that the next stage has a separate graph."""
+    """Return `output` with its tensors replaced by new leaves, so that the next stage has a separate graph."""
 
     @functools.cache  # a tensor that occurs twice remains one tensor
     def leaf(tensor: Tensor) -> Tensor:

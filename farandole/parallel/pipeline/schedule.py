@@ -90,7 +90,7 @@ class Schedule:
         actions: the actions of each rank.
         placement: `placement[replica][stage]` is the rank of a stage.
         replicas: the replica through which each micro-batch passes.
-        reductions: in a mirrored schedule, the number of times per step that ranks with equal stages sum their
+        reductions: in a mirrored schedule, the number of times per step that ranks with the same stage sum their
             gradients.
     """
 
@@ -145,7 +145,7 @@ class Schedule:
         return bool(replica) or self.stages_of(rank, replica)[0] != action.stage
 
     def label(self, action: Action) -> str:
-        """Return a short name of an action, such as F0, or f0 for a later chunk or the second replica."""
+        """Return a short name for an action, such as F0, or f0 for a later chunk or the second replica."""
         code = action.code.lower() if self.is_second(action) else action.code
         return f"{code}{action.micro_batch}"
 
@@ -156,12 +156,12 @@ def linear(ranks: int, chunks: int = 1) -> Placement:
 
 
 def v_shape(ranks: int) -> Placement:
-    """Return a placement with two chunks per rank, on ranks 0, 1, ... and back, so that the last stage is on rank 0."""
+    """Return a placement with two chunks per rank: stages are on ranks 0, ..., `ranks` - 1, `ranks` - 1, ..., 0."""
     return ((*range(ranks), *reversed(range(ranks))),)
 
 
 def mirror(ranks: int) -> Placement:
-    """Return a placement of two replicas, the second in the opposite order."""
+    """Return a placement of two replicas, with the stages of the second on the ranks in the opposite order."""
     return (tuple(range(ranks)), tuple(reversed(range(ranks))))
 
 
@@ -169,8 +169,7 @@ def of_first(schedule: Schedule, micro_batches: int) -> Schedule:
     """Return `schedule` restricted to its first `micro_batches` micro-batches.
 
     The actions of a micro-batch depend on no other micro-batch, so omitting some micro-batches causes no deadlock.
-    Schedules that need a minimum number of micro-batches, or a multiple of some number, use this function for other
-    numbers.
+    A schedule that exists only for certain numbers of micro-batches is built for a larger number, and then restricted.
     """
     kept = tuple(
         tuple(action for action in actions if action.micro_batch < micro_batches)
@@ -197,7 +196,7 @@ class Named:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the function, with their defaults."""
+        """The options of `builder`, with their defaults."""
         parameters = list(inspect.signature(self.builder).parameters.values())[2:]
         return {parameter.name: parameter.default for parameter in parameters}
 

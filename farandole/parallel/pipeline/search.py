@@ -61,7 +61,7 @@ def search(
     """Return the fastest schedule found.
 
     Args:
-        memory: the maximum size of the activations on each rank, in the unit of `costs.activation`.
+        memory: the limit on the activation memory of each rank, in the unit of `costs.activation`.
         mirrored: whether schedules with two replicas of the weights are allowed.
         tries: the number of steps of the local search.
 

@@ -34,7 +34,7 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """The times and the memory of the actions on one micro-batch, in any units.
+    """The time and memory costs of the actions on one micro-batch, in arbitrary units.
 
     Args:
         forward: the time of a forward pass, F.
@@ -44,7 +44,7 @@ class Costs:
             stages; ranks compute during this time.
         activation: the memory that a forward pass stores for the backward pass.
         waiting: the memory that is stored between the input gradient and the weight gradient; None means `activation`.
-        recompute: whether backward passes repeat the forward pass.  In between, only the stage's input is stored.
+        recompute: whether backward passes repeat the forward pass, so that only the stage's input is stored until then.
         stage_input: the size of a stage's input, for `recompute`.
     """
 
@@ -111,8 +111,8 @@ class Timeline:
 
     Args:
         spans: the actions of each rank.
-        peaks: the maximum size of the activations on each rank.
-        repeated: the time of all repeated forward passes.
+        peaks: the peak activation memory of each rank.
+        repeated: the total time of repeated forward passes.
         messages: the number of messages that each rank sends.
     """
 
@@ -135,18 +135,18 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """The fraction of the makespan in which ranks do not compute, averaged over ranks."""
+        """The fraction of the makespan during which ranks do not compute, averaged over ranks."""
         return 1 - sum(self.busy) / (self.makespan * self.schedule.ranks) if self.makespan else 0.0
 
     @property
     def lost(self) -> float:
-        """The fraction of the makespan in which ranks are idle or repeat forward passes, averaged over ranks."""
+        """The fraction of the makespan during which ranks are idle or repeat forward passes, averaged over ranks."""
         useful = sum(self.busy) - self.repeated
         return 1 - useful / (self.makespan * self.schedule.ranks) if self.makespan else 0.0
 
     @property
     def peak(self) -> float:
-        """The maximum of the ranks' peaks."""
+        """The highest peak activation memory of any rank."""
         return max(self.peaks)
 
 
@@ -191,7 +191,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def inputs_of(action: Action, schedule: Schedule) -> Iterator[tuple[str, int]]:
-    """Yield (kind, stage) for the results that an action needs: forward passes "F" and input gradients "I"."""
+    """Yield (kind, stage) for each result that an action needs: "F" for forward passes, "I" for input gradients."""
     if isinstance(action, Forward):
         if action.stage:
             yield "F", action.stage - 1

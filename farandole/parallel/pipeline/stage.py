@@ -50,7 +50,7 @@ ELSEWHERE = (
 class Stage:
     """One stage of `model`: the blocks whose indices are in `blocks`.
 
-    `view` is the model that `run` calls, in which other blocks are replaced.
+    `view` is the model that `run` calls; all other blocks in it are replaced.
 
     Args:
         routers: the indices of the blocks that contain routers with losses.
@@ -87,14 +87,14 @@ class Stage:
             self._before.received = None
 
     def _update_view(self) -> None:
-        """Copy the model's attributes, such as `training`, which the program may have changed, to `view`."""
+        """Copy to `view` the model's attributes that the program may have changed, such as `training`."""
         attributes = self._model.__dict__
         if attributes.get("_compiled_call_impl") is not None:
             raise RuntimeError(COMPILED)
         self.view.__dict__ |= {k: v for k, v in attributes.items() if k not in ("_modules", "forward")}
 
     def _independent(self, output: Any) -> Any:
-        """Return `output`, but clone each tensor that shares memory with a buffer, which the next pass may change."""
+        """Return `output`, but clone each tensor that shares memory with a buffer that the next pass may change."""
         if all(tensor.requires_grad for tensor in tensors_of(output)):
             return output
         buffers = {_memory_of(buffer) for block in self.blocks for buffer in block.buffers()}
@@ -107,12 +107,12 @@ class Stage:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Return a number that is equal for tensors that share memory; fake tensors are supported."""
+    """Return a number that identifies the storage of `tensor`; fake tensors are supported."""
     return tensor.untyped_storage()._cdata
 
 
 class _StageEnd(Exception):
-    """Ends the call of a model after the last block of a stage."""
+    """Raised to end a call to the model after the last block of a stage."""
 
     def __init__(self, hidden: Any) -> None:
         super().__init__("the stage has ended")
@@ -193,7 +193,7 @@ def shallow_copy(model: nn.Sequential) -> nn.Sequential:
 
 
 def blocks_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """Return the names and blocks of a model; unlike in `named_children`, a repeated block is listed each time."""
+    """Return the names and blocks of a model; unlike `named_children`, list a repeated block at each occurrence."""
     return [(name, block) for name, block in model._modules.items() if block is not None]
 
 
@@ -208,7 +208,7 @@ def divide(
 
     Args:
         costs: the cost of each block; by default, `parameter_costs` estimates the costs.
-        sizes, memory: as for `balance`.
+        sizes, memory: see `balance`.
 
     Raises:
         PlanError: if the model has too few blocks, or no division fits.
@@ -226,7 +226,7 @@ def split(
     layouts: Layouts,
     found: Balance | None = None,
 ) -> tuple[dict[int, Stage], Balance]:
-    """Remove the blocks of other ranks from `model`, and declare the stages of each parameter and buffer in `layouts`.
+    """Remove the blocks of other ranks from `model`, and record in `layouts` the stages of each parameter and buffer.
 
     Args:
         rank: the pipeline rank.
@@ -268,9 +268,9 @@ def split(
 
 
 def stages_of(model: nn.Sequential, found: Balance) -> dict[str, frozenset[int]]:
-    """Return the stages that contain each parameter and buffer of a complete model.
+    """Return a dict that maps the name of each parameter and buffer of a complete model to the stages that contain it.
 
-    A tensor with several names is listed under the first name.
+    A tensor with several names is listed under its first name.
     """
     children = blocks_of(model)
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}

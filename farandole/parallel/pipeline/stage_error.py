@@ -1,4 +1,4 @@
-"""Raise an exception of one stage on all ranks, without losing the order of messages.
+"""Propagate an exception from one stage to all ranks, without disrupting the order of messages.
 
 After an exception, a rank computes nothing more in this step, but still exchanges every message of its schedule.
 Instead of hidden states, the rank sends an empty tuple; instead of gradients, it sends zeros that are marked as

@@ -1,9 +1,9 @@
-"""Events of a trace in Chrome's Trace Event Format, for https://ui.perfetto.dev.
+"""Create the events of a trace in Chrome's Trace Event Format, for https://ui.perfetto.dev.
 
 A trace is a list of events.  Each rank is a process of the trace, and each row of a rank is a thread.  Perfetto treats
 process 0 as the idle process of Linux, so no rank is process 0.  If a thread and its process have the same number,
 Perfetto treats the thread as the main thread, so these numbers always differ.  Perfetto sorts ranks and rows by name,
-so rank numbers are padded with zeros; other viewers use the order that the events give.
+so rank numbers are padded with zeros; other viewers use the order given by the events.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def duration(
     category: str = "",
     arguments: Mapping[str, Any] | None = None,
 ) -> Event:
-    """Return the event of an interval.
+    """Return the event for a time interval.
 
     Times are rounded to microseconds, so that intervals remain nested or disjoint.
     """
@@ -100,7 +100,7 @@ def duration(
 
 
 def rank_name(rank: int, ranks: int) -> list[Event]:
-    """Return the events that name and sort the process of `rank`; `ranks` is the number of ranks."""
+    """Return the events that set the name and sort position of the process of `rank`, one of `ranks` ranks."""
     return [
         _metadata("process_name", rank, 0, name=f"rank {rank:0{len(str(ranks - 1))}}"),
         _metadata("process_sort_index", rank, 0, sort_index=rank),
@@ -108,7 +108,7 @@ def rank_name(rank: int, ranks: int) -> list[Event]:
 
 
 def thread_name(rank: int, thread: int, name: str) -> list[Event]:
-    """Return the events that name and sort a thread of a rank."""
+    """Return the events that set the name and sort position of a thread of a rank."""
     return [
         _metadata("thread_name", rank, thread, name=name),
         _metadata("thread_sort_index", rank, thread, sort_index=thread),
@@ -120,7 +120,7 @@ def _metadata(kind: str, rank: int, thread: int, **arguments: Any) -> Event:
 
 
 def _place(rank: int, thread: int) -> Event:
-    """Return the process and the thread of a row."""
+    """Return the process number and the thread number of a row."""
     process = FIRST_PROCESS + rank
     return {"pid": process, "tid": 10 * process + thread}
 

@@ -1,10 +1,10 @@
 """Send and receive tensors between stages during one step.
 
 Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradients of its
-inputs to the rank of the previous stage.  Shapes are found at run time: a header with dtypes and shapes precedes an
-output.  A tensor that occurs twice in an output is sent once, and so is its gradient.  Gradients have the shapes of the
-output, which the receiver of the gradients knows.  A byte sent with each gradient tells whether the gradient is
-present, absent or invalid.
+inputs to the rank of the previous stage.  Shapes are determined at run time: each output is preceded by a header
+with dtypes and shapes.  A tensor that occurs twice in an output is sent once, and so is its gradient.  Gradients have
+the shapes of the output, which the receiver of the gradients knows.  A byte sent with each gradient tells whether the
+gradient is present, absent or invalid.
 
 A rank that has failed sends an empty tuple as each further output, and invalid gradients (`stage_error`).
 
@@ -111,7 +111,7 @@ class OutputShape:
         return parts[0] if self.single else parts
 
     def numbers(self) -> list[int]:
-        """Return the shape as at most `HEADER_LENGTH` numbers.
+        """Return the shape encoded as at most `HEADER_LENGTH` integers.
 
         Raises:
             TypeError: if more numbers are needed, or a dtype is not supported.
@@ -139,7 +139,7 @@ class OutputShape:
 
     @classmethod
     def decode(cls, header: Tensor) -> OutputShape:
-        """Return the shape in `header`, which `encode` returned."""
+        """Return the shape encoded in `header` by `encode`."""
         numbers = iter(header.tolist())
         single = bool(next(numbers))
         parts = [next(numbers) for _ in range(next(numbers))]
@@ -227,8 +227,8 @@ class Transfers:
     def receive(self, code: str, stage: int, m: int) -> Any:
         """Return the input of a pass: the previous stage's output ("F") or the gradients of this stage's output ("I").
 
-        Outputs are leaves that require gradients if the sent tensors did.  A gradient that does not exist is None.
-        `failed` is set if the sender has failed.
+        Received outputs are leaves that require gradients if the sent tensors did.  A gradient that does not exist is
+        None.  `failed` is set if the sender has failed.
         """
         started = time.perf_counter()
         message = (code, stage, m)

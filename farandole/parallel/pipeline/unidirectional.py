@@ -36,7 +36,7 @@ def layer(ranks: int, micro_batches: int) -> Schedule:
 def layer_w(ranks: int, micro_batches: int) -> Schedule:
     """Return the schedule of layer parallelism with separate weight gradients.
 
-    Weight gradients run after the input gradient has been sent, so they do not delay the previous stage.
+    Weight gradients are computed after the input gradient has been sent, so they do not delay the previous stage.
 
     A micro-batch takes D (F + I) + W.  Activations: 1.
     """
@@ -48,7 +48,7 @@ def layer_w(ranks: int, micro_batches: int) -> Schedule:
 
 @register("gpipe", "GPipe: all forward passes, then all backward passes")
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
-    """Return GPipe (Huang et al., 2019): all forward passes, then all backward passes.
+    """Return the GPipe schedule (Huang et al., 2019): all forward passes, then all backward passes.
 
     Idle fraction (D - 1) / (N + D - 1).  Activations: N.
     """
@@ -61,7 +61,7 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 @register("1f1b", "1F1B: each rank alternates between forward and backward passes")
 def one_forward_one_backward(ranks: int, micro_batches: int) -> Schedule:
-    """Return 1F1B (Narayanan et al., 2019, "PipeDream"; Fan et al., 2021, "DAPPLE").
+    """Return the 1F1B schedule (Narayanan et al., 2019, "PipeDream"; Fan et al., 2021, "DAPPLE").
 
     Idle time (D - 1)(F + B).  Activations: min(D, N) on rank 0, one less on each following rank.
     """
@@ -76,7 +76,7 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> Schedule:
 
 @register("interleaved", "interleaved 1F1B: several chunks of the model per rank")
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Return interleaved 1F1B.
+    """Return the interleaved 1F1B schedule.
 
     Narayanan et al., 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
 
@@ -104,7 +104,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 @register("zb-h1", "ZB-H1 (zero bubble): 1F1B whose idle time is filled with weight gradients")
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """Return ZB-H1 (Qi et al., 2023, "Zero Bubble Pipeline Parallelism"), also called ZB-1P.
+    """Return the ZB-H1 schedule (Qi et al., 2023, "Zero Bubble Pipeline Parallelism"), also called ZB-1P.
 
     Rank r delays weight gradients by r micro-batches, so that all ranks hold D micro-batches.  Idle time
     (D - 1)(F + I - W).  Activations: D.
@@ -126,7 +126,7 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _alternate(forward: list[Forward], backward: list[Backward], warm_up: int) -> list[Action]:
-    """Return `warm_up` forward passes, pairs of a forward and a backward pass, and the remaining backward passes."""
+    """Return `warm_up` forward passes, then forward/backward pairs, then the remaining backward passes."""
     steady = len(forward) - warm_up
     pairs = zip(forward[warm_up:], backward[:steady], strict=True)
     return [*forward[:warm_up], *(action for pair in pairs for action in pair), *backward[steady:]]

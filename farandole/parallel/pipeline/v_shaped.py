@@ -25,7 +25,7 @@ from farandole.parallel.pipeline.schedule import (
 
 @register("zb-v", "ZB-V (zero bubble): two chunks per rank in a V; idle time only for the first micro-batch")
 def zb_v(ranks: int, micro_batches: int) -> Schedule:
-    """Return ZB-V (Qi et al., 2023, "Zero Bubble Pipeline Parallelism", section 6).
+    """Return the ZB-V schedule (Qi et al., 2023, "Zero Bubble Pipeline Parallelism", section 6).
 
     Idle time (D - 1) F / 2 if F = I = W and N >= 2 D - 1.  Activations: D.
     """
@@ -36,7 +36,7 @@ def zb_v(ranks: int, micro_batches: int) -> Schedule:
 
 @register("v-half", "V-Half: a V that holds about half of 1F1B's activations")
 def v_half(ranks: int, micro_batches: int) -> Schedule:
-    """Return V-Half (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory").
+    """Return the V-Half schedule (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory").
 
     The idle time is about half of the idle time of 1F1B.  Activations: about (D + 2) // 2.
     """
@@ -45,7 +45,7 @@ def v_half(ranks: int, micro_batches: int) -> Schedule:
 
 @register("v-min", "V-Min: a V that holds about a third of 1F1B's activations")
 def v_min(ranks: int, micro_batches: int) -> Schedule:
-    """Return V-Min (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory").
+    """Return the V-Min schedule (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory").
 
     The idle time is about 2/3 of the idle time of 1F1B.  Activations: about (D + 4) // 3.
     """
@@ -57,7 +57,7 @@ def v_min(ranks: int, micro_batches: int) -> Schedule:
     "DualPipeV: two chunks per rank, with pairs of forward and backward passes of both chunks",
 )
 def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
-    """Return DualPipeV (Qi et al., 2025).
+    """Return the DualPipeV schedule (Qi et al., 2025).
 
     DualPipeV is the V-shaped variant of DualPipe (DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report").
 
@@ -76,7 +76,7 @@ class _Rank:
     """Builds the list of actions of one rank.
 
     `forward`, `backward` and `input_gradient` append the action for the next micro-batch of a chunk.  `weight_gradient`
-    appends the oldest weight gradient that is still missing.
+    appends the oldest weight gradient that has not been appended yet.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:

@@ -99,7 +99,7 @@ def _check_dropout(found: Found, ranks: int) -> None:
 
 
 def _parts_of_all(found: Found, ranks: int) -> dict[str, Split]:
-    """Return the parts of each module's split layers and parameters, by the path of the module.
+    """Return a dict that maps module paths to the parts of the module's split layers and parameters.
 
     Raises:
         PlanError: if a module cannot be split over `ranks` ranks.

@@ -36,7 +36,7 @@ class ColumnLinear(nn.Linear):
 
 
 def enter_at(linear: nn.Module, comm: AxisCommunicator | None) -> bool:
-    """Let the input of a region enter at its column layer, so that the backward pass overlaps with communication.
+    """Let a region's input enter at the column layer `linear`, so that the backward pass overlaps with communication.
 
     Returns:
         Whether the input enters at `linear`: False for a subclass of `nn.Linear`, or if `comm` does not overlap
@@ -50,7 +50,7 @@ def enter_at(linear: nn.Module, comm: AxisCommunicator | None) -> bool:
 
 
 class Region:
-    """Wraps a region: the first `inputs` arguments enter the region, and the output is the sum over ranks."""
+    """Wraps a region: the first `inputs` arguments enter the region, and the output is summed over ranks."""
 
     def __init__(self, comm: AxisCommunicator | None, inputs: int) -> None:
         self._comm, self._inputs = comm, inputs
@@ -67,9 +67,9 @@ class Region:
 def leading(
     module: nn.Module, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-    """Return the first `count` arguments of a call, the other positional arguments, and the other named arguments.
+    """Return the first `count` arguments of a call, the other positional arguments, and the other keyword arguments.
 
-    The first `count` arguments may also be passed by name.
+    The first `count` arguments may also be passed by keyword.
     """
     if len(args) < count and kwargs:
         names = list(inspect.signature(module.forward).parameters)
@@ -85,7 +85,7 @@ def leading(
 
 
 class SharedBias:
-    """Wraps a linear layer that is split by rows: each rank adds an equal part of the bias."""
+    """Wraps a linear layer that is split by rows: each rank adds the bias divided by the number of ranks."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -106,8 +106,7 @@ class SharedBias:
 class GatherHead:
     """Wraps a projection of queries, keys and values if several ranks share a key-value head.
 
-    Each of these ranks projects a part of the head's keys and values, and receives the other parts from the other
-    ranks.
+    Each of these ranks computes a slice of the head's keys and values, and gathers the other slices.
     """
 
     def __init__(self, attention: SelfAttention, position: Position, ranks: int) -> None:

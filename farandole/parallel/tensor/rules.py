@@ -40,9 +40,9 @@ class Rule:
     """How a kind of module is split.
 
     Args:
-        column: the linear layers whose outputs are split, by path, with the parts of the outputs.
-        row: the linear layers whose inputs are split, by path, with the parts of the inputs.
-        tensors: other parameters that are split, by name, with the split dimension and its parts.
+        column: maps the path of each linear layer whose outputs are split to the parts of the outputs.
+        row: maps the path of each linear layer whose inputs are split to the parts of the inputs.
+        tensors: maps the name of each other split parameter to the split dimension and its parts.
         vocabulary: the embeddings (by path) and parameters that are split along the vocabulary.
         region: whether the module is a region.  A module that is not a region is inside a region, is split only along
             the vocabulary, or does not communicate.
@@ -51,9 +51,9 @@ class Rule:
             overlap with communication.
         adjust: a function that is called with the module and the position before the module is split, for example to
             change the number of query heads per key-value head.
-        dropout: the `nn.Dropout` layers of a region, by path, with the split dimension of their input and its parts, or
-            with None if the input is not split (a complete tensor, or the output of a row layer).  Each rank applies its
-            part of the mask that a single process would draw.
+        dropout: maps the path of each `nn.Dropout` layer of a region to the split dimension of its input and the parts
+            of this dimension, or to None if the input is not split (a complete tensor, or the output of a row layer).
+            Each rank applies its part of the mask that a single process would draw.
     """
 
     column: Mapping[str, Parts] = field(default_factory=dict)
@@ -72,7 +72,7 @@ Split = Mapping[str, tuple[Part, ...]]
 
 
 def parts_of(module: nn.Module, rule: Rule, ranks: int) -> Split:
-    """Return the parts of the layers, parameters and dropout inputs of `module` that are split over `ranks` ranks.
+    """Return the parts of the split layers, parameters and dropout inputs of `module`, by path, for `ranks` ranks.
 
     Raises:
         Indivisible: if a rank would get no unit of a part, or no token of the vocabulary.
@@ -180,7 +180,7 @@ def _expert_inner(copies: int = 1) -> Parts:
 
 
 def _share_dropout(module: Any, position: Position) -> None:
-    """Let each rank draw the attention's dropout mask for all heads, and use the part for its own heads."""
+    """Make each rank draw the attention dropout mask for all heads, and use the slice for its own heads."""
     heads = module.out.in_features // (
         module.value_width if isinstance(module, LatentAttention) else module.head_width
     )

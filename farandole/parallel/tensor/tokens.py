@@ -24,7 +24,7 @@ from farandole.parallel.tensor.regions import leading
 
 
 class Tokens:
-    """The tokens of a forward pass, which are divided over the ranks of `comm`.
+    """The tokens of a forward pass, sharded over the ranks of `comm`.
 
     Tokens (batch, positions) are numbered in row-major order.
 
@@ -49,7 +49,7 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        """The number of tokens of all ranks."""
+        """The total number of tokens on all ranks."""
         return self._shape[0] * self._shape[1]
 
     def gather(self, shard: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Tokens:
 
 
 class ShareTokens:
-    """Wraps the embedding: each rank continues with its shard of the tokens."""
+    """Wraps the embedding, and returns only this rank's shard of the tokens."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -82,12 +82,12 @@ class ShareTokens:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the embedding, and return a shard of its tokens."""
+        """Call the embedding, and return this rank's shard of the tokens."""
         return self._tokens.take(call(*args, **kwargs))
 
 
 class TokenBlock:
-    """Wraps a block: during the call, `tokens` has the shape of the block's sequences."""
+    """Wraps a block: during a call, `tokens` uses the numbers of sequences and positions of this call."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens

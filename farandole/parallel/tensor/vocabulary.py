@@ -24,7 +24,7 @@ from farandole.parallel.tensor.tokens import Tokens
 class ParallelVocabulary(Vocabulary):
     """The operations on a vocabulary of `count` tokens that is sharded over ranks.
 
-    This rank has the tokens in the slice `own`.
+    This rank stores the tokens in the slice `own`.
     """
 
     gathered = True
@@ -120,7 +120,7 @@ class ParallelEmbedding:
 
 @contextmanager
 def sharded_logits(model: nn.Module) -> Iterator[slice]:
-    """Return a context in which `model` returns the logits of this rank's part of the vocabulary, without a gather.
+    """Return a context manager within which `model` returns only the logits of this rank's part of the vocabulary.
 
         with sharded_logits(model) as own:
             logits = engine(tokens)  # (batch, positions, own tokens): logits[..., own] of the complete logits

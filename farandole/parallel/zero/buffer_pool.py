@@ -80,7 +80,7 @@ class BufferPool:
         return [*found, user] if user is not None and user.in_flight and user not in found else found
 
     def first_to_launch(self) -> Bucket | None:
-        """If too many buckets wait for the start of their reductions, return the oldest one; otherwise None."""
+        """Return the oldest bucket whose reduction has not started if too many buckets are waiting, else None."""
         waiting = [bucket for bucket in self._holders if not bucket.was_reduced]
         complete = sum(bucket.ready for bucket in waiting)
         return waiting[0] if complete >= DEPTH or len(waiting) > _UNREDUCED else None
@@ -106,7 +106,7 @@ class BufferPool:
 
 
 def empty(comm: Communicator | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor in shared memory if possible, and otherwise in normal memory.  This is a collective call."""
+    """Return an uninitialized tensor, in shared memory if possible.  This is a collective call."""
     if comm is None:
         return torch.empty(length, dtype=dtype, device=device)
     return comm.empty(length, dtype=dtype, device=device)

@@ -158,7 +158,7 @@ def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool
 def _gatherer(model: nn.Module, plan: ShardingPlan, groups: Groups, built: BuiltBuckets) -> Gatherer:
     """Return the gatherer of the weights.  This is a collective call.
 
-    The gatherer gets communicators of its own, so that gathers do not wait for gradient reductions.
+    The gatherer gets separate communicators, so that gathers do not wait for gradient reductions.
     """
     gathered: list[list[GatheredWeights]] = [[] for _ in range(plan.groups)]
     copies: dict[tuple[int, ...], Communicator] = {}

@@ -45,7 +45,7 @@ _NOTHING = 1 << 30
 
 
 class CallOrder:
-    """Launches items in one order on all ranks of `comm`.
+    """Launches items in the same order on all ranks of `comm`.
 
     Args:
         launch: a function that launches the collective call of an item without waiting for it.
@@ -147,7 +147,7 @@ class CallOrder:
                 return
 
     def _gathering_ahead(self, items: list[int]) -> list[int]:
-        """Move each gather ahead of the reductions directly before it, so that it overlaps with computation."""
+        """Move each gather ahead of the reductions directly before it, so that the gather overlaps with computation."""
         ordered: list[int] = []
         reductions = 0  # since the last gather
         for item in items:

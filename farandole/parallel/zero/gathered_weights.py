@@ -70,7 +70,7 @@ class GatheredWeights(FlatWeights):
         self._set(self._placeholders)  # hidden when the engine is complete
 
     def gather_over(self, comm: Communicator | None) -> None:
-        """Gather with `comm`, a separate communicator of the same ranks.
+        """Use `comm`, a separate communicator of the same ranks, for gathers.
 
         The order of gathers is then independent of other calls.
         """
@@ -146,7 +146,7 @@ class GatheredWeights(FlatWeights):
     def in_memory(
         self, *, write: bool = False, blank: bool = False, device: torch.device | None = None
     ) -> Iterator[None]:
-        """Return a context in which the shard is in memory; see `FlatWeights.in_memory`."""
+        """Return a context manager that temporarily loads the shard into memory; see `FlatWeights.in_memory`."""
         if self._stored is None or self.shard is not self._nowhere:
             yield
             return

@@ -85,7 +85,7 @@ class Gatherer:
     Args:
         groups: for each group, the weights that are gathered together.
         buckets: the buckets of gradients, whose reductions share one order with the gathers.
-        needs: the modules that need gathered weights, each with the indices of its groups.
+        needs: pairs of a module that needs gathered weights, and the indices of its groups.
         comm: the communicator of all ranks that compute the same modules.
     """
 
@@ -186,7 +186,7 @@ class Gatherer:
         return True
 
     def forget_order(self) -> None:
-        """Discard the agreed order of backward passes, so that the next backward pass negotiates another order.
+        """Discard the agreed order of backward passes, so that the next backward pass negotiates a new order.
 
         All ranks must call this method.
         """
@@ -220,9 +220,9 @@ class Gatherer:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context with unsharded weights, in which ranks can compute independently.
+        """Return a context manager that keeps all weights gathered, so that ranks can compute independently.
 
-        All ranks must enter and exit the context together.
+        All ranks must enter and exit together.
         """
         self.release()
         for weights in (weights for group in self._groups for weights in group):
@@ -381,11 +381,11 @@ class Gatherer:
         return excluded_from_dynamo(after_forward)
 
     def _around_part(self, needs: list[int]) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return hooks for a part of a module, which `torch.utils.checkpoint` may recompute without the module itself.
+        """Return hooks for a submodule that `torch.utils.checkpoint` may recompute without the enclosing module.
 
         These hooks have an effect only if the gatherer's hooks for saved tensors are not active, or are hidden by
-        other hooks, such as those of the checkpoint.  So the part saves the same tensors in its forward pass and in
-        its recomputation.
+        other hooks, such as those of the checkpoint.  So the submodule saves the same tensors in its forward pass and
+        in its recomputation.
         """
         gathered: list[list[int]] = []  # the groups that each running call needs
 

@@ -124,7 +124,7 @@ def show(parameter: nn.Parameter, reason: str | None = None) -> None:
 
 
 def unchecked() -> AbstractContextManager[None]:
-    """Return a context in which access to hidden parameters is not checked, for code that does not read values."""
+    """Return a context manager that disables the checks of hidden parameters, for code that does not read values."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

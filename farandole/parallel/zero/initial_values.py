@@ -101,7 +101,7 @@ def fill_model(
 
     Args:
         complete: the model before it was divided into stages, with the same parameters.
-        weights: the flat buffers of parameters; parameters outside of these buffers get memory of their own.
+        weights: the flat buffers of parameters; parameters outside of these buffers get separate memory.
         layouts: the parts of parameters that ranks store; `initialize` fills complete parameters.
         types: the original dtypes of the parameters, by `id(parameter)`.
     """
@@ -172,7 +172,7 @@ def _in_memory(
     types: Mapping[int, torch.dtype],
     shapes: Mapping[int, tuple[int, ...]],
 ) -> Iterator[None]:
-    """Return a context in which `parameters` have their own memory, with their original dtypes and complete shapes."""
+    """Return a context manager that gives `parameters` memory, with their original dtypes and complete shapes."""
     places = [parameter.data for parameter in parameters]
     for parameter, place in zip(parameters, places, strict=True):
         key = id(parameter)

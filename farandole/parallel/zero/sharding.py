@@ -94,7 +94,7 @@ class BucketPlan:
 
     @property
     def filling(self) -> Filling:
-        """How gradients get into the bucket."""
+        """How gradients are put into the bucket."""
         if len(self.parameters) > 1:
             return "copied"
         same = self.dtype == self.master_dtype
@@ -119,7 +119,7 @@ class ShardingPlan:
 
     @property
     def groups(self) -> int:
-        """The number of groups of weights."""
+        """The number of groups in which weights are gathered."""
         return 1 + max((bucket.group for bucket in (*self.trained, *self.frozen)), default=-1)
 
 
@@ -201,8 +201,8 @@ def plan_sharding(
             `dtype` is given.
         gathered: whether weights are gathered block by block.
         bucket_bytes: the approximate size of a bucket in bytes of parameters.
-        stages: the pipeline stages that contain each parameter, by name; the parameters of a bucket belong to the same
-            stages.
+        stages: maps each parameter name to the pipeline stages that contain the parameter; the parameters of a bucket
+            belong to the same stages.
 
     Raises:
         LayoutError: if different ranks sum the gradients of different parts of a tensor.
@@ -266,7 +266,7 @@ def plan_sharding(
 def moves_parameters(
     zero: int, dtype: torch.dtype | None, offload: str, layouts: Mapping[str, Layout]
 ) -> bool:
-    """Return whether parameters move into flat buffers, so that optimizers update tensors other than the parameters.
+    """Return whether parameters are moved to flat buffers, so that optimizers update tensors other than the parameters.
 
     This is necessary if ranks update different elements, because an axis or ZeRO shards parameters, or if the optimizer
     updates master weights.
@@ -337,7 +337,7 @@ def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, 
 
 
 def _stages_on(mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Return the pipeline coordinates of a rank: one, or in a mirrored pipeline one per direction."""
+    """Return the pipeline coordinates of a rank: one, or one per direction in a mirrored pipeline."""
     return tuple(cell.pipeline for cell in mesh.of_rank(rank))
 
 
@@ -392,7 +392,7 @@ Kernels then treat a tensor in the buffer like a separately allocated tensor.
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A tensor's part in a shard: `length` consecutive elements of the flattened tensor.
+    """The part of a tensor that is in a shard: `length` consecutive elements of the flattened tensor.
 
     The part begins at element `start` of tensor `index`, and at element `offset` of the shard.
     """
@@ -457,7 +457,7 @@ class FlatLayout:
         return buffer[number * self.shard_length : (number + 1) * self.shard_length]
 
     def ranges(self, number: int) -> list[FlatRange]:
-        """Return the tensors' parts in shard `number`, in order; empty tensors have no part."""
+        """Return the parts of tensors that are in shard `number`, in order; empty tensors have none."""
         low, high = number * self.shard_length, (number + 1) * self.shard_length
         found = []
         for index, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):

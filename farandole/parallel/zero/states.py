@@ -30,7 +30,7 @@ from farandole.plan import Offloaded, Place
 
 @dataclass(frozen=True, kw_only=True)
 class StateOptions:
-    """How the states of a model are sharded and stored; see `Engine` for the options."""
+    """Options for sharding and storing the states of a model; see `Engine`."""
 
     zero: int
     dtype: torch.dtype | None
@@ -134,5 +134,5 @@ def _plan(
 
 
 def _are_apart(model: nn.Module, shards: Communicator | None) -> bool:
-    """Return whether the ranks in `shards` must gather weights because they do not share memory."""
+    """Return whether the ranks in `shards` do not share memory, and must therefore gather weights."""
     return shards is not None and not all(shards.shares_memory(p.device) for p in model.parameters())

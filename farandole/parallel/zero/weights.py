@@ -1,13 +1,13 @@
 """A bucket's weights: the weights with which the model computes, and the master weights that the optimizer updates.
 
 Each rank's optimizer updates the rank's shard in the master weights' dtype.  If the model computes in the same dtype,
-the master weights are a part of the model's weights.
+the master weights share memory with the model's weights.
 
     WholeWeights       every rank has all weights in one flat buffer; ranks with shared memory share the buffer
     GatheredWeights    each rank has its shard, in memory or offloaded; blocks gather their weights (`gathered_weights`)
 
 Ranks that share a buffer read all of it, and each updates its own shard in place, without gathering.  Two barriers
-separate reads and writes (`Engine`): no rank updates before all ranks have ended their backward passes, and no rank
+separate reads and writes (`Engine`): no rank updates before all ranks have finished their backward passes, and no rank
 reads before all ranks have updated.
 """
 
@@ -36,9 +36,8 @@ EDIT = "make changes within `with engine.edit_parameters():`, or load them with 
 class FlatWeights(ABC):
     """The weights of the parameters in `plan`, in a flat buffer that consists of shards.
 
-    Shard `number` belongs to this rank.
-
     Args:
+        number: the index of this rank's shard.
         shards: the communicator of the ranks among which the buffer is sharded; None if the buffer is not sharded.
         trained: whether the parameters are trained and therefore have master weights.
     """
@@ -72,11 +71,11 @@ class FlatWeights(ABC):
 
     @abstractmethod
     def use_weights(self) -> None:
-        """Let the parameters refer to the weights with which the model computes."""
+        """Point the parameters to the weights with which the model computes."""
 
     @abstractmethod
     def use_masters(self) -> None:
-        """Let the parameters refer to unsharded copies of the master weights.  This is a collective call."""
+        """Point the parameters to unsharded copies of the master weights.  This is a collective call."""
 
     @abstractmethod
     def is_in_place(self, index: int) -> bool:
@@ -107,10 +106,11 @@ class FlatWeights(ABC):
     def in_memory(
         self, *, write: bool = False, blank: bool = False, device: torch.device | None = None
     ) -> Iterator[None]:
-        """Return a context in which `shard` contains its values, even if the shard is offloaded.
+        """Return a context manager in which `shard` contains its values, even if the shard is offloaded.
 
-        Changes to an offloaded shard are kept only with `write`.  With `blank`, an offloaded shard is not read, because
-        the caller will write all of its values.  If possible, an offloaded shard is read into memory on `device`.
+        Changes to an offloaded shard are kept only if `write` is True.  With `blank`, an offloaded shard is not read,
+        because the caller will write all of its values.  If possible, an offloaded shard is read into memory on
+        `device`.
         """
         yield
 
@@ -119,7 +119,7 @@ class FlatWeights(ABC):
         """Start reading an offloaded shard."""
 
     def ranges(self) -> Iterator[tuple[nn.Parameter, slice, int]]:
-        """Yield (parameter, slice of this rank's shard, first element in the parameter) for all parts in the shard."""
+        """Yield (parameter, slice of the shard, offset in the parameter) for each parameter in the shard."""
         for part in self._layout.ranges(self.number):
             yield self.parameters[part.index], slice(part.offset, part.offset + part.length), part.start
 
@@ -155,7 +155,7 @@ class FlatWeights(ABC):
         return copy if self.has_master_copy else self.shard
 
     def _set_range(self, shard: Tensor, index: int, values: Tensor) -> None:
-        """Copy the part of parameter `index` that is in this rank's shard from `values` to `shard`."""
+        """Copy to `shard` those `values` of parameter `index` that belong to this rank's shard."""
         for part in self._layout.ranges(self.number):
             if part.index == index:
                 own = values.reshape(-1)[part.start : part.start + part.length]
@@ -205,11 +205,11 @@ class WholeWeights(FlatWeights):
         return torch.zeros(length, dtype=dtype, device=self.plan.device)
 
     def use_weights(self) -> None:
-        """Let the parameters refer to views of the buffer."""
+        """Point the parameters to views of the buffer."""
         self._set(self._views)
 
     def use_masters(self) -> None:
-        """Let the parameters refer to unsharded copies of the master weights.  This is a collective call."""
+        """Point the parameters to unsharded copies of the master weights.  This is a collective call."""
         if self.has_master_copy and self.master is not None:
             self._set(self._gathered(self.master))
         else:

@@ -126,5 +126,5 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[tuple[Logprob, int]]) -> 
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Return the token counts in the format of OpenAI's field `usage`."""
+    """Return the token counts in the format of OpenAI's `usage` field."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

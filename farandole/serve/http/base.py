@@ -1,4 +1,4 @@
-"""The common parts of all model servers: endpoints, error responses, and the handling of clients that disconnect."""
+"""Code shared by all model servers: endpoints, error responses, and the handling of clients that disconnect."""
 
 from __future__ import annotations
 

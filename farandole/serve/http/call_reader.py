@@ -100,7 +100,7 @@ class CallReader:
         return 1
 
     def _member(self, key: str, first: str) -> _Next:
-        """Parse the value that starts with the character `first`, and return the first character after the value."""
+        """Parse the value of `key`, which starts with `first`, and return the first character after the value."""
         if key == self._key and not self._has_arguments:
             _expect("{", first)
             self._has_arguments = True
@@ -121,7 +121,7 @@ class CallReader:
 
 
 class _UnexpectedError(Exception):
-    """Raised if the text is not valid JSON, or not a call of a known tool."""
+    """Raised if the text is not valid JSON, or not a call to a known tool."""
 
 
 def _expect(expected: str, character: str) -> None:

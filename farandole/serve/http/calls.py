@@ -63,7 +63,7 @@ class CallFormat:
         """Return a grammar for llguidance that accepts only texts whose calls are all valid.
 
         Args:
-            tools: the JSON schema of each tool's arguments, by name.
+            tools: a dict that maps the name of each tool to the JSON schema of its arguments.
             required: whether the text after the reasoning must consist only of calls.
             several: whether more than one call is allowed.
             reasons: whether the model may reason before the text.
@@ -150,6 +150,6 @@ def _token(tokenizer: Tokenizer, mark: str) -> str:
 
 
 def _spaced(schema: Any) -> Any:
-    """Return `schema` with an option of llguidance that limits the whitespace in the JSON."""
+    """Return `schema` with an llguidance option that limits whitespace in the JSON."""
     own = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return {**own, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": SPACE}}

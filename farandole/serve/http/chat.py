@@ -1,4 +1,4 @@
-"""Convert chat requests into prompts and parameters of the engine, and replies into messages or deltas."""
+"""Convert chat requests into prompts and parameters for the engine, and replies into messages or deltas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Chat:
     is_reasoning: bool
 
     def reply(self) -> Reply:
-        """Return an empty reply that divides the text of one sequence into reasoning, content and calls."""
+        """Return a new `Reply`, which splits the text of one sequence into reasoning, content and calls."""
         return Reply(self.form, self.tools, reasons=self.reasons, is_reasoning=self.is_reasoning)
 
 
@@ -116,7 +116,7 @@ def message_of(reply: Part) -> dict[str, Any]:
 
 
 def deltas_of(part: Part, before: int) -> list[dict[str, Any]]:
-    """Convert a new part of a streamed reply to deltas in OpenAI's format, and return at least one delta.
+    """Convert a new part of a streamed reply to one or more deltas in OpenAI's format.
 
     The first delta of a call has the name and empty arguments.  The following deltas extend the arguments.
 

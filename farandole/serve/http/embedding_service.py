@@ -96,8 +96,8 @@ class EmbeddingService:
         """Add all sequences to the queue, or none if an error is raised.  Call this method from the event loop.
 
         Returns:
-            Futures of the fp32 embeddings (width), in order.  Cancelled embeddings are not computed.  If the encoder
-            fails, the futures raise EmbeddingError.
+            A future for each sequence, in order, with the fp32 embedding of shape (width) as its result.  Embeddings
+            of canceled futures are not computed.  If the encoder fails, the futures raise EmbeddingError.
 
         Raises:
             RequestError: if the encoder cannot embed a sequence.

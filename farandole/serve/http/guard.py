@@ -1,4 +1,4 @@
-"""Check API keys, and limit the size and the arrival time of request bodies."""
+"""Check API keys, and limit the size and the transfer time of request bodies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Limits:
 
     Args:
         body_bytes: the maximum size of a body.
-        body_s: the maximum time in seconds for the arrival of a body.
+        body_s: the maximum time in seconds to receive a body.
         request_s: the maximum time in seconds for a whole request.
     """
 
@@ -37,10 +37,10 @@ class Limits:
 
 
 def read_keys(path: Path) -> list[bytes]:
-    """Return the SHA-256 hashes of the API keys in a file with one hash per line, in hexadecimal digits.
+    """Read the SHA-256 hashes of API keys from a file that contains one hexadecimal hash per line.
 
     Raises:
-        RequestError: if the file cannot be read, has no hash, or has a line that is not a hash.
+        RequestError: if the file cannot be read, contains no hash, or contains a line that is not a hash.
     """
     try:
         lines = [line.split()[0] for line in path.read_text().splitlines() if line.strip()]
@@ -110,7 +110,7 @@ class Guard:
         await self._app(scope, again, send)
 
     def _is_known(self, header: bytes) -> bool:
-        """Compare a header with all keys, in time that does not depend on the result."""
+        """Return whether an Authorization header contains a valid key.  The time does not depend on the result."""
         scheme, _, key = header.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         found = [hmac.compare_digest(digest, each) for each in self._keys]

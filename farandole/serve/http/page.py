@@ -1,7 +1,7 @@
 """The page at `/`: a self-contained document that shows the server's state, and offers a chat or compares texts.
 
-The page requests `/stats` while the page is visible, and keeps the history itself.  The server computes nothing for the
-page while no page is open.
+The page polls `/stats` while the page is visible, and stores the history in the browser.  While no page is open, the
+server does no work for the page.
 
 The Content-Security-Policy allows the page's own script and style, and connections to the same server.  Trusted types
 make the browser refuse to interpret text as HTML, so that the output of a model cannot add elements to the document.
@@ -16,9 +16,9 @@ from pathlib import Path
 
 
 def read_page(name: str) -> tuple[str, dict[str, str]]:
-    """Return a document of `pages/`, and the HTTP headers to send with it.
+    """Return a document from `pages/`, and the HTTP headers to send with the document.
 
-    The header, the style sheet and the script are inlined in the document.
+    The page header, the style sheet and the script are inlined in the document.
     """
     folder = Path(__file__).parent / "pages"
 

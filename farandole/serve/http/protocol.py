@@ -179,7 +179,7 @@ class FunctionCall(Fields):
 
 
 class ToolCall(Fields):
-    """A tool call of the assistant."""
+    """A tool call by the assistant."""
 
     id: str
     type: Literal["function"] = "function"
@@ -200,7 +200,7 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    """A message of a conversation."""
+    """A message in a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -299,7 +299,7 @@ class ChatRequest(_Generation):
         return [message.plain() for message in self.messages]
 
     def usable_tools(self) -> dict[str, Tool]:
-        """Return the tools that the model may call, by name."""
+        """Return the tools that the model may call, keyed by name."""
         if self.tools is None:
             for name in ("tool_choice", "parallel_tool_calls"):
                 if getattr(self, name) is not None:

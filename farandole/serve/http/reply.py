@@ -39,7 +39,7 @@ class Reply:
     """Divides the text of one sequence into reasoning, content and tool calls.
 
     Text that could be the beginning of a delimiter is held back until more text has arrived.  Calls are returned as
-    they arrive (`CallReader`).  If the text between delimiters does not begin with a call of a known tool, the text and
+    they arrive (`CallReader`).  If the text between delimiters does not begin with a call to a known tool, the text and
     its delimiters are part of the content.
 
     Args:
@@ -174,9 +174,9 @@ class Reply:
         self._held = text
 
     def _divide(self, text: str, *marks: str) -> tuple[str, str]:
-        """Return the start of `text` that can be returned now, and the rest, which is held back.
+        """Split `text` into a beginning, which can be returned now, and a rest, which is held back.
 
-        The rest is the longest suffix that could be the beginning of a delimiter, and the whitespace before the suffix.
+        The rest is the longest suffix that could be the beginning of a delimiter, and the whitespace before it.
         """
         if self._is_last:
             return text, ""

@@ -79,7 +79,7 @@ class Service:
         self._thread.join()
 
     def end(self, failure: RanksFailed) -> None:
-        """Answer all requests with an error, because ranks of another service have failed."""
+        """End this service with an error for all requests, because ranks of another service have failed."""
         with self._condition:
             self._ended = failure
             self._condition.notify()
@@ -104,7 +104,7 @@ class Service:
 
         Raises:
             RequestError: if the engine cannot serve a request.
-            QueueFullError: if too many sequences are waiting, or the first token is expected later than the target
+            QueueFullError: if too many sequences are waiting, or the expected time to first token exceeds the target
                 `ttft`.
             ServiceEndedError: if a rank has failed.
         """

@@ -189,11 +189,11 @@ def start(
 def _run(web: uvicorn.Server, listener: socket.socket, *, reports_stop: bool) -> None:
     """Run the server until it ends.
 
-    After the running requests are complete, uvicorn re-raises the signal that has stopped the server.  If
+    After the running requests are complete, uvicorn re-raises the signal that stopped the server.  If
     `reports_stop` is True, the signal is then printed.
 
-    After a second SIGINT, uvicorn does not wait for the requests, and logs a traceback for each request; the tracebacks
-    are not printed.
+    After a second SIGINT, uvicorn does not wait for the requests, and would log a traceback for each request; these
+    tracebacks are suppressed.
     """
     logging.getLogger("uvicorn.error").addFilter(lambda _: not web.force_exit)
     with restored_handlers():
@@ -234,7 +234,7 @@ def check_start(
 
 
 def _follow(worker: Worker) -> None:
-    """Compute with rank 0 until rank 0 stops.  Ignore signals, because rank 0 handles them."""
+    """Run each step together with rank 0 until rank 0 stops.  Ignore signals, because rank 0 handles them."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     worker.follow()

@@ -46,7 +46,7 @@ class ShardedRunner(Runner):
     """Computes logits with the other ranks of a communicator.
 
     Args:
-        model: a decoder that `shards.shard_model` has sharded across the ranks of `comm` that compute.
+        model: a decoder that `shards.shard_model` has sharded across the computing ranks of `comm`.
         comm: the communicator, whose rank 0 is the driver.
         remote: whether the driver is a `RemoteDriver`, which does not compute.
         options: other arguments of `Runner`.  `adapters` are this rank's shards of the LoRA adapters, with the same
@@ -99,14 +99,14 @@ class Driver(Runner):
 
 
 class LocalDriver(ShardedRunner, Driver):
-    """A driver that also computes a part of the model; the arguments are those of `ShardedRunner`."""
+    """A driver that also computes a shard of the model; see `ShardedRunner` for the arguments."""
 
     def __init__(self, model: Transformer, comm: Communicator, **options: Any) -> None:
         super().__init__(model, comm, **options)
         self._steps = _Steps(comm, list(self.adapters))
 
     def memory(self) -> Memory:
-        """Return new memory; the workers repeat every change to this memory.  Call this method once."""
+        """Return a new `Memory`; the workers repeat every change to it.  Call this method only once."""
         return _RecordedMemory(self.shapes, self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -139,7 +139,7 @@ class RemoteDriver(Driver):
         self._steps = _Steps(comm, names)
 
     def memory(self) -> Memory:
-        """Return memory without tensors; the workers repeat every change to this memory.  Call this method once."""
+        """Return a `Memory` without tensors; the workers repeat every change to it.  Call this method only once."""
         return _RecordedMemory([], self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -157,7 +157,7 @@ class RemoteDriver(Driver):
 
 
 class Worker(ShardedRunner):
-    """The runner of ranks other than the driver; the arguments are those of `ShardedRunner`."""
+    """The runner of ranks other than the driver; see `ShardedRunner` for the arguments."""
 
     def __init__(
         self, model: Transformer, comm: Communicator, *, remote: bool = False, **options: Any
@@ -172,7 +172,7 @@ class Worker(ShardedRunner):
     @torch.inference_mode()
     @core_threads()
     def follow(self) -> bool:
-        """Repeat the driver's steps until the driver pauses (return True) or closes (return False).
+        """Run the driver's steps until the driver pauses (return True) or closes (return False).
 
         Raises:
             CommunicationError: if a rank fails.
@@ -234,7 +234,7 @@ class _Steps:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context that converts errors to `RanksFailed`.
+        """Return a context manager that converts errors to `RanksFailed`.
 
         After a failed or interrupted step, the ranks may have made different collective calls.  They can then no longer
         compute together, so entering the context again raises `RanksFailed`.

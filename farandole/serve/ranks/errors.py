@@ -1,4 +1,6 @@
-"""The error of a failed rank, in a module that imports neither communicators nor tensor parallelism."""
+"""The error that is raised if a rank fails.
+
+This module imports neither communicators nor tensor parallelism."""
 
 
 class RanksFailed(RuntimeError):

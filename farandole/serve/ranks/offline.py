@@ -1,6 +1,6 @@
 """The ranks of `farandole.LLM`: this process alone, processes that it starts, or the ranks of a job.
 
-Between two calls of `LLM.generate`, the other ranks wait outside of all collectives, because the next call may be hours
+Between two calls to `LLM.generate`, the other ranks wait outside all collectives, because the next call may come hours
 later.
 """
 
@@ -53,7 +53,7 @@ class Ranks:
     rank = 0
 
     def read(self, folder: Path, **options: Any) -> ModelFolder:
-        """Read a model, or this rank's shards; the arguments are those of `read_model`."""
+        """Read a model, or this rank's shards; see `read_model` for the arguments."""
         return read_model(folder, **options)
 
     def runner(self, found: ModelFolder) -> Runner | None:
@@ -62,14 +62,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Return a context in which the other ranks compute with rank 0."""
+        """Return a context manager that makes the other ranks run each step together with rank 0."""
         yield
 
     def share(self, value: Any) -> None:
         """Send `value` from rank 0 to the other ranks of a job, which call `receive` at the same time."""
 
     def receive(self) -> Any:
-        """Compute with rank 0, and return the next value that rank 0 shares."""
+        """Run steps together with rank 0, and return the next value that rank 0 shares."""
         raise NotImplementedError("rank 0 does not receive values")
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class StartedRanks(Ranks):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Return a context in which the processes compute with rank 0.
+        """Return a context manager that makes the processes run each step together with rank 0.
 
         A failed or interrupted step ends the processes.
         """
@@ -160,7 +160,7 @@ class JobRanks(Ranks):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Return a context in which the other ranks compute with rank 0.
+        """Return a context manager that makes the other ranks run each step together with rank 0.
 
         Each of the other ranks must have called `receive` or `close`.
         """
@@ -172,7 +172,7 @@ class JobRanks(Ranks):
         self._comm.broadcast_object(value)
 
     def receive(self) -> Any:
-        """Compute with rank 0, and return the next value that rank 0 shares.
+        """Run steps together with rank 0, and return the next value that rank 0 shares.
 
         Raises:
             RanksFailed: if rank 0 closes the LLM.
@@ -182,7 +182,7 @@ class JobRanks(Ranks):
         return self._comm.broadcast_object(None)
 
     def close(self) -> None:
-        """On rank 0, end the computation of the other ranks; on other ranks, compute until rank 0 calls this method."""
+        """On rank 0, stop the other ranks; on other ranks, run rank 0's steps until rank 0 calls this method."""
         if self.rank == 0:
             self._driver.close()
             return
@@ -191,7 +191,7 @@ class JobRanks(Ranks):
 
 
 def main(descriptor: str) -> None:
-    """Run a process of `StartedRanks`."""
+    """Run one of the processes that `StartedRanks` starts."""
     link = Link(descriptor)
     comm = link.join()
     folder, options = comm.broadcast_object(None)

@@ -30,7 +30,7 @@ from farandole.serve.rows import largest_of
 
 @contextlib.contextmanager
 def raised_together(comm: Communicator) -> Iterator[None]:
-    """Raise an error on all ranks if the block fails on any rank.
+    """Return a context manager that raises an error on all ranks if its block fails on any rank.
 
     A rank whose block fails raises its own error; other ranks raise the error of the lowest failed rank.  Leaving the
     context is a collective call.
@@ -122,7 +122,7 @@ def shard_model(
     shards.
 
     Args:
-        adapters: complete LoRA adapters by name.
+        adapters: the complete LoRA adapters, keyed by name.
 
     Raises:
         RequestError: if the model cannot be sharded across the ranks; the message names the nearest valid plans.
@@ -176,7 +176,7 @@ def _apply(model: nn.Module, position: Position) -> Layouts:
 
 
 def _requests(name: str, values: Tensor, layout: Layout | None, position: Position) -> Iterator[Request]:
-    """Yield a request for each of this rank's boxes of a tensor.
+    """Yield a read request for each of this rank's slices of a tensor.
 
     A tensor without a layout, such as a buffer, is not sharded.
     """

@@ -25,11 +25,11 @@ PASS = 256
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model and its context.
+    """A draft model and its context length.
 
     Args:
         runner: the runner of the draft model.
-        context: the maximum number of tokens of a sequence.
+        context: the maximum number of tokens in a sequence.
     """
 
     runner: Runner
@@ -38,13 +38,13 @@ class DraftModel:
 
 @dataclass(eq=False)
 class Drafted:
-    """A sequence of the draft model.
+    """A sequence for which the draft model proposes tokens.
 
     Args:
         tokens: the sequence's tokens; the caller appends tokens.
         most: the maximum number of positions.
         blocks: the sequence's blocks in the draft model's store, allocated at the first proposal.
-        computed: the number of tokens in the draft model's KV cache.
+        computed: the number of the sequence's tokens in the draft model's KV cache.
     """
 
     tokens: Sequence[int]
@@ -54,7 +54,7 @@ class Drafted:
 
 
 class DraftProposer:
-    """Proposes the most likely tokens of a draft model.
+    """Proposes the tokens that a draft model considers most likely.
 
     Args:
         model: the draft model.

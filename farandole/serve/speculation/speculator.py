@@ -1,9 +1,9 @@
 """Speculative decoding: verify several proposed tokens of a sequence in one step.
 
 A proposer predicts the next tokens of sequences that decode.  The model computes the proposed tokens together with the
-last token, and the sampler selects a token after each of them.  The sequence keeps the selected tokens up to the first
-token that differs from its proposal.  Selected tokens never depend on proposals, so greedy and sampled tokens are the
-same as without speculation.
+last token, and the sampler selects a token after each of these tokens.  The sequence keeps the selected tokens up to
+the first token that differs from the proposed token.  Selected tokens never depend on proposals, so greedy
+and sampled tokens are the same as without speculation.
 
 Verifying one proposed token takes about as long as decoding one more sequence in the same step.  While few sequences
 decode, additional tokens hardly prolong a step, because the step reads all weights anyway.  In a large batch, rejected
@@ -158,7 +158,7 @@ class Speculator:
         return found
 
     def observe(self, speculation: Speculation, proposed: int, accepted: int) -> None:
-        """Update the acceptance rates after `accepted` of `proposed` tokens of a sequence were accepted."""
+        """Update the acceptance rates after `accepted` of the `proposed` tokens for a sequence were accepted."""
         if proposed:
             trials = min(accepted + 1, proposed)  # tokens after the first rejected one were not tried
             speculation.accepted.add(accepted, trials)

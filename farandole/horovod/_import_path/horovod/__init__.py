@@ -1,7 +1,7 @@
-"""Replace this module by `farandole.horovod`.
+"""Replace this module with `farandole.horovod`.
 
-`farandole.horovod.shim.install` adds the folder of this package to `sys.path`.  Processes that multiprocessing spawns inherit
-`sys.path`, but not the import hook of the shim.
+`farandole.horovod.shim.install` adds the folder of this package to `sys.path`.  Processes that multiprocessing spawns
+inherit `sys.path`, but not the import hook of the shim.
 """
 
 import sys
