@@ -386,9 +386,9 @@ class WorkQueue:
         """Raise CommunicationError if this thread is in a signal handler that interrupted a call in this queue."""
         if self.holder == _thread.get_ident() and not self.in_callback():
             raise CommunicationError(
-                f"a signal handler used a group whose call it had interrupted "
-                f"({self.whereabouts()}), which would deadlock; set a flag in the handler and make the call later, or "
-                f"use another group{see('a-signal-handler-used-a-group')}"
+                f"a signal handler used a group during a call on this group ({self.whereabouts()}), and would deadlock; "
+                f"set a flag in the handler and make the call later, or use another group"
+                f"{see('a-signal-handler-used-a-group')}"
             )
 
     def help(self) -> bool:

@@ -147,7 +147,7 @@ class Overflow:
 
 
 def _number(scale: float) -> str:
-    """Format a scale without an exponent, such as 65536."""
+    """Format a scale as a number without an exponent: 65536, not 6.5536e+04."""
     return str(int(scale)) if scale == int(scale) and scale < 1e16 else f"{scale:g}"
 
 

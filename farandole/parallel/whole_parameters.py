@@ -155,7 +155,7 @@ class WholeParameters:
 
     @contextmanager
     def masters(self) -> Iterator[None]:
-        """Return a context manager that makes parameters unsharded copies in the master weights' dtype.
+        """Return a context manager that replaces the parameters with unsharded copies in the master weights' dtype.
 
         This is a collective call.
         """

@@ -151,7 +151,7 @@ def estimate_workload(
 def _estimate_rank(
     workload: Workload, plan: Plan, ranks: int, machine: Machine, traced: Trace, state: StateBytes
 ) -> Estimate:
-    """Return the estimate of the rank with the trace `traced` and the state bytes `state`."""
+    """Return the estimate for one rank, from its trace `traced` and the sizes of its states, `state`."""
     process = machine.process + machine.libraries * machine.hosts // ranks
     swapped = _swapped(plan, traced)
     copies = workload.checkpoints and machine.host

@@ -1,12 +1,12 @@
-"""Measure a model with many equal blocks by measuring models with a few of these blocks.
+"""Measure a model with many identical blocks by measuring models with a few of these blocks.
 
-The layers of a transformer are equal, so every quantity of a pass (activations, operations, transferred bytes) is a
+The layers of a transformer have the same structure, so every quantity of a pass (activations, operations, transferred bytes) is a
 linear function of the number of layers.  The value for all layers therefore follows from two small models:
 
     runs = find_runs(model)                                      # layers 3 to 60
     extrapolated(runs, measure)                                  # runs `measure` with 2 and with 3 of these layers
 
-The smaller model has several layers, because a quantity such as a peak is linear only above a certain number of layers.
+The smaller model has more than one layer, because a quantity such as a peak is linear only above a certain number of layers.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) ->
 def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
     """Reduce `tensor` over a binomial tree into the tensor on rank `root`.
 
-    The place of a rank is its distance from the root.  In step k (counted from 0), each rank whose place is an odd
-    multiple of 2^k sends its partial result to the rank whose place is lower by 2^k, and is then finished.  With p
-    ranks, there are ceil(log2(p)) steps.
+    The relative rank is (rank - root) mod p, with p ranks.  In step k (counted from 0), each rank whose relative rank is
+    an odd multiple of 2^k sends its partial result to the rank whose relative rank is lower by 2^k, and is then
+    finished.  There are ceil(log2(p)) steps.
     """
     n = transport.size
     place = (transport.rank - root) % n

@@ -4,8 +4,8 @@ Ranks may issue named operations in any order, but must issue unnamed operations
 Horovod's convention: the loss is the *average* of the ranks' losses, and a result that is equal on all ranks
 contributes to every rank's loss.
 
-All operations raise ValueError for invalid arguments, for the name of an operation in flight, and before `hvd.init()`.
-They raise `HorovodInternalError` if ranks disagree or a rank dies.  `bridge.call` describes the corresponding
+All operations raise ValueError if an argument is invalid, if an operation with the same name is in flight, or if
+`hvd.init()` has not been called.  They raise `HorovodInternalError` if ranks disagree or a rank dies.  `bridge.call` describes the corresponding
 `tf.errors` exceptions.
 """
 

@@ -253,7 +253,7 @@ class _StateReader:
 
 @dataclass(frozen=True)
 class _Files:
-    """Weights in safetensors files with the model's tensor names."""
+    """Weights in safetensors files, which are looked up by the model's tensor names."""
 
     entries: Mapping[str, Entry]
     folder: Path

@@ -24,7 +24,7 @@ def matrix_for_peft(name: str, matrix: Tensor) -> Tensor:
 
 
 def matrix_from_peft(name: str, matrix: Tensor, experts: int) -> Tensor:
-    """Reshape the A or B of a stack of `experts` layers from PEFT's two dimensions to three dimensions.
+    """Reshape the LoRA matrix A or B of `experts` stacked layers from PEFT's two dimensions to three dimensions.
 
     Raises:
         ValueError: if the matrix does not consist of `experts` equal parts.

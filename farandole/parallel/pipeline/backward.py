@@ -217,7 +217,7 @@ class SplitBackward:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same memory and gradient that, unlike a leaf, may be modified in place."""
+    """Return an alias of `tensor` with the same memory and gradient; unlike a leaf, the alias may be modified in place."""
     aliased: Tensor = _Alias.apply(tensor) if tensor.requires_grad else tensor
     return aliased
 

@@ -443,7 +443,7 @@ class Gatherer:
 
 
 def _parts(module: nn.Module, owners: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the submodules of `module` that have parameters, except those that are, contain or belong to `owners`."""
+    """Yield the submodules of `module` that have parameters, except `owners` and all modules in or around an owner."""
     for child in module.children():
         if child not in owners:
             if any(True for _ in child.parameters()) and not any(part in owners for part in child.modules()):
