@@ -65,7 +65,7 @@ def test_the_interpreter_of_another_environment_is_refused(tmp_path: Path, linke
     else:
         write(other.parent, "", "python3")
     for word in (str(other), "python2.7", f"{own}9"):
-        with pytest.raises(LaunchError, match=f"not in {re.escape(word)}; omit .* --no-python"):
+        with pytest.raises(LaunchError, match=f"not with {re.escape(word)}; omit .* --no-python"):
             without_python([word, "a.py"])
 
 
