@@ -331,3 +331,11 @@ def test_a_rank_that_is_killed_is_named_on_both_hosts():
 def test_invalid_settings_are_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "topk", "powersgd"])
+def test_a_tensor_without_elements_needs_no_state(name: str) -> None:
+    compression = compression_named(name)
+    assert compression is not None
+    compressor = compression.for_tensor(0, [])
+    assert compressor.state_bytes(1, 0, 1024) == 0 and 0 < compressor.sent_fraction(2) <= 1

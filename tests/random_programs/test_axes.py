@@ -67,7 +67,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def alone(family: str, seed: int, replicas: list[int], lora: LoRA | None) -> Result:
-    """Train in one process; `replicas` has the number of replicas in each step."""
+    """Train in one process; `replicas` contains the number of replicas in each step."""
     model = random_transformer(family, seed)
     if lora is not None:
         add_lora(model, lora)

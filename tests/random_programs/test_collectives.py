@@ -86,7 +86,7 @@ class Caller:
         return tensor
 
     def run(self) -> list[Any]:
-        """Run the call; return all tensors that it should leave as they are, and its results."""
+        """Run the call, and return its results and its inputs, which most calls must not change."""
         work, results, reduced = OPERATIONS[self.call.operation](self)
         if self.call.is_async and work is not None:
             work.wait()

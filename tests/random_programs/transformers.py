@@ -1,4 +1,4 @@
-"""Random transformers of all built-in families, and their samples."""
+"""Random transformers of the built-in language-model families, and their samples."""
 
 from __future__ import annotations
 

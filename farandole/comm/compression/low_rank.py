@@ -146,7 +146,7 @@ class PowerSGDCompressor(Compressor):
         saved = sum(
             m.rows * m.columns - m.rank * (m.rows + m.columns) for m in self._matrices_in(0, self.count)
         )
-        return 1 - saved / self.count
+        return 1 - saved / max(1, self.count)
 
     def _share_bytes(self, start: int, end: int) -> int:
         factors = sum(m.rank * m.columns for m in self._matrices_in(start, end - start))
