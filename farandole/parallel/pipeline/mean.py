@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
 
 
+_log = logging.getLogger(__name__)
+
+
 class PipelineMean(GlobalMean):
     """Runs micro-batches through the stages of a pipeline; see `GlobalMean`.
 
@@ -32,6 +36,7 @@ class PipelineMean(GlobalMean):
         super().__init__(engine, mesh)
         self._pipeline, self._dtype = pipeline, dtype
         self._every_pass = engine.reduced_in_every_pass
+        self._has_warned = not pipeline.mirrored
         # ranks that compute a stage together have the same loss, which is counted once
         axes = ("pipeline", "mirror", *SAMPLE_AXES)
         own = mesh.of_rank(engine.comm.rank)[0]
@@ -43,6 +48,7 @@ class PipelineMean(GlobalMean):
         engine, own_batches = self._engine, list(batches)
         most = self._most(len(own_batches))
         expected = self.expected or self._guess(own_batches, inputs)
+        versions = self._buffer_versions()
         try:
             with engine.accumulating(), engine.scaled_backward() as scale:
                 factor = self._replicas / expected * scale
@@ -51,6 +57,7 @@ class PipelineMean(GlobalMean):
             self._pipeline.statistics.discard()
             engine.zero_grad()
             raise
+        self._warn_of_changed_buffers(versions)
         engine.accept_buffers(self._pipeline.statistics.update())
         engine.join_backward(last=True)
         mean, count = self._mean(sums, counts)
@@ -58,6 +65,26 @@ class PipelineMean(GlobalMean):
             engine.scale_all(expected / count)
         self.expected = count
         return Step(mean, count, skipped=engine.will_skip())
+
+    def _buffer_versions(self) -> dict[str, int]:
+        if self._has_warned:
+            return {}
+        return {name: buffer._version for name, buffer in self._engine.model.named_buffers()}
+
+    def _warn_of_changed_buffers(self, before: Mapping[str, int]) -> None:
+        """Warn once if the forward passes of a mirrored schedule changed buffers other than BatchNorm statistics."""
+        now = self._buffer_versions()
+        # a buffer that a forward pass creates is usually a cache with equal values on all ranks
+        changed = sorted(name for name, version in now.items() if version != before.get(name, version))
+        if changed:
+            self._has_warned = True
+            _log.warning(
+                "forward passes changed %s: with two replicas of the model, each replica changes its own copy, and the "
+                "copies are averaged after the step, so their values differ from those of one process; use a schedule "
+                "with one replica, such as '1f1b'",
+                ", ".join(changed[:3])
+                + (f" and {len(changed) - 3} other buffers" if len(changed) > 3 else ""),
+            )
 
     def _guess(self, batches: Sequence[Any], inputs: Callable[[Any], Any]) -> float:
         """Estimate the total count over all ranks: the number of tokens, or of samples if inputs are not integers.

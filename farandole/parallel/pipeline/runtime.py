@@ -120,7 +120,10 @@ class Pipeline:
         """
         self.waited_s = 0.0
         """The total time in seconds that this rank has waited for messages."""
-        self.has_loss = any(row[-1] == rank for row in build(name, len(places), 1).placement)
+        schedule = build(name, len(places), 1)
+        self.mirrored = schedule.mirrored
+        """Whether the schedule has two replicas of the model."""
+        self.has_loss = any(row[-1] == rank for row in schedule.placement)
         """Whether this rank has the last stage of a replica."""
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - an engine has one pipeline

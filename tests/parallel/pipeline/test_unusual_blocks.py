@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -64,6 +66,11 @@ class Counter(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         self.count += 1
         return super().forward(x), self.count[1:]
+
+
+class Normalize(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
 
 
 class Multiply(nn.Linear):
@@ -146,6 +153,31 @@ def test_blocks_with_unusual_outputs(ranks: Any, name: str) -> None:
         state = states[0] | states[1]
         for key, value in expected.items():
             torch.testing.assert_close(state[key], value, msg=lambda m, k=key, p=plan: f"{p}: {k}: {m}")
+
+
+def _warnings(rank: int, size: int, schedule: str, block: Callable[[], nn.Module]) -> list[str]:
+    found: list[str] = []
+    log = logging.getLogger("farandole.parallel.pipeline.mean")
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    model = nn.Sequential(_linear(), block(), Multiply(WIDTH, WIDTH), _linear())
+    with engine_of(model, Plan(pipeline=2, schedule=schedule)) as engine:
+        for step in range(2):
+            engine.forward_backward(_batches(step), _loss)
+            engine.zero_grad()
+    log.removeHandler(handler)
+    return found
+
+
+def test_warning_about_buffers_with_two_replicas(ranks: Any) -> None:
+    assert ranks(2).run(_warnings, "1f1b", functools.partial(Counter, 30000)) == [[], []]
+    assert ranks(2).run(_warnings, "gems", functools.partial(Normalize, WIDTH)) == [[], []]
+    for messages in ranks(2).run(
+        _warnings, "gems", functools.partial(Counter, 30000)
+    ):  # each rank has the stage in one of the replicas
+        assert len(messages) == 1
+        assert messages[0].startswith("forward passes changed 1.count: with two replicas")
 
 
 class Scaled(nn.Sequential):
