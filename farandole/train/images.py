@@ -118,11 +118,12 @@ class _Arrays:
 
 def _rgb(image: Image.Image) -> Image.Image:
     """Convert `image` to mode RGB, and scale 16-bit pixels to 8 bits."""
-    if image.mode in ("I", "F"):
+    is_16_bit = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM")
+    if image.mode in ("I", "F") and not is_16_bit:
         raise ValueError(
             f"expected pixels of 8 bits per channel, or grayscale pixels of 16 bits; got pixels of mode {image.mode}"
         )
-    if image.mode.startswith("I;16"):
+    if is_16_bit:
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
 

@@ -311,7 +311,9 @@ def _images_task(folder: Path, images: list[Image.Image], suffix: str) -> Task:
     return make_task(load_config("tiny", ["task=images", f"data.path={folder}", "images.size=32"]))
 
 
-@pytest.mark.parametrize(("suffix", "dtype"), [(".png", "<u2"), (".tif", "<u2"), (".tif", ">u2")])
+@pytest.mark.parametrize(
+    ("suffix", "dtype"), [(".png", "<u2"), (".tif", "<u2"), (".tif", ">u2"), (".pgm", "<u2")]
+)
 def test_16_bit_images_are_scaled_to_8_bits(tmp_path: Path, suffix: str, dtype: str) -> None:
     pixels = np.linspace(0, 65535, 32 * 32).reshape(32, 32).astype(dtype)
     task = _images_task(tmp_path, [Image.fromarray(pixels)] * 2, suffix)
