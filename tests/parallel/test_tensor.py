@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import farandole
@@ -185,6 +188,44 @@ def test_dropout_in_a_registered_region_does_not_depend_on_the_width(ranks: Any,
         for losses, found in ranks(size).run(_registered, units, zero):
             assert losses == pytest.approx(expected, rel=1e-5)
             torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-6)
+
+
+class _Drawing(nn.Module):
+    """A network with `nn.Dropout` layers and, if `functional` is True, a call of `F.dropout`."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 8), nn.Linear(8, 16)
+        self.inner, self.outer, self.functional = nn.Dropout(0.2), nn.Dropout(0.1), functional
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(self.first(x))
+        if self.functional:
+            x = F.dropout(x, 0.1, self.training)
+        result: Tensor = self.outer(self.last(x))
+        return result
+
+
+register(_Drawing, Rule({"first": _units}, {"last": _units}, dropout={"inner": (-1, _units), "outer": None}))
+
+
+def _draw_warnings(rank: int, size: int) -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("farandole").addHandler(handler)
+    model = nn.Sequential(_Drawing(False), _Drawing(True), nn.Dropout(0.1))
+    with closing(farandole.parallelize(model, Plan(tensor=size))) as engine:
+        for mode in (False, False, True, True):
+            model.train(mode)
+            engine(torch.randn(3, 16))
+    logging.getLogger("farandole").removeHandler(handler)
+    return found
+
+
+def test_functional_dropout_in_a_registered_region_is_reported_once(ranks: Any) -> None:
+    for messages in ranks(2).run(_draw_warnings):
+        assert [message.partition(" outside")[0] for message in messages] == ["1 draws random numbers"]
 
 
 def _undescribed(rank: int, size: int, dropout: Any, layer: nn.Module | None) -> str:

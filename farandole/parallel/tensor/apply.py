@@ -16,10 +16,13 @@ from farandole.models.layers import Head
 from farandole.models.sequence import Transformer
 from farandole.parallel.axes import AxisCommunicator, Layouts, Position
 from farandole.parallel.lora.layer import LoRALinear
+from farandole.parallel.tensor.random_draws import warn_of_draws
 from farandole.parallel.tensor.regions import AXIS, Region, SharedBias, enter_at
 from farandole.parallel.tensor.rules import (
+    BUILT_IN,
     EMBEDDINGS,
     Indivisible,
+    Parts,
     Rule,
     Split,
     parts_of,
@@ -50,7 +53,8 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             f"tensor={ranks}: {type(model).__name__} has no module with a rule for tensor parallelism; nearest plan: "
             "tensor=1, or add rules with farandole.parallel.tensor.register"
         )
-    _check_dropout(found, ranks)
+    described = _described(found)
+    _check_dropout(found, described, ranks)
     parts = _parts_of_all(found, ranks)
     for parameter in _with_equal_gradients(model, found, sequence=plan.sequence):
         layouts.equal_gradients(parameter, AXIS)
@@ -61,6 +65,9 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
         _split(module, rule, parts[path], position, layouts)
     comm = position.comm(AXIS)
     for path, (module, rule) in found.items():
+        if rule.region and rule not in BUILT_IN:
+            layers = [layer for layer in module.modules() if id(layer) in described]
+            warn_of_draws(module, path or type(module).__name__, layers)
         if rule.region and not any(
             path.startswith(f"{other}.") and found[other][1].region for other in found
         ):
@@ -69,17 +76,12 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
             _split_vocabulary(module, rule, position, layouts, tokens)
 
 
-def _check_dropout(found: Found, ranks: int) -> None:
+def _check_dropout(found: Found, described: Mapping[int, tuple[int, Parts] | None], ranks: int) -> None:
     """Check that rules describe all dropout layers in regions, because ranks with different shards need different masks.
 
     Raises:
         PlanError: if a rule does not describe a layer, or splits the input of a layer other than `nn.Dropout`.
     """
-    described = {
-        id(module.get_submodule(path)): split
-        for module, rule in found.values()
-        for path, split in rule.dropout.items()
-    }
     for path, (module, rule) in found.items():
         for name, layer in module.named_modules() if rule.region else ():
             if not isinstance(layer, _DropoutNd) or not layer.p:
@@ -96,6 +98,15 @@ def _check_dropout(found: Found, ranks: int) -> None:
                     f"{where}: expected nn.Dropout for a split input, got {type(layer).__name__}; nearest plan: tensor=1, "
                     "or use nn.Dropout"
                 )
+
+
+def _described(found: Found) -> dict[int, tuple[int, Parts] | None]:
+    """Return a dict that maps the `id` of each dropout layer that a rule describes to the split of its input."""
+    return {
+        id(module.get_submodule(path)): split
+        for module, rule in found.values()
+        for path, split in rule.dropout.items()
+    }
 
 
 def _parts_of_all(found: Found, ranks: int) -> dict[str, Split]:

@@ -239,6 +239,9 @@ RULES: dict[type[nn.Module], Rule] = {
 }
 """The rule for each kind of module; a subclass needs its own rule."""
 
+BUILT_IN = tuple(RULES.values())
+"""The rules of the modules in `farandole.models`."""
+
 
 EMBEDDINGS = (Embedding,)
 """The classes of embeddings after which tokens can be divided over ranks (`Plan.sequence`)."""
